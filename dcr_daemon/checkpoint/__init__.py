@@ -1,0 +1,1 @@
+"""Safetensors headers and Hugging Face directories: read and write."""

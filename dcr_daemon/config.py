@@ -1,0 +1,1 @@
+"""Settings: TOML file, environment, flags into frozen records."""

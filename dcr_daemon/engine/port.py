@@ -1,0 +1,161 @@
+"""The engine port: what a subscriber asks of something that holds live weights.
+
+vLLM (through its plugin's socket) and a checkpoint directory are two implementations; both pass
+`tests/contract/test_engine.py`. The engine, not the subscriber, refuses to run on a mixture (must E1). All calls
+raise `EngineRefused` with every reason named, `Fenced` when another owner has attached since (must E3), or
+`EngineGone` when the engine process does not answer.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Protocol
+
+import msgspec
+
+from dcr_daemon.errors import DcrError
+
+
+class EngineGone(DcrError):
+    """The engine does not answer: it died or has not started. Wait and attach again."""
+
+    exit_code = 16
+
+
+class TensorClass(StrEnum):
+    """How an engine holds a canonical tensor."""
+
+    EXACT = "exact"  #: bits copied; changed in place
+    LOADED = "loaded"  #: the loader computes; fed whole through the native loader
+    ABSENT = "absent"  #: the loader skips it (a second tied head); left out of comparisons on both sides
+
+
+class StreamFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine is told about the stream at attach. `layout` is the path of the layout object (local)."""
+
+    stream: str
+    layout: str
+    layout_digest: str
+
+
+class Attached(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to attach.
+
+    `vector` is the live fingerprint vector (u64 little-endian, layout order; 0 where the class is not `exact`).
+    `classes` are in layout order. `adopted` names a begun transaction that only commit or rollback may end; then
+    nothing else in the answer but `token` and `incarnation` is fresh (must E6). `version` is what the engine itself
+    was last proved at in this incarnation, None if unproved. `serving` tells whether it generates now.
+    """
+
+    token: int
+    incarnation: str
+    adopted: str | None
+    version: int | None
+    serving: bool
+    vector: bytes
+    classes: list[TensorClass]
+
+
+class Hop(msgspec.Struct, frozen=True, kw_only=True):
+    """One version of a route, staged: paths are local and verified; `before`/`after` are vector files."""
+
+    version: int
+    base: int
+    attempt: int
+    chunks: list[str]
+    before: str
+    after: str
+
+
+class Transaction(msgspec.Struct, frozen=True, kw_only=True):
+    """Consecutive hops composed into one change (must E6). `label` is shown by the engine as its weight version."""
+
+    id: str
+    hops: list[Hop]
+    label: str
+
+    @property
+    def base(self) -> int:
+        return self.hops[0].base
+
+    @property
+    def version(self) -> int:
+        return self.hops[-1].version
+
+
+class Prepared(msgspec.Struct, frozen=True, kw_only=True):
+    """`fits` is how many hops are in the transaction: fewer than asked means the rest is over the cap."""
+
+    txn: str
+    changed: int
+    fits: int
+
+
+class Verdict(StrEnum):
+    COMMITTED = "committed"
+    ROLLED_BACK = "rolled back"
+    BEGUN = "begun"  #: neither; adopt it
+    UNKNOWN = "unknown"  #: this engine knows no such transaction
+
+
+class Swapped(msgspec.Struct, frozen=True, kw_only=True):
+    """Outcome of a transaction. `pause` is in seconds; `tries` counts applies; `reason` is set unless committed."""
+
+    txn: str
+    verdict: Verdict
+    version: int | None
+    serving: bool
+    pause: float = 0.0
+    tries: int = 0
+    reason: str = ""
+
+
+class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
+    incarnation: str
+    version: int | None
+    serving: bool
+    prepared: str | None = None
+    begun: str | None = None
+
+
+class Engine(Protocol):
+    async def attach(self, facts: StreamFacts) -> Attached:
+        """Become the owner; record placement; sum the live weights. Refuses what it could not update later."""
+        ...
+
+    async def prove(self, version: int, vector: str, label: str) -> None:
+        """Declare which version the live weights are. The engine compares `vector` (a file) with its own live sums
+        and refuses a difference, naming the tensors."""
+        ...
+
+    async def serve(self) -> None:
+        """Let generation run. Refused unless proved and clean (must E1, E2)."""
+        ...
+
+    async def prepare(self, txn: Transaction) -> Prepared:
+        """Decode and check against the live weights while generation goes on; nothing is written (must E4)."""
+        ...
+
+    async def swap(self, txn: str) -> Swapped:
+        """Pause, write, check, commit, resume: one call inside the engine (must E5)."""
+        ...
+
+    async def outcome(self, txn: str) -> Swapped:
+        """What became of a transaction; for a subscriber that died or lost the answer."""
+        ...
+
+    async def settle(self, txn: str) -> Swapped:
+        """End an adopted, begun transaction: forward if its values are all there, else back (must E6)."""
+        ...
+
+    async def drop(self) -> None:
+        """Forget a prepared transaction."""
+        ...
+
+    async def load(self, version: int, files: list[str], vector: str, label: str) -> Swapped:
+        """Dense, forward-only repair: write every tensor from safetensors files, then prove it (anchors)."""
+        ...
+
+    async def status(self) -> EngineStatus: ...
+
+    async def close(self) -> None: ...

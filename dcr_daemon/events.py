@@ -1,0 +1,161 @@
+"""Typed facts. The core emits them; logs, metrics, health and the demo's table listen.
+
+An event is a past tense with numbers, never a log text. Emitting must be cheap and must not raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of every fact."""
+
+
+class Claimed(Event, frozen=True, kw_only=True):
+    epoch: int
+    name: str
+
+
+class Opened(Event, frozen=True, kw_only=True):
+    version: int
+    attempt: int
+    step: int | None = None
+
+
+class ShardTaken(Event, frozen=True, kw_only=True):
+    """A complete input file was read and diffed."""
+
+    path: str
+    tensors: int
+    seconds: float
+
+
+class ChunkPut(Event, frozen=True, kw_only=True):
+    version: int
+    attempt: int
+    n: int
+    bytes: int
+    seconds: float
+
+
+class Sealed(Event, frozen=True, kw_only=True):
+    version: int
+    attempt: int
+    step: int | None
+    seq: int
+    changed: int
+    elements: int
+    bytes: int
+    dense_bytes: int
+    seconds: float
+
+
+class Aborted(Event, frozen=True, kw_only=True):
+    version: int
+    attempt: int
+    reason: str
+
+
+class AnchorPut(Event, frozen=True, kw_only=True):
+    version: int
+    bytes: int
+    seconds: float
+
+
+class FencedOut(Event, frozen=True, kw_only=True):
+    """Somebody newer owns this stream or engine."""
+
+    what: str
+    by: str
+
+
+class OpenSeen(Event, frozen=True, kw_only=True):
+    version: int
+    attempt: int
+
+
+class ChunkFetched(Event, frozen=True, kw_only=True):
+    """`sealed` tells whether the seal was already there: False means it was prefetched."""
+
+    version: int
+    attempt: int
+    key: str
+    bytes: int
+    sealed: bool
+    seconds: float
+
+
+class SealSeen(Event, frozen=True, kw_only=True):
+    version: int
+    seq: int
+    step: int | None = None
+
+
+class Staged(Event, frozen=True, kw_only=True):
+    version: int
+    bytes: int
+    chunks: int
+
+
+class Attached(Event, frozen=True, kw_only=True):
+    version: int | None
+    tensors: int
+    seconds: float
+
+
+class Prepared(Event, frozen=True, kw_only=True):
+    txn: str
+    base: int
+    version: int
+    changed: int
+    seconds: float
+
+
+class Committed(Event, frozen=True, kw_only=True):
+    """The engine serves `version`. `pause_seconds` is the time in which it generated nothing."""
+
+    base: int
+    version: int
+    route: str
+    pause_seconds: float
+    seconds: float
+    step: int | None = None
+
+
+class RolledBack(Event, frozen=True, kw_only=True):
+    txn: str
+    version: int
+    reason: str
+
+
+class Repaired(Event, frozen=True, kw_only=True):
+    version: int
+    how: str
+
+
+class Alarm(Event, frozen=True, kw_only=True):
+    """Something that must not happen and was contained; `must` cites the protocol."""
+
+    must: str
+    what: str
+
+
+class Waiting(Event, frozen=True, kw_only=True):
+    what: str
+
+
+class StoreRequest(Event, frozen=True, kw_only=True):
+    operation: str
+    outcome: str
+    seconds: float
+    bytes: int = 0
+
+
+Emit = Callable[[Event], None]
+
+
+def discard(event: Event) -> None:
+    """An `Emit` that nobody listens to."""

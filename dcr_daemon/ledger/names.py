@@ -1,0 +1,46 @@
+"""Where things lie in a stream: every key is made here and nowhere else (FORMATS 3)."""
+
+from __future__ import annotations
+
+
+def record(seq: int) -> str:
+    return f"ledger/{seq:016d}.json"
+
+
+def layout(digest: str) -> str:
+    return f"layouts/{digest}.json"
+
+
+def attempt(version: int, attempt: int) -> str:
+    """Prefix of everything one attempt uploads."""
+    return f"data/{version}/{attempt}/"
+
+
+def chunk(version: int, attempt_: int, group: str, rank: int, nonce: str, n: int) -> str:
+    return f"{attempt(version, attempt_)}{group}-{rank}-{nonce}-{n}.dcr"
+
+
+def part(version: int, attempt_: int, group: str, rank: int, nonce: str) -> str:
+    return f"{attempt(version, attempt_)}{group}-{rank}-{nonce}.part.json"
+
+
+def sums(version: int, attempt_: int, group: str, rank: int, nonce: str) -> str:
+    return f"{attempt(version, attempt_)}{group}-{rank}-{nonce}.sums"
+
+
+def fail(version: int, attempt_: int, group: str, rank: int, nonce: str) -> str:
+    return f"{attempt(version, attempt_)}{group}-{rank}-{nonce}.fail.json"
+
+
+def vector(version: int, attempt_: int) -> str:
+    """The version's whole fingerprint vector, u64 little-endian in layout order."""
+    return f"{attempt(version, attempt_)}fingerprint.bin"
+
+
+def anchor(version: int, attempt_: int) -> str:
+    """Prefix of one attempt at an anchor."""
+    return f"anchors/{version}/{attempt_}/"
+
+
+def replica(replica_id: str) -> str:
+    return f"replicas/{replica_id}.json"

@@ -1,0 +1,1 @@
+"""What listens to events: logs, metrics, health, systemd."""

@@ -1,0 +1,115 @@
+"""The one door to clock, randomness, threads and failpoints.
+
+Everything else is forbidden by lint to import `time`, `random`, `secrets`, `uuid` or `threading`, so that a
+simulation can install its own `Runtime` and be deterministic. No clock read here may decide anything (must L8):
+times are for logs, metrics, back-off and waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
+
+
+class Runtime(Protocol):
+    def monotonic(self) -> float: ...
+    def now(self) -> datetime: ...
+    async def sleep(self, seconds: float) -> None: ...
+    def nonce(self, size: int) -> str: ...
+    def jitter(self) -> float: ...
+    def failpoint(self, name: str) -> None: ...
+
+
+class SystemRuntime:
+    """Real clock, real randomness. `DCR_FAILPOINT=name[:n]` kills the process at the n-th pass of a failpoint."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        name, _, count = os.environ.get("DCR_FAILPOINT", "").partition(":")
+        self._armed, self._left = name, int(count or 1)
+
+    def monotonic(self) -> float:
+        return time.monotonic()
+
+    def now(self) -> datetime:
+        return datetime.now(UTC)
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    def nonce(self, size: int) -> str:
+        return secrets.token_hex(size)
+
+    def jitter(self) -> float:
+        return secrets.randbelow(1 << 20) / (1 << 20)
+
+    def failpoint(self, name: str) -> None:
+        if name != self._armed:
+            return
+        with self._lock:
+            self._left -= 1
+            if self._left <= 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+_current: Runtime = SystemRuntime()
+
+
+def install(runtime: Runtime) -> None:
+    """Replace the runtime of this process (simulation only)."""
+    global _current
+    _current = runtime
+
+
+def monotonic() -> float:
+    """Seconds on a clock that never goes back; only differences mean anything."""
+    return _current.monotonic()
+
+
+def now() -> datetime:
+    """Wall time in UTC, for people to read."""
+    return _current.now()
+
+
+async def sleep(seconds: float) -> None:
+    await _current.sleep(seconds)
+
+
+def nonce(size: int = 8) -> str:
+    """`2 * size` lower-case hex digits nobody has drawn before."""
+    return _current.nonce(size)
+
+
+def jitter() -> float:
+    """Uniform in [0, 1), for back-off."""
+    return _current.jitter()
+
+
+def failpoint(name: str) -> None:
+    """A named instant at which a crash test may kill the process."""
+    _current.failpoint(name)
+
+
+class Workers:
+    """One bounded pool for byte work whose kernels release the GIL."""
+
+    def __init__(self, count: int = 0) -> None:
+        self.count = count or max(1, min(16, len(os.sched_getaffinity(0))))
+        self._pool = ThreadPoolExecutor(self.count, thread_name_prefix="dcr-bytes")
+
+    async def run(self, function: Callable[..., T], *args: object) -> T:
+        """Run `function(*args)` on the pool and await its result."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,60 @@
+"""The object-store port: what DCR asks of a bucket, and nothing more.
+
+One primitive orders everything: *create if absent* (must L0). Keys are relative to the stream's prefix. LIST is a
+hint (must L6). Every implementation passes `tests/contract/test_store.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+
+class Outcome(Enum):
+    """What is known after a conditional create."""
+
+    WON = "won"  #: the object is ours and durable
+    LOST = "lost"  #: the slot was occupied, perhaps by an earlier try of our own: read it
+    UNKNOWN = "unknown"  #: no answer, or an answer that decides nothing: read the slot, or put the same bytes again
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line of a LIST: key relative to the stream, size in bytes."""
+
+    key: str
+    size: int
+
+
+class Store(Protocol):
+    """A stream's prefix in a bucket.
+
+    Every method retries what can be retried, bounded and jittered, and then raises `StoreUnavailable`;
+    denied access and missing buckets are `Incompatible`. `create` never retries by itself.
+    """
+
+    url: str
+
+    async def get(self, key: str, *, limit: int) -> bytes:
+        """The whole object. Raises `Missing`, or `Corrupt` if it is larger than `limit` bytes (nothing is kept)."""
+        ...
+
+    async def create(self, key: str, body: bytes | memoryview) -> Outcome:
+        """One plain PUT with If-None-Match: *. Durable when it answers `WON`. Tried exactly once."""
+        ...
+
+    async def overwrite(self, key: str, body: bytes) -> None:
+        """Replace an object; for replica status only, nothing depends on it for safety (must L7)."""
+        ...
+
+    def list(self, prefix: str) -> AsyncIterator[Entry]:
+        """Objects whose key begins with `prefix`, in key order; may be stale."""
+        ...
+
+    async def delete(self, keys: Iterable[str]) -> None:
+        """Delete objects; an absent one is no error. Only retention calls this."""
+        ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,1 @@
+"""Runs inside vLLM: EngineCore's half, the endpoint's socket, the worker's hands."""
