@@ -1,1 +1,1 @@
-"""Safetensors headers and Hugging Face directories: read and write."""
+"""Hugging Face checkpoints on disk: safetensors headers and files, directories of shards, pieces of anchors."""

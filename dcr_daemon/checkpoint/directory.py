@@ -1,0 +1,211 @@
+"""A Hugging Face checkpoint: one safetensors file, or a directory of shards with or without an index.
+
+Reading opens headers only. Writing is all or nothing: a directory appears under its name when it is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from dcr_daemon.canonical.fingerprint import Bits
+from dcr_daemon.canonical.layout import Layout, TensorSpec
+from dcr_daemon.checkpoint.safetensors import SafetensorsFile, exhausted, write_safetensors
+from dcr_daemon.errors import Corrupt, DcrError, Incompatible, NotFound
+
+INDEX = "model.safetensors.index.json"
+EXTRA_LIMIT = 64 << 20  #: bytes of one side file; a larger one is not a side file
+#: Side files by suffix. Code (`*.py`) never travels through a bucket.
+EXTRA_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken"})
+#: Written by trainers beside a model, of no use to whoever serves it.
+NOT_EXTRAS = frozenset({"trainer_state.json", "latest_checkpointed_iteration.txt"})
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """The `weight_map` of an index file: tensor name -> file name in the same directory.
+
+    Raises:
+        Corrupt: it does not parse, or names a file outside its directory.
+    """
+    try:
+        mapping = json.loads(path.read_bytes())["weight_map"]
+        pairs = {str(name): str(file) for name, file in mapping.items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise Corrupt(f"{path} is not a safetensors index: {error}", hint="write it again") from error
+    for file in pairs.values():
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            raise Corrupt(f"{path} names {file!r}, which is no safetensors file beside it")
+    return pairs
+
+
+def find_index(directory: Path) -> Path | None:
+    """The index file of a directory, if any; `Incompatible` if there are several."""
+    found = sorted(directory.glob("*.safetensors.index.json"))
+    if len(found) > 1:
+        raise Incompatible(f"{directory} has several indexes: {', '.join(path.name for path in found)}")
+    return found[0] if found else None
+
+
+def shard_paths(path: Path) -> list[Path]:
+    """Safetensors files of a checkpoint, sorted: those its index names, else all that lie directly in it."""
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise NotFound(f"there is no checkpoint at {path}")
+    if index := find_index(path):
+        return [path / name for name in sorted(set(read_index(index).values()))]
+    found = sorted(path.glob("*.safetensors"))
+    if not found:
+        raise NotFound(f"{path} holds no *.safetensors", hint="give a Hugging Face checkpoint directory")
+    return found
+
+
+class Checkpoint:
+    """An open checkpoint; a context manager. Views from `bits` must be dropped before `close`.
+
+    Raises:
+        NotFound: nothing there, or a file that the index names is absent.
+        Corrupt: a file is truncated, or the index disagrees with the files.
+        Incompatible: no safetensors, or a tensor occurs twice.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.files: list[SafetensorsFile] = []
+        try:
+            for shard in shard_paths(self.path):
+                self.files.append(SafetensorsFile(shard))
+            self._home = {spec.name: file for file in self.files for spec in file.specs}
+            self.layout = Layout(spec for file in self.files for spec in file.specs)
+            self._check_index()
+        except DcrError:
+            self.close()
+            raise
+
+    def _check_index(self) -> None:
+        index = find_index(self.path) if self.path.is_dir() else None
+        if index is None:
+            return
+        named, found = read_index(index), {name: file.path.name for name, file in self._home.items()}
+        if named != found:
+            wrong = sorted(name for name in named.keys() | found.keys() if named.get(name) != found.get(name))
+            raise Corrupt(f"{index} disagrees with its files about {', '.join(wrong[:20])}", hint="write it again")
+
+    def bits(self, name: str) -> Bits:
+        """Unsigned lanes [elements] of one tensor, a view over its file. `NotFound` for a strange name."""
+        return self.file(name).bits(name)
+
+    def file(self, name: str) -> SafetensorsFile:
+        """The file that holds a tensor."""
+        try:
+            return self._home[name]
+        except KeyError:
+            raise NotFound(f"{self.path} holds no tensor {name}") from None
+
+    def extras(self) -> dict[str, bytes]:
+        """Small side files (config, tokenizer) by name."""
+        return read_extras(self.path) if self.path.is_dir() else {}
+
+    def close(self) -> None:
+        for file in self.files:
+            file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def read_extras(directory: Path) -> dict[str, bytes]:
+    """Side files of a checkpoint that whoever serves it needs: config, tokenizer, templates."""
+    found = {}
+    for path in sorted(directory.iterdir()):
+        wanted = path.suffix in EXTRA_SUFFIXES and not path.name.startswith(".") and path.name not in NOT_EXTRAS
+        if wanted and not path.name.endswith(".index.json") and path.is_file() and path.stat().st_size <= EXTRA_LIMIT:
+            found[path.name] = path.read_bytes()
+    return found
+
+
+def plan_shards(layout: Layout, shard_bytes: int) -> list[list[TensorSpec]]:
+    """Whole tensors in files of about `shard_bytes`; one that is larger gets a file of its own."""
+    shards: list[list[TensorSpec]] = [[]]
+    filled = 0
+    for spec in layout:
+        if shards[-1] and filled + spec.nbytes > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(spec)
+        filled += spec.nbytes
+    return shards
+
+
+def write_checkpoint(
+    out: Path,
+    layout: Layout,
+    bits_of: Callable[[str], Bits],
+    extras: Mapping[str, bytes] | None = None,
+    *,
+    shard_bytes: int = 1 << 30,
+) -> None:
+    """Write a plain Hugging Face checkpoint: `model.safetensors`, or shards with an index, and the side files.
+
+    Args:
+        out: a directory that is absent or empty; it appears whole, by a rename.
+        bits_of: unsigned lanes [elements] of a tensor by name.
+        extras: side files by name.
+
+    Raises:
+        Incompatible: `out` holds something already.
+        Exhausted: the disk is full; nothing is left behind.
+    """
+    out = out.absolute()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise Incompatible(f"{out} is not empty", hint="name an empty or a new directory")
+    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
+    try:
+        partial.mkdir(parents=True)
+        _write_shards(partial, plan_shards(layout, shard_bytes), layout, bits_of)
+        for name, body in (extras or {}).items():
+            _write_file(partial / Path(name).name, body)
+        sync_directory(partial)
+        partial.rename(out)
+        sync_directory(out.parent)
+    except OSError as error:
+        raise exhausted(error, out) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write_shards(
+    directory: Path, shards: list[list[TensorSpec]], layout: Layout, bits_of: Callable[[str], Bits]
+) -> None:
+    many, weight_map = len(shards) > 1, {}
+    for n, specs in enumerate(shards, start=1):
+        name = f"model-{n:05d}-of-{len(shards):05d}.safetensors" if many else "model.safetensors"
+        write_safetensors(directory / name, [(spec, bits_of(spec.name)) for spec in specs], {"format": "pt"})
+        weight_map.update({spec.name: name for spec in specs})
+    if many:
+        index = {"metadata": {"total_size": layout.nbytes}, "weight_map": weight_map}
+        _write_file(directory / INDEX, json.dumps(index, indent=2, sort_keys=True, ensure_ascii=False).encode())
+
+
+def _write_file(path: Path, body: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(body)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Make names in a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,98 @@
+"""How a version is cut into files that one PUT can carry, and joined again (FORMATS 3, anchors).
+
+A tensor that fits is stored under its own name. A larger one, or a box that one rank of many owns, is stored as
+entries `name#n`; the file's `__metadata__` maps each such entry to the JSON `[name, dst, shape, dst_strides]`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from dcr_daemon.canonical.box import Box
+from dcr_daemon.canonical.fingerprint import Bits
+from dcr_daemon.canonical.layout import Layout, TensorSpec
+from dcr_daemon.checkpoint.safetensors import SafetensorsFile
+from dcr_daemon.errors import Corrupt
+
+FILE_BYTES = 1 << 30  #: of tensors in one anchor file, at most
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements `start` to `start + count` of canonical tensor `tensor`, stored as `entry`."""
+
+    tensor: int
+    start: int
+    count: int
+    entry: TensorSpec
+
+    def whole(self, layout: Layout) -> bool:
+        return self.entry.name == layout[self.tensor].name
+
+
+def plan_files(layout: Layout, limit: int = FILE_BYTES) -> list[list[Piece]]:
+    """Cut `layout` into files of at most `limit` bytes of tensors each, in layout order."""
+    files: list[list[Piece]] = [[]]
+    room = limit
+    for tensor, spec in enumerate(layout):
+        for piece in _cut(tensor, spec, limit):
+            if piece.entry.nbytes > room and files[-1]:
+                files.append([])
+                room = limit
+            files[-1].append(piece)
+            room -= piece.entry.nbytes
+    return files
+
+
+def _cut(tensor: int, spec: TensorSpec, limit: int) -> Iterator[Piece]:
+    if spec.nbytes <= limit:
+        yield Piece(tensor, 0, spec.elements, spec)
+        return
+    step = max(1, limit // spec.width)
+    for n, start in enumerate(range(0, spec.elements, step)):
+        count = min(step, spec.elements - start)
+        yield Piece(tensor, start, count, TensorSpec(f"{spec.name}#{n}", spec.dtype, (count,)))
+
+
+def piece_metadata(layout: Layout, pieces: list[Piece]) -> dict[str, str]:
+    """The `__metadata__` of a file of `pieces`."""
+    table = {"format": "pt"}
+    for piece in pieces:
+        if not piece.whole(layout):
+            place = [layout[piece.tensor].name, piece.start, [piece.count], [1]]
+            table[piece.entry.name] = json.dumps(place, separators=(",", ":"), ensure_ascii=False)
+    return table
+
+
+def read_pieces(file: SafetensorsFile, layout: Layout) -> Iterator[tuple[int, Box | None, Bits]]:
+    """Every entry of an anchor file as `(tensor, box, bits)`; `box` is None for an empty tensor.
+
+    Raises:
+        Corrupt: an entry that is neither a tensor of the layout nor a well-placed piece of one.
+    """
+    for entry in file.specs:
+        placed = file.metadata.get(entry.name)
+        name, box = _place(file, entry, placed) if placed is not None else (entry.name, None)
+        if name not in layout:
+            raise Corrupt(f"{file.path}: {name} is not in the stream's layout")
+        tensor = layout.index(name)
+        spec = layout[tensor]
+        if box is None:
+            if entry != spec:
+                raise Corrupt(f"{file.path}: {name} is {entry.dtype} {entry.shape}, not {spec.dtype} {spec.shape}")
+            box = Box.flat(0, spec.elements) if spec.elements else None
+        elif entry.dtype != spec.dtype or box.last >= spec.elements or box.elements != entry.elements:
+            raise Corrupt(f"{file.path}: {entry.name} does not lie inside {name}")
+        yield tensor, box, file.bits(entry.name)
+
+
+def _place(file: SafetensorsFile, entry: TensorSpec, placed: str) -> tuple[str, Box]:
+    try:
+        name, dst, shape, strides = msgspec.json.decode(placed, type=tuple[str, int, tuple[int, ...], tuple[int, ...]])
+        return name, Box(dst, shape, strides)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise Corrupt(f"{file.path}: the place of {entry.name} does not parse: {error}") from error

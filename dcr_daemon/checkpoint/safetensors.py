@@ -1,0 +1,296 @@
+"""One safetensors file: a bounded header parser, a view of its bits, a streaming writer.
+
+Promises: nothing is allocated by an unchecked length; a file whose header parses here is exactly
+8 + header + data bytes long, its tensors lie side by side without gap or overlap, and every dtype is byte-sized.
+Weights are never loaded: `bits` is a view over a map of the file, `read` copies what is asked for. A file that
+somebody else may still change is only ever `read`: touching a map of a truncated file would end the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from dcr_daemon.canonical.dtypes import item_size, lane_dtype
+from dcr_daemon.canonical.fingerprint import Bits
+from dcr_daemon.canonical.layout import TensorSpec
+from dcr_daemon.errors import Corrupt, DcrError, Exhausted, Incompatible, NotFound
+
+HEADER_LIMIT = 100 << 20  #: bytes of JSON, as in the reference implementation
+_BLOCK = 16 << 20
+_DISK_FULL = {"ENOSPC", "EDQUOT"}
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a file holds. `spans` are absolute byte ranges, `size` is that of the whole file."""
+
+    specs: tuple[TensorSpec, ...]
+    spans: dict[str, tuple[int, int]]
+    metadata: dict[str, str]
+    size: int
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} occurs twice")
+    return table
+
+
+def _counts(value: Any) -> list[int]:
+    if not isinstance(value, list) or any(type(n) is not int or n < 0 for n in value):
+        raise ValueError(f"{value!r} is not a list of sizes")
+    return value
+
+
+def _entry(name: str, entry: Any) -> tuple[TensorSpec, int, int]:
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"the entry of {name!r} is not dtype, shape and data_offsets")
+    name.encode()  # a lone surrogate has no UTF-8 form and could be neither sorted nor stored
+    spec = TensorSpec(name, str(entry["dtype"]), tuple(_counts(entry["shape"])))
+    begin, end = _counts(entry["data_offsets"])
+    if end - begin != spec.nbytes:
+        raise ValueError(f"{name!r} is {spec.dtype} {list(spec.shape)} but spans {end - begin} bytes")
+    return spec, begin, end
+
+
+def parse_header(raw: bytes, data: int) -> Header:
+    """Parse the JSON of a header over `data` bytes of tensors.
+
+    Raises:
+        ValueError: anything wrong with it, said in words.
+        Incompatible: a dtype that is not byte-sized.
+    """
+    table = json.loads(raw, object_pairs_hook=_unique)
+    if not isinstance(table, dict):
+        raise ValueError("the header is not a JSON object")
+    metadata = table.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or any(not isinstance(text, str) for text in metadata.values()):
+        raise ValueError("__metadata__ is not a table of strings")
+    entries = sorted((_entry(name, entry) for name, entry in table.items()), key=lambda e: (e[1], e[2]))
+    place, origin = 0, 8 + len(raw)
+    for spec, begin, end in entries:
+        if begin != place:
+            raise ValueError(f"{spec.name!r} begins at byte {begin} of the data, not at {place}")
+        place = end
+    if place != data:
+        raise ValueError(f"its tensors are {place} bytes, the file holds {data}")
+    spans = {spec.name: (origin + begin, origin + end) for spec, begin, end in entries}
+    return Header(tuple(spec for spec, _, _ in entries), spans, metadata, origin + data)
+
+
+def _read_exact(descriptor: int, size: int, at: int) -> bytes:
+    parts = []
+    while size and (part := os.pread(descriptor, min(size, _BLOCK), at)):
+        parts.append(part)
+        size, at = size - len(part), at + len(part)
+    if size:
+        raise EOFError(at)
+    return b"".join(parts)
+
+
+def read_header(path: Path, descriptor: int | None = None) -> Header:
+    """Read and check a file's header; not one byte of weights.
+
+    Raises:
+        NotFound: there is no such file.
+        Incompatible: it is no safetensors file, or holds a dtype that is not byte-sized.
+        Corrupt: it is one, but truncated, too long, or inconsistent.
+    """
+    own = descriptor is None
+    try:
+        fd = os.open(path, os.O_RDONLY) if descriptor is None else descriptor
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise NotFound(f"there is no file {path}") from error
+    except OSError as error:
+        raise Incompatible(f"{path} cannot be opened: {error.strerror}") from error
+    try:
+        return _read_header(path, fd)
+    except DcrError as error:
+        if str(path) in error.message:
+            raise
+        raise type(error)(f"{path}: {error.message}", hint=error.hint) from error
+    finally:
+        if own:
+            os.close(fd)
+
+
+def _read_header(path: Path, fd: int) -> Header:
+    size = os.fstat(fd).st_size
+    if size < 8:
+        raise Corrupt(f"{path} is truncated: {size} bytes", hint="write the file again")
+    length = int.from_bytes(_read_exact(fd, 8, 0), "little")
+    if not 2 <= length <= HEADER_LIMIT:
+        raise Incompatible(
+            f"{path} is not a safetensors file: it claims a header of {length} bytes",
+            hint="DCR reads safetensors only; convert or remove it",
+        )
+    if 8 + length > size:
+        raise Corrupt(f"{path} is truncated: {size} bytes, its header alone needs {8 + length}")
+    raw = _read_exact(fd, length, 8)
+    if not raw.startswith(b"{"):
+        raise Incompatible(f"{path} is not a safetensors file: its header is not JSON")
+    try:
+        return parse_header(raw, size - 8 - length)
+    except (ValueError, RecursionError) as error:
+        raise Corrupt(f"{path} is truncated or damaged: {error}", hint="write the file again") from error
+
+
+class SafetensorsFile:
+    """An open file. Views from `bits` must be dropped before `close`; a context manager.
+
+    Args:
+        path: the file.
+        writable: views write through to the file (shared map).
+    """
+
+    def __init__(self, path: Path | str, *, writable: bool = False) -> None:
+        self.path = Path(path)
+        self._writable = writable
+        try:
+            self._fd = os.open(self.path, os.O_RDWR if writable else os.O_RDONLY)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise NotFound(f"there is no file {self.path}") from error
+        except OSError as error:
+            raise Incompatible(f"{self.path} cannot be opened: {error.strerror}") from error
+        self._map: mmap.mmap | None = None
+        try:
+            self.header = read_header(self.path, self._fd)
+        except DcrError:
+            os.close(self._fd)
+            raise
+        self.specs = self.header.specs
+        self.metadata = self.header.metadata
+        self._by_name = {spec.name: spec for spec in self.specs}
+
+    def spec(self, name: str) -> TensorSpec:
+        """`NotFound` if the file has no such tensor."""
+        try:
+            return self._by_name[name]
+        except KeyError:
+            raise NotFound(f"{self.path} holds no tensor {name}") from None
+
+    def bits(self, name: str) -> Bits:
+        """The tensor's elements as unsigned lanes [elements], a view over the map (a copy if the file is not
+        aligned and only read)."""
+        spec = self.spec(name)
+        if self._map is None:
+            access = mmap.ACCESS_WRITE if self._writable else mmap.ACCESS_READ
+            self._map = mmap.mmap(self._fd, 0, access=access)
+        begin, _ = self.header.spans[name]
+        view = np.frombuffer(self._map, dtype=lane_dtype(spec.width), count=spec.elements, offset=begin)
+        return view if self._writable or view.flags.aligned else view.copy()
+
+    def read(self, name: str, start: int = 0, count: int | None = None) -> Bits:
+        """Copy `count` elements from number `start` (default: all). Raises `Corrupt` if the file has shrunk."""
+        spec = self.spec(name)
+        count = spec.elements - start if count is None else count
+        out = np.empty(count, dtype=lane_dtype(spec.width))
+        place, left = self.header.spans[name][0] + start * spec.width, out.view("u1").data
+        while left:
+            got = os.preadv(self._fd, [left[:_BLOCK]], place)
+            if not got:
+                raise Corrupt(f"{self.path} was truncated while it was read", hint="write the file again")
+            left, place = left[got:], place + got
+        return out
+
+    def sync(self) -> None:
+        """Make what was written through views durable."""
+        if self._map is not None:
+            self._map.flush()
+        os.fsync(self._fd)
+
+    @property
+    def descriptor(self) -> int:
+        return self._fd
+
+    def close(self) -> None:
+        if self._fd < 0:
+            return
+        if self._map is not None:
+            with contextlib.suppress(BufferError):  # a view is still alive; the map goes with it
+                self._map.close()
+            self._map = None
+        os.close(self._fd)
+        self._fd = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def encode_header(specs: Sequence[TensorSpec], metadata: dict[str, str]) -> bytes:
+    """Length and JSON of a file that holds `specs` in this order; padded so that the data begin 8-aligned."""
+    table: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    place = 0
+    for spec in specs:
+        end = place + spec.nbytes
+        table[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [place, end]}
+        place = end
+    raw = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    raw += b" " * (-len(raw) % 8)
+    return len(raw).to_bytes(8, "little") + raw
+
+
+def aligned(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
+    """`specs` in the order files are written: wide elements first, so that every tensor is aligned."""
+    return sorted(specs, key=lambda spec: (-item_size(spec.dtype), spec.name.encode()))
+
+
+def write_safetensors(
+    path: Path, items: Sequence[tuple[TensorSpec, Bits]], metadata: dict[str, str] | None = None
+) -> int:
+    """Write a file, streaming, and make it durable; returns its size in bytes.
+
+    Args:
+        path: a new file in an existing directory.
+        items: each tensor with its elements as unsigned lanes [elements] (views are fine, nothing is gathered).
+        metadata: the `__metadata__` of the header.
+
+    Raises:
+        Exhausted: the disk is full; the partial file is removed.
+    """
+    by_name = {spec.name: bits for spec, bits in items}
+    specs = aligned([spec for spec, _ in items])
+    for spec in specs:
+        bits = by_name[spec.name]
+        if bits.size != spec.elements or bits.itemsize != spec.width:
+            raise ValueError(f"{spec.name}: {bits.size} lanes of {bits.itemsize} bytes for {spec}")
+    header = encode_header(specs, metadata or {})
+    try:
+        with path.open("xb", buffering=0) as file:
+            _write_all(file.fileno(), memoryview(header))
+            for spec in specs:
+                _write_all(file.fileno(), np.ascontiguousarray(by_name[spec.name]).view("u1").data)
+            os.fsync(file.fileno())
+    except OSError as error:
+        if not isinstance(error, FileExistsError):
+            path.unlink(missing_ok=True)
+        raise exhausted(error, path) from error
+    return len(header) + sum(spec.nbytes for spec in specs)
+
+
+def _write_all(descriptor: int, left: memoryview) -> None:
+    while left:
+        left = left[os.write(descriptor, left[:_BLOCK]) :]
+
+
+def exhausted(error: OSError, path: Path) -> Exception:
+    """The error to raise for a failed write: `Exhausted` when the disk is full, else the error itself."""
+    if errno.errorcode.get(error.errno or 0) in _DISK_FULL:
+        return Exhausted(f"no space left to write {path}", hint="free space there or point it elsewhere")
+    return error

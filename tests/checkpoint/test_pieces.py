@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dcr_daemon.canonical.layout import Layout, TensorSpec
+from dcr_daemon.checkpoint.pieces import piece_metadata, plan_files, read_pieces
+from dcr_daemon.checkpoint.safetensors import SafetensorsFile, write_safetensors
+from dcr_daemon.errors import Corrupt
+
+LAYOUT = Layout(
+    [TensorSpec("big", "BF16", (10, 10)), TensorSpec("none", "BF16", (0,)), TensorSpec("small", "F32", (2,))]
+)
+VALUES = [np.arange(100, dtype="<u2"), np.empty(0, "<u2"), np.arange(2, dtype="<u4")]
+
+
+@pytest.mark.parametrize("limit", [1, 7, 64, 200, 208, 1 << 20])
+def test_pieces_join_to_the_tensors_whatever_the_limit(tmp_path: Path, limit: int) -> None:
+    joined = [np.zeros_like(v) for v in VALUES]
+    seen = [np.zeros(v.size, int) for v in VALUES]
+    for n, pieces in enumerate(plan_files(LAYOUT, limit)):
+        path = tmp_path / f"{n}.safetensors"
+        items = [(p.entry, VALUES[p.tensor][p.start : p.start + p.count]) for p in pieces]
+        write_safetensors(path, items, piece_metadata(LAYOUT, pieces))
+        assert sum(p.entry.nbytes for p in pieces) <= max(limit, 4)
+        with SafetensorsFile(path) as file:
+            for tensor, box, bits in read_pieces(file, LAYOUT):
+                if box is not None:
+                    joined[tensor][box.dst : box.dst + box.elements] = bits
+                    seen[tensor][box.dst : box.dst + box.elements] += 1
+    assert all(np.array_equal(a, b) for a, b in zip(joined, VALUES, strict=True))
+    assert all((s == 1).all() for s in seen)
+
+
+@pytest.mark.parametrize(
+    "place",
+    ['["big", 60, [50], [1]]', '["other", 0, [50], [1]]', '["big", 0, [49], [1]]', '["small", 0, [2], [1]]', "no"],
+)
+def test_a_piece_outside_its_tensor_is_corrupt(tmp_path: Path, place: str) -> None:
+    path = tmp_path / "a.safetensors"
+    write_safetensors(path, [(TensorSpec("big#0", "BF16", (50,)), VALUES[0][:50])], {"big#0": place})
+    with SafetensorsFile(path) as file, pytest.raises(Corrupt, match=r"a\.safetensors"):
+        list(read_pieces(file, LAYOUT))
