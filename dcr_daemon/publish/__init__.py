@@ -1,1 +1,1 @@
-"""From new weights to a sealed version: watch or module, diff, spool, upload, seal, anchors."""
+"""From a trainer's weights to a sealed version: watch or module, diff, spool, upload, seal, anchor."""
