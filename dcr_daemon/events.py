@@ -125,6 +125,21 @@ class Committed(Event, frozen=True, kw_only=True):
     step: int | None = None
 
 
+class Serving(Event, frozen=True, kw_only=True):
+    """The engine generates, proved at a version that the policy allows: the replica is ready from now on.
+
+    Emitted after every attach that ends in serving and after every commit or repair.
+    """
+
+    version: int
+
+
+class EngineLost(Event, frozen=True, kw_only=True):
+    """The engine does not answer or is no longer proved: the replica is not ready until the next `Serving`."""
+
+    reason: str
+
+
 class RolledBack(Event, frozen=True, kw_only=True):
     txn: str
     version: int
