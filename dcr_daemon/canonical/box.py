@@ -47,6 +47,21 @@ class Box:
     def contiguous(self) -> bool:
         return len(self.shape) == 1 and self.strides == (1,)
 
+    def fits(self, elements: int) -> bool:
+        """Whether the box lies inside a tensor of `elements` and visits no element twice.
+
+        Sorted by stride, an axis must step over everything the finer axes span. Every piece of a dense tensor
+        does, transposed or interleaved; what does not could name one element under two positions.
+        """
+        span = 0
+        for stride, n in sorted(zip(self.strides, self.shape, strict=True)):
+            if n == 1:
+                continue
+            if stride <= span:
+                return False
+            span += (n - 1) * stride
+        return self.dst + span < elements
+
     def canonical(self, ordinals: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Canonical element index of each ordinal (int64, same length)."""
         if self.contiguous:

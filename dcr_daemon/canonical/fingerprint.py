@@ -9,14 +9,13 @@ accidents, never against people. Every function takes raw bits: arrays of u1, <u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import cache
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from dcr_daemon.canonical.box import Box
+from dcr_daemon.canonical.box import MAX_RANK, Box
 from dcr_daemon.canonical.layout import Layout
 
 Vector = npt.NDArray[np.uint64]
@@ -24,8 +23,19 @@ Bits = npt.NDArray[Any]
 MASK = (1 << 64) - 1
 
 
+class Change(Protocol):
+    """What `advance` needs of a segment: its tensor (layout index) and the sums over its changed elements."""
+
+    @property
+    def tensor(self) -> int: ...
+    @property
+    def before(self) -> int: ...
+    @property
+    def after(self) -> int: ...
+
+
 def mix(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """murmur3's 64-bit finaliser, element-wise; the numpy reference of the kernels below."""
+    """murmur3's 64-bit finaliser, element-wise; the numpy reference of the kernels."""
     words = words ^ (words >> np.uint64(33))
     words = words * np.uint64(0xFF51AFD7ED558CCD)
     words = words ^ (words >> np.uint64(33))
@@ -33,78 +43,68 @@ def mix(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return words ^ (words >> np.uint64(33))
 
 
-@cache
-def mix_scalar() -> Callable[..., Any]:
-    """The compiled scalar `mix`, for other kernels to inline."""
-    from numba import njit, uint64
-
-    @njit(inline="always", cache=True)
-    def finalise(word):  # type: ignore[no-untyped-def]
-        word = uint64(word)
-        word ^= word >> uint64(33)
-        word *= uint64(0xFF51AFD7ED558CCD)
-        word ^= word >> uint64(33)
-        word *= uint64(0xC4CEB9FE1A85EC53)
-        return word ^ (word >> uint64(33))
-
-    return finalise
-
-
-@cache
-def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    from numba import njit, uint64
-
-    mix = mix_scalar()
-
-    @njit(nogil=True, cache=True)
-    def run(bits, key, first):  # type: ignore[no-untyped-def]
-        total = uint64(0)
-        for i in range(bits.size):
-            total += mix(key ^ ((uint64(first + i) << uint64(16)) | uint64(bits[i])))
-        return total
-
-    @njit(nogil=True, cache=True)
-    def at(bits, elements, key, per):  # type: ignore[no-untyped-def]
-        total = uint64(0)
-        for i in range(elements.size):
-            unit = uint64(elements[i] * per)
-            for j in range(per):
-                total += mix(key ^ (((unit + uint64(j)) << uint64(16)) | uint64(bits[i * per + j])))
-        return total
-
-    return run, at
-
-
-def _units(bits: Bits) -> Bits:
-    """1-byte lanes as they are, wider ones as 16-bit words."""
-    flat = np.ascontiguousarray(bits).reshape(-1)
-    return flat if flat.itemsize <= 2 else flat.view("<u2")
+def units_per(width: int) -> int:
+    """16-bit units of a `width`-byte element."""
+    return max(1, width // 2)
 
 
 def sum_run(bits: Bits, key: int, first: int = 0) -> int:
-    """Sum over consecutive canonical elements whose first is number `first` of its tensor."""
-    units = _units(bits)
-    per = max(1, bits.itemsize // 2)
-    return int(_kernels()[0](units, np.uint64(key), first * per))
+    """Sum over consecutive canonical elements, the first being number `first` of its tensor."""
+    from dcr_daemon.canonical import kernels
+
+    flat = np.ascontiguousarray(bits).reshape(-1)
+    return int(kernels.sum_run(flat, np.uint64(key), first, units_per(bits.itemsize)))
 
 
 def sum_at(bits: Bits, elements: npt.NDArray[np.int64], key: int) -> int:
-    """Sum over scattered elements: `bits[i]` stands at canonical element `elements[i]`."""
-    per = max(1, bits.itemsize // 2)
-    return int(_kernels()[1](_units(bits), np.ascontiguousarray(elements), np.uint64(key), per))
+    """Sum over scattered elements: `bits[i]` stands at canonical element `elements[i]`.
+
+    Raises:
+        ValueError: the two differ in length.
+    """
+    from dcr_daemon.canonical import kernels
+
+    if bits.size != elements.size:
+        raise ValueError(f"{bits.size} bits for {elements.size} elements")
+    where = np.ascontiguousarray(elements, dtype=np.int64)
+    flat = np.ascontiguousarray(bits).reshape(-1)
+    return int(kernels.sum_at(flat, where, np.uint64(key), units_per(bits.itemsize)))
 
 
 def sum_box(bits: Bits, box: Box, key: int) -> int:
-    """Sum over a box whose elements `bits` holds in the box's row-major order."""
-    if box.contiguous:
+    """Sum over a box.
+
+    `bits` is flat, in the box's row-major order, or an array of the box's own shape with any memory strides
+    (a view into live weights is summed where it lies).
+
+    Raises:
+        ValueError: `bits` has neither shape.
+    """
+    from dcr_daemon.canonical import kernels
+
+    if bits.shape != box.shape:
+        if bits.ndim != 1 or bits.size != box.elements:
+            raise ValueError(f"bits of shape {bits.shape} do not fill {box}")
+        bits = bits.reshape(box.shape)
+    if box.contiguous and bits.flags.c_contiguous:
         return sum_run(bits, key, box.dst)
-    return sum_at(bits.reshape(-1), box.canonical(np.arange(box.elements, dtype=np.int64)), key)
+    lattice = bits.reshape((1,) * (MAX_RANK - bits.ndim) + bits.shape)
+    strides = np.array((0,) * (MAX_RANK - bits.ndim) + box.strides, dtype=np.int64)
+    return int(kernels.sum_lattice(lattice, box.dst, strides, np.uint64(key), units_per(bits.itemsize)))
 
 
 def fingerprint(layout: Layout, tensors: Iterable[Bits]) -> Vector:
     """The vector (u64, one per canonical tensor) of a whole model, tensors given in layout order."""
     sums = [sum_run(bits, int(key)) for bits, key in zip(tensors, layout.keys, strict=True)]
     return np.array(sums, dtype=np.uint64)
+
+
+def advance(vector: Vector, changes: Iterable[Change]) -> Vector:
+    """A new vector: `vector` with each segment's before taken out and its after put in, mod 2^64 (must F1)."""
+    moved = [int(value) for value in vector]
+    for change in changes:
+        moved[change.tensor] += change.after - change.before
+    return np.array([value & MASK for value in moved], dtype=np.uint64)
 
 
 def total(vector: Vector) -> int:

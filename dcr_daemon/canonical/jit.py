@@ -1,0 +1,27 @@
+"""Compiled kernels: released GIL, compiled on first call, kept on disk where a cache can be kept.
+
+Modules named `kernels` import this one (and so numba) at their top; everything else imports them inside functions,
+so that a command that touches no weights never pays for numba.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from numba import njit
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def kernel(function: F) -> F:
+    """Compile `function` lazily, once per combination of argument types.
+
+    A read-only installation with no home directory has nowhere to keep compiled code; numba then refuses to
+    cache, and the kernel is compiled anew in each process.
+    """
+    try:
+        compiled = njit(nogil=True, error_model="numpy", cache=True)(function)
+    except RuntimeError:
+        compiled = njit(nogil=True, error_model="numpy")(function)
+    return cast(F, compiled)

@@ -1,0 +1,262 @@
+"""Compiled inner loops of the codec: detect, emit, unpack. All release the GIL; none allocates more than its answer.
+
+Imported on first use only. Lanes are unsigned 1, 2, 4 or 8 bytes; positions are ordinals in a segment's box. The
+unpacking kernels read untrusted bytes: they never index outside an array and answer with a status instead of
+raising, 0 for sound. numpy twins in the tests are their oracle.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import int64, uint8, uint64
+
+from dcr_daemon.canonical.jit import kernel
+from dcr_daemon.canonical.kernels import summand
+
+BLOCK = 8192  #: lanes detected, then summed, while they are still in the first cache levels
+GROUP = 32  #: lanes compared with vector instructions before any single one is looked at
+
+
+@kernel
+def locate(ordinal: Any, dst: Any, shape: Any, strides: Any) -> Any:
+    """Canonical element of an ordinal in a box of rank 4."""
+    element = int64(dst)
+    rest = int64(ordinal)
+    for axis in range(3, 0, -1):
+        n = shape[axis]
+        above = rest // n
+        element += (rest - above * n) * strides[axis]
+        rest = above
+    return element + rest * strides[0]
+
+
+@kernel
+def detect_block(base: Any, new: Any, start: Any, stop: Any, k: Any, where: Any, old: Any, now: Any) -> Any:
+    """Append the changed lanes of [start, stop) at `k`, write them into `base`, return the new count.
+
+    Appending is branch-free: every lane of a group that differs somewhere is written, and only a changed one moves
+    the cursor. So the three outputs need one slot more than there are lanes.
+    """
+    at = start
+    while at + GROUP <= stop:
+        differs = base[at] ^ new[at]
+        for i in range(at + 1, at + GROUP):
+            differs |= base[i] ^ new[i]
+        if differs != 0:
+            for i in range(at, at + GROUP):
+                o = base[i]
+                v = new[i]
+                where[k] = i
+                old[k] = o
+                now[k] = v
+                base[i] = v
+                k += int64(o != v)
+        at += GROUP
+    for i in range(at, stop):
+        o = base[i]
+        v = new[i]
+        where[k] = i
+        old[k] = o
+        now[k] = v
+        base[i] = v
+        k += int64(o != v)
+    return k
+
+
+@kernel
+def detect(
+    base: Any,
+    new: Any,
+    where: Any,
+    old: Any,
+    now: Any,
+    dst: Any,
+    shape: Any,
+    strides: Any,
+    flat: Any,
+    key: Any,
+    per: Any,
+) -> Any:
+    """One pass over a box: positions, old and new bits of what differs, sums before and after; `base` becomes `new`.
+
+    Returns (changed, before, after).
+    """
+    k = int64(0)
+    before = uint64(0)
+    after = uint64(0)
+    for start in range(0, base.size, BLOCK):
+        first = k
+        k = detect_block(base, new, start, min(start + BLOCK, base.size), k, where, old, now)
+        for i in range(first, k):
+            element = int64(dst) + int64(where[i])
+            if not flat:
+                element = locate(where[i], dst, shape, strides)
+            before += summand(old[i], element, key, per)
+            after += summand(now[i], element, key, per)
+    return k, before, after
+
+
+@kernel
+def emit_gaps(where: Any, shift: Any, gaps: Any, low: Any) -> Any:
+    """Positions as u8 gaps >> shift with carries of 255, low bits packed apart (`low` zeroed). Returns gap bytes."""
+    written = int64(0)
+    previous = int64(-1)
+    mask = (int64(1) << shift) - 1
+    for i in range(where.size):
+        position = int64(where[i])
+        gap = position - previous - 1
+        previous = position
+        if shift:
+            bit = int64(i) * shift
+            word = (gap & mask) << (bit & 7)
+            low[bit >> 3] |= uint8(word & 255)
+            if word > 255:
+                low[(bit >> 3) + 1] |= uint8(word >> 8)
+            gap >>= shift
+        while gap >= 255:
+            gaps[written] = 255
+            written += 1
+            gap -= 255
+        gaps[written] = gap
+        written += 1
+    return written
+
+
+@kernel
+def count_carries(where: Any, shift: Any) -> Any:
+    """How many carry bytes `emit_gaps` would write."""
+    carries = int64(0)
+    previous = int64(-1)
+    for i in range(where.size):
+        position = int64(where[i])
+        carries += ((position - previous - 1) >> shift) // 255
+        previous = position
+    return carries
+
+
+@kernel
+def emit_bitmask(where: Any, mask: Any) -> None:
+    """One bit per element of the box, least significant first (`mask` zeroed)."""
+    for i in range(where.size):
+        mask[where[i] >> 3] |= uint8(1 << (where[i] & 7))
+
+
+@kernel
+def zigzag(old: Any, now: Any, out: Any) -> None:
+    """Difference of bit patterns mod 2^w, read as two's complement: -1 -> 1, 1 -> 2, -2 -> 3, …"""
+    top = uint64(old.itemsize * 8 - 1)
+    full = (uint64(2) << top) - uint64(1)  # numba computes in 64 bits whatever the lane
+    for i in range(old.size):
+        d = (uint64(now[i]) - uint64(old[i])) & full
+        out[i] = ((d << uint64(1)) ^ (uint64(0) - (d >> top))) & full
+
+
+@kernel
+def emit_steps(steps: Any, codes: Any, escapes: Any) -> Any:
+    """2-bit codes (0 for -1, 1 for +1, 2 for escape; `codes` zeroed), escapes less 3. Returns the number of escapes."""
+    count = int64(0)
+    for i in range(steps.size):
+        step = int64(steps[i])
+        code = uint8(min(step - 1, 2))
+        escapes[count] = max(step - 3, 0)
+        count += int64(step > 2)
+        codes[i >> 2] |= uint8(code << uint8(2 * (i & 3)))
+    return count
+
+
+@kernel
+def unpack_gaps(gaps: Any, low: Any, shift: Any, elements: Any, where: Any) -> Any:
+    """Positions from gaps. 1: too many or too few positions; 2: a position outside the box; 3: stray low bits."""
+    k = int64(0)
+    position = int64(-1)
+    run = int64(0)
+    mask = (int64(1) << shift) - 1
+    for t in range(gaps.size):
+        run += int64(gaps[t])
+        if gaps[t] == 255:
+            continue
+        if k >= where.size:
+            return 1
+        gap = run << shift
+        run = 0
+        if shift:
+            bit = k * shift
+            word = int64(low[bit >> 3])
+            if (bit >> 3) + 1 < low.size:
+                word |= int64(low[(bit >> 3) + 1]) << 8
+            gap |= (word >> (bit & 7)) & mask
+        position += gap + 1
+        if position >= elements:
+            return 2
+        where[k] = position
+        k += 1
+    if k != where.size or run != 0:
+        return 1
+    used = (where.size * shift) & 7
+    if used and low[low.size - 1] >> used:
+        return 3
+    return 0
+
+
+@kernel
+def unpack_bitmask(mask: Any, elements: Any, where: Any) -> Any:
+    """Positions from a bitmask. 1: another number of bits than positions; 2: a bit outside the box."""
+    k = int64(0)
+    for byte in range(mask.size):
+        bits = int64(mask[byte])
+        for bit in range(8):
+            if bits >> bit & 1:
+                if k >= where.size:
+                    return 1
+                position = int64(byte) * 8 + bit
+                if position >= elements:
+                    return 2
+                where[k] = position
+                k += 1
+    return 0 if k == where.size else 1
+
+
+@kernel
+def unzigzag(operands: Any) -> Any:
+    """In place. 1: a difference of zero, which changes nothing and is never written."""
+    full = (uint64(2) << uint64(operands.itemsize * 8 - 1)) - uint64(1)
+    for i in range(operands.size):
+        step = uint64(operands[i])
+        if step == 0:
+            return 1
+        operands[i] = ((step >> uint64(1)) ^ (uint64(0) - (step & uint64(1)))) & full
+    return 0
+
+
+@kernel
+def unpack_steps(codes: Any, escapes: Any, operands: Any) -> Any:
+    """Zigzag differences from codes and escapes. 1: code 3; 2: escapes do not fit the codes; 3: stray code bits."""
+    used = int64(0)
+    limit = (uint64(2) << uint64(operands.itemsize * 8 - 1)) - uint64(3)
+    for i in range(operands.size):
+        code = (codes[i >> 2] >> uint8(2 * (i & 3))) & uint8(3)
+        if code < 2:
+            operands[i] = code + 1
+            continue
+        if code == 3:
+            return 1
+        if used >= escapes.size or uint64(escapes[used]) >= limit:
+            return 2
+        operands[i] = escapes[used] + 3
+        used += 1
+    if used != escapes.size:
+        return 2
+    last = operands.size & 3
+    if last and codes[codes.size - 1] >> uint8(2 * last):
+        return 3
+    return 0
+
+
+@kernel
+def histogram(lanes: Any, step: Any, counts: Any) -> None:
+    """Byte counts of every plane of each `step`-th lane, into counts[plane, byte]."""
+    for i in range(0, lanes.size, step):
+        for plane in range(counts.shape[0]):
+            counts[plane, np.uint64(lanes[i]) >> np.uint64(8 * plane) & np.uint64(255)] += 1

@@ -1,0 +1,59 @@
+"""A chunk applied backwards: the baseline as it was before an attempt that was aborted (must P7).
+
+`ulp` and `xor` segments say themselves what they changed; `overwrite` segments need the old bits that the encoder
+handed out beside the chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from dcr_daemon.canonical.dtypes import lane_dtype
+from dcr_daemon.canonical.fingerprint import Bits, sum_at
+from dcr_daemon.codec.chunk import Operation
+from dcr_daemon.codec.decode import Chunk
+from dcr_daemon.errors import Corrupt
+
+
+class Baseline(Protocol):
+    """Flat unsigned lanes of each whole canonical tensor, by layout index; a list or a dict will do."""
+
+    def __getitem__(self, tensor: int, /) -> Bits: ...
+
+
+def undo_chunk(chunk: Chunk, undo: bytes | memoryview, baseline: Baseline) -> None:
+    """Put back, in place, the bits that the elements of `chunk` had before it.
+
+    Chunks of an attempt may be undone in any order: a writer never covers an element twice.
+
+    Args:
+        undo: `EncodedChunk.undo` of the same chunk.
+
+    Raises:
+        Corrupt: `undo` has the wrong length, or the baseline does not hold what the chunk wrote. Nothing of the
+            segment in question is changed then.
+        CorruptChunk: the chunk does not decode.
+    """
+    saved = memoryview(undo)
+    for i, segment in enumerate(chunk.segments):
+        changes = chunk.changes(i)
+        bits = baseline[segment.tensor]
+        where = segment.box.canonical(changes.positions)
+        if segment.operation is Operation.OVERWRITE:
+            size = segment.changed * bits.itemsize
+            if len(saved) < size:
+                raise Corrupt("the undo bytes are shorter than their chunk needs", hint="rebuild the baseline")
+            old = np.frombuffer(saved[:size], dtype=lane_dtype(bits.itemsize))
+            saved = saved[size:]
+            current = bool(np.array_equal(bits[where], changes.operands))
+        else:
+            old, current = changes.revert(bits[where]), True
+        key = int(chunk.layout.keys[segment.tensor])
+        if not current or sum_at(old, where, key) != segment.before:
+            name = chunk.layout[segment.tensor].name
+            raise Corrupt(f"the baseline of {name} is not what the chunk left", hint="rebuild the baseline")
+        bits[where] = old
+    if len(saved):
+        raise Corrupt(f"{len(saved)} undo bytes belong to no segment", hint="rebuild the baseline")
