@@ -13,10 +13,10 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import UTC, datetime
-from typing import Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 T = TypeVar("T")
 
@@ -113,3 +113,56 @@ class Workers:
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+class ThreadLocal(Generic[T]):
+    """One value per thread, made by `make` when a thread first asks."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._local = threading.local()
+
+    def get(self) -> T:
+        try:
+            return self._local.value
+        except AttributeError:
+            self._local.value = self._make()
+            return self._local.value
+
+
+class LoopThread:
+    """An event loop on a thread of its own, for synchronous code that must not become asynchronous.
+
+    A daemon thread: a script that dies without closing must not hang at exit.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run `work` on the loop; the caller may wait for the future or not."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` on the loop and wait for its result. Not to be called on the loop's own thread."""
+        return self.start(work).result()
+
+    def close(self) -> None:
+        """Cancel what still runs, then end the thread."""
+        self.call(_cancel_all())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _cancel_all() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
