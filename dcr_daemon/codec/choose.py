@@ -11,15 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from dcr_daemon.canonical.fingerprint import Bits
-from dcr_daemon.codec.chunk import Codec, Positions
-from dcr_daemon.codec.format import Values
+from dcr_daemon.codec.chunk import Codec, Operation, Positions
 
 BITMASK_FROM = 0.20  #: share of changed elements from which a bitmask is smaller than gaps
 SHIFTS = ((0.004, 0), (0.001, 2), (0.00025, 4), (0.0, 6))  #: (from this share of changed elements, gap shift)
 SAMPLE = 4096  #: changes looked at to estimate what each value codec would cost
-FEW = 64  #: below this many changes an estimate says nothing, and steps are the default
-
-FORCED = {Codec.ULP: Values.STEP, Codec.XOR: Values.MASK, Codec.OVERWRITE: Values.VALUE}
+FEW = 256  #: below this many changes an estimate says nothing, and ulp is taken
+MARGIN = 0.95  #: another codec must promise this share of ulp's size: streams are shared, and a switch has its price
 
 
 def choose_positions(where: npt.NDArray[np.uint32], elements: int) -> tuple[Positions, int]:
@@ -32,29 +30,23 @@ def choose_positions(where: npt.NDArray[np.uint32], elements: int) -> tuple[Posi
     return Positions.GAPS, next(shift for least, shift in SHIFTS if share >= least)
 
 
-def choose_values(codec: Codec, old: Bits, now: Bits) -> Values:
-    """Value codec for old and new bits of the changed elements."""
+def choose_operation(codec: Codec, old: Bits, now: Bits) -> Operation:
+    """Value codec for old and new bits of the changed elements: as asked, or the one that should come out smallest."""
     if now.itemsize == 8:
-        return Values.VALUE
+        return Operation.OVERWRITE
     if codec is not Codec.AUTO:
-        return FORCED[codec]
+        return Operation(codec)
     if now.size < FEW:
-        return Values.STEP
+        return Operation.ULP
     from dcr_daemon.codec import kernels
 
     stride = -(-now.size // SAMPLE)
     a, b = np.ascontiguousarray(old[::stride]), np.ascontiguousarray(now[::stride])
-    steps = np.empty_like(b)
-    kernels.zigzag(a, b, steps)
-    large = steps[steps > 2] - steps.dtype.type(3)
-    codes = np.minimum(steps, 3)
-    costs = {
-        Values.STEP: _entropy(np.bincount(codes.astype(np.int64))) + _planes(large),
-        Values.ZIGZAG: _planes(steps),
-        Values.MASK: _planes(a ^ b),
-        Values.VALUE: _planes(b),
-    }
-    return min(costs, key=lambda values: costs[values])
+    codes, escapes = np.zeros((a.size + 3) // 4, dtype="u1"), np.empty(a.size + 1, dtype=b.dtype)
+    count = kernels.emit_steps(a, b, codes, escapes)
+    ulp = _planes(codes) + _planes(escapes[:count])
+    costs = {Operation.ULP: MARGIN * ulp, Operation.XOR: _planes(a ^ b), Operation.OVERWRITE: _planes(b)}
+    return min(costs, key=lambda operation: costs[operation])
 
 
 def _planes(lanes: Bits) -> float:

@@ -20,12 +20,12 @@ from dcr_daemon.canonical.dtypes import lane_dtype
 from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.codec import format as fmt
-from dcr_daemon.codec.chunk import CHUNK_LIMIT, SEGMENT_BYTES, Changes, ChunkId, Positions, Segment
-from dcr_daemon.codec.format import Packing, Stream, Values
+from dcr_daemon.codec.chunk import CHUNK_LIMIT, SEGMENT_BYTES, Changes, ChunkId, Operation, Positions, Segment
+from dcr_daemon.codec.format import Packing, Stream
 from dcr_daemon.errors import CorruptChunk
 
 Data = bytes | bytearray | memoryview
-PLANES = {Values.ZIGZAG: Stream.ZIGZAG, Values.MASK: Stream.MASK, Values.VALUE: Stream.VALUE}
+PLANES = {Operation.XOR: Stream.MASK, Operation.OVERWRITE: Stream.VALUE}
 WINDOW_LIMIT = 8 << 20  #: bytes a zstd frame may ask the decoder to keep beside its output
 _ID = re.compile(rb"([a-z0-9]{1,32})\0*")
 _HINT = "fetch the object again; if it stays so, the writer or the store is broken"
@@ -127,18 +127,16 @@ class Chunk:
     def _operands(self, row: _Row) -> Bits:
         from dcr_daemon.codec import kernels
 
-        k, lane = row.segment.changed, np.dtype(lane_dtype(row.width))
-        if row.values is not Values.STEP:
-            operands = self._lanes(row, PLANES[row.values], k)
-            if row.values is Values.MASK and not operands.all():
+        k, operation = row.segment.changed, row.segment.operation
+        if operation is not Operation.ULP:
+            operands = self._lanes(row, PLANES[operation], k)
+            if operation is Operation.XOR and not operands.all():
                 raise _corrupt(f"an xor mask of {self._name(row)} is zero")
-            if row.values is Values.ZIGZAG and kernels.unzigzag(operands):
-                raise _corrupt(f"a difference in {self._name(row)} is zero")
             return operands
-        operands = np.empty(k, dtype=lane)
+        operands = np.empty(k, dtype=lane_dtype(row.width))
         escapes = self._lanes(row, Stream.ESCAPE, row.escapes)
         status = kernels.unpack_steps(self._slice(row, Stream.CODES), escapes, operands)
-        if status or kernels.unzigzag(operands):
+        if status:
             raise _corrupt(f"values of a segment of {self._name(row)} are not sound (status {status})")
         return operands
 
@@ -178,11 +176,11 @@ class _Stored:
 class _Row:
     """A segment, how it is written, and where its pieces lie: stream -> (start, size) in unpacked bytes."""
 
-    __slots__ = ("escapes", "pieces", "positions", "segment", "shift", "values", "width")
+    __slots__ = ("escapes", "pieces", "positions", "segment", "shift", "width")
 
-    def __init__(self, segment: Segment, width: int, positions: Positions, values: Values, shift: int) -> None:
+    def __init__(self, segment: Segment, width: int, positions: Positions, shift: int) -> None:
         self.segment, self.width = segment, width
-        self.positions, self.values, self.shift = positions, values, shift
+        self.positions, self.shift = positions, shift
         self.escapes = 0
         self.pieces: dict[int, tuple[int, int]] = {}
 
@@ -243,7 +241,7 @@ def _read_rows(table: fmt.Table, layout: Layout) -> list[_Row]:
     shape, strides = table.shape.tolist(), table.strides.tolist()
     ends: dict[int, int] = {}
     rows, axis = [], 0
-    for rank, positions, values, shift, tensor, changed, carries, escapes, dst, before, after in zip(
+    for rank, positions, operation, shift, tensor, changed, carries, escapes, dst, before, after in zip(
         *columns, strict=True
     ):
         axes, axis = slice(axis, axis + rank), axis + rank
@@ -257,10 +255,10 @@ def _read_rows(table: fmt.Table, layout: Layout) -> list[_Row]:
         elements = box.elements
         if not box.fits(spec.elements) or elements * spec.width > SEGMENT_BYTES:
             raise _corrupt(f"a box is no piece of {spec.name} or larger than a segment may be")
-        if positions >= len(Positions) or values >= len(Values) or not 1 <= changed <= elements:
-            raise _corrupt(f"a segment of {spec.name} has {changed} changes and codecs {positions}, {values}")
-        segment = Segment(tensor, box, changed, fmt.OPERATIONS[Values(values)], before, after)
-        row = _Row(segment, spec.width, Positions(positions), Values(values), shift)
+        if positions >= len(Positions) or operation >= len(Operation) or not 1 <= changed <= elements:
+            raise _corrupt(f"a segment of {spec.name} has {changed} changes and codecs {positions}, {operation}")
+        segment = Segment(tensor, box, changed, Operation(operation), before, after)
+        row = _Row(segment, spec.width, Positions(positions), shift)
         row.escapes = escapes
         for kind, size in _piece_sizes(row, carries):
             start = ends.get(kind, 0)
@@ -281,13 +279,14 @@ def _piece_sizes(row: _Row, carries: int) -> list[tuple[int, int]]:
         sound = row.shift == 0 and carries == 0 and (row.positions is Positions.BITMASK or k == elements)
         if row.positions is Positions.BITMASK:
             pieces.append((Stream.BITMASK, (elements + 7) // 8))
-    if row.values is Values.STEP:
+    operation = row.segment.operation
+    if operation is Operation.ULP:
         sound &= row.escapes <= k and row.width <= 4
         pieces.append((Stream.CODES, (k + 3) // 4))
         pieces += [(Stream.ESCAPE + byte, row.escapes) for byte in range(row.width)]
     else:
-        sound &= row.escapes == 0 and (row.values is Values.VALUE or row.width <= 4)
-        pieces += [(PLANES[row.values] + byte, k) for byte in range(row.width)]
+        sound &= row.escapes == 0 and (operation is Operation.OVERWRITE or row.width <= 4)
+        pieces += [(PLANES[operation] + byte, k) for byte in range(row.width)]
     if not sound:
         raise _corrupt("a segment's counts contradict its codecs")
     return [(kind, size) for kind, size in pieces if size]

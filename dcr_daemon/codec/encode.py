@@ -21,9 +21,9 @@ from dcr_daemon.canonical.dtypes import lane_dtype
 from dcr_daemon.canonical.fingerprint import Bits, units_per
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.codec import format as fmt
-from dcr_daemon.codec.choose import choose_positions, choose_values
-from dcr_daemon.codec.chunk import SEGMENT_BYTES, TARGET_BYTES, ChunkId, Codec, Positions, Segment
-from dcr_daemon.codec.format import Stream, Values
+from dcr_daemon.codec.choose import choose_operation, choose_positions
+from dcr_daemon.codec.chunk import SEGMENT_BYTES, TARGET_BYTES, ChunkId, Codec, Operation, Positions, Segment
+from dcr_daemon.codec.format import Stream
 
 ROW_ESTIMATE = 64  #: bytes that a segment's table row counts for in `pending`
 
@@ -53,7 +53,9 @@ class ChunkEncoder:
         self.layout = layout
         self._codec = codec
         self._target = target
-        self._zstd = zstandard.ZstdCompressor(level=1)
+        self._zstd = zstandard.ZstdCompressor(
+            compression_params=zstandard.ZstdCompressionParameters.from_level(1, min_match=7)
+        )
         self._scratch: dict[tuple[str, str], npt.NDArray[Any]] = {}
         self._reset()
 
@@ -104,7 +106,7 @@ class ChunkEncoder:
         if k == 0:
             return None
         row = self._emit(box, where[:k], old[:k], now[:k])
-        segment = Segment(tensor, box, int(k), fmt.OPERATIONS[row.values], int(before), int(after))
+        segment = Segment(tensor, box, int(k), row.operation, int(before), int(after))
         row.segment = segment
         self._rows.append(row)
         self.changed += segment.changed
@@ -170,7 +172,7 @@ class ChunkEncoder:
 
         k, elements = where.size, box.elements
         positions, shift = choose_positions(where, elements)
-        row = _Row(positions, shift, choose_values(self._codec, old, now))
+        row = _Row(positions, shift, choose_operation(self._codec, old, now))
         if positions is Positions.GAPS:
             gaps = np.empty(k + (elements >> shift) // 255, dtype="u1")
             low = np.zeros((k * shift + 7) // 8, dtype="u1")
@@ -182,17 +184,12 @@ class ChunkEncoder:
             mask = np.zeros((elements + 7) // 8, dtype="u1")
             kernels.emit_bitmask(where, mask)
             self._put(Stream.BITMASK, mask)
-        if row.values in (Values.STEP, Values.ZIGZAG):
-            steps = np.empty_like(now)
-            kernels.zigzag(old, now, steps)
-            if row.values is Values.ZIGZAG:
-                self._put_planes(Stream.ZIGZAG, steps)
-            else:
-                codes, escapes = np.zeros((k + 3) // 4, dtype="u1"), np.empty(k + 1, dtype=now.dtype)
-                row.escapes = int(kernels.emit_steps(steps, codes, escapes))
-                self._put(Stream.CODES, codes)
-                self._put_planes(Stream.ESCAPE, escapes[: row.escapes])
-        elif row.values is Values.MASK:
+        if row.operation is Operation.ULP:
+            codes, escapes = np.zeros((k + 3) // 4, dtype="u1"), np.empty(k + 1, dtype=now.dtype)
+            row.escapes = int(kernels.emit_steps(old, now, codes, escapes))
+            self._put(Stream.CODES, codes)
+            self._put_planes(Stream.ESCAPE, escapes[: row.escapes])
+        elif row.operation is Operation.XOR:
             self._put_planes(Stream.MASK, old ^ now)
         else:
             self._put_planes(Stream.VALUE, now)
@@ -203,10 +200,10 @@ class ChunkEncoder:
 class _Row:
     """A segment with what only its table row says."""
 
-    __slots__ = ("carries", "escapes", "positions", "segment", "shift", "values")
+    __slots__ = ("carries", "escapes", "operation", "positions", "segment", "shift")
 
-    def __init__(self, positions: Positions, shift: int, values: Values) -> None:
-        self.positions, self.shift, self.values = positions, shift, values
+    def __init__(self, positions: Positions, shift: int, operation: Operation) -> None:
+        self.positions, self.shift, self.operation = positions, shift, operation
         self.carries = self.escapes = 0
         self.segment: Segment
 
@@ -219,7 +216,7 @@ def _table(rows: list[_Row]) -> fmt.Table:
         carries=np.array([row.carries for row in rows], dtype=np.uint32),
         escapes=np.array([row.escapes for row in rows], dtype=np.uint32),
         positions=np.array([row.positions for row in rows], dtype=np.uint8),
-        values=np.array([row.values for row in rows], dtype=np.uint8),
+        operation=np.array([row.operation for row in rows], dtype=np.uint8),
         shift=np.array([row.shift for row in rows], dtype=np.uint8),
         rank=np.array([len(box.shape) for box in boxes], dtype=np.uint8),
         dst=np.array([box.dst for box in boxes], dtype=np.uint64),

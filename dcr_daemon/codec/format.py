@@ -16,7 +16,7 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-from dcr_daemon.codec.chunk import ChunkId, Operation
+from dcr_daemon.codec.chunk import ChunkId
 
 MAGIC = b"DCRC"
 FORMAT = 1
@@ -38,35 +38,17 @@ class Stream(IntEnum):
     LOW = 2
     BITMASK = 3
     CODES = 4
-    ESCAPE = 8  #: 8..11
-    ZIGZAG = 16  #: 16..19
-    MASK = 24  #: 24..27
-    VALUE = 32  #: 32..39
+    ESCAPE = 8  #: 8..11, escaped differences of ulp segments
+    MASK = 16  #: 16..19, operands of xor segments
+    VALUE = 24  #: 24..31, operands of overwrite segments
 
 
-KINDS = frozenset({0, 1, 2, 3, 4, *range(8, 12), *range(16, 20), *range(24, 28), *range(32, 40)})
+KINDS = frozenset({*range(5), *range(8, 12), *range(16, 20), *range(24, 32)})
 
 
 class Packing(IntEnum):
     RAW = 0
     ZSTD = 1
-
-
-class Values(IntEnum):
-    """How the operands of a segment are written."""
-
-    STEP = 0  #: ulp; 2-bit codes: -1, +1, escape; escapes apart
-    ZIGZAG = 1  #: ulp; zigzag planes, for differences that are mostly large
-    MASK = 2  #: xor; mask planes
-    VALUE = 3  #: overwrite; planes of the new bits
-
-
-OPERATIONS = {
-    Values.STEP: Operation.ULP,
-    Values.ZIGZAG: Operation.ULP,
-    Values.MASK: Operation.XOR,
-    Values.VALUE: Operation.OVERWRITE,
-}
 
 
 @dataclass(slots=True)
@@ -94,7 +76,7 @@ class Table:
     carries: npt.NDArray[np.uint32]
     escapes: npt.NDArray[np.uint32]
     positions: npt.NDArray[np.uint8]
-    values: npt.NDArray[np.uint8]
+    operation: npt.NDArray[np.uint8]
     shift: npt.NDArray[np.uint8]
     rank: npt.NDArray[np.uint8]
     dst: npt.NDArray[np.uint64]
@@ -106,7 +88,7 @@ class Table:
 
 #: Columns with one value per segment, then those with one per axis: (name, numpy dtype).
 ROW_COLUMNS = (
-    ("rank", "u1"), ("positions", "u1"), ("values", "u1"), ("shift", "u1"),
+    ("rank", "u1"), ("positions", "u1"), ("operation", "u1"), ("shift", "u1"),
     ("tensor", "<u4"), ("changed", "<u4"), ("carries", "<u4"), ("escapes", "<u4"),
     ("dst", "<u8"), ("before", "<u8"), ("after", "<u8"),
 )  # fmt: skip

@@ -144,25 +144,21 @@ def emit_bitmask(where: Any, mask: Any) -> None:
 
 
 @kernel
-def zigzag(old: Any, now: Any, out: Any) -> None:
-    """Difference of bit patterns mod 2^w, read as two's complement: -1 -> 1, 1 -> 2, -2 -> 3, …"""
+def emit_steps(old: Any, now: Any, codes: Any, escapes: Any) -> Any:
+    """Differences of bit patterns mod 2^w, as two's complement, zigzagged: -1 -> 1, 1 -> 2, -2 -> 3, …
+
+    2-bit codes: 0 for -1, 1 for +1, 2 for an escape (`codes` zeroed); escapes hold the zigzag less 3 and need one
+    slot more than there are lanes. Returns the number of escapes.
+    """
     top = uint64(old.itemsize * 8 - 1)
     full = (uint64(2) << top) - uint64(1)  # numba computes in 64 bits whatever the lane
+    count = int64(0)
     for i in range(old.size):
         d = (uint64(now[i]) - uint64(old[i])) & full
-        out[i] = ((d << uint64(1)) ^ (uint64(0) - (d >> top))) & full
-
-
-@kernel
-def emit_steps(steps: Any, codes: Any, escapes: Any) -> Any:
-    """2-bit codes (0 for -1, 1 for +1, 2 for escape; `codes` zeroed), escapes less 3. Returns the number of escapes."""
-    count = int64(0)
-    for i in range(steps.size):
-        step = int64(steps[i])
-        code = uint8(min(step - 1, 2))
+        step = int64(((d << uint64(1)) ^ (uint64(0) - (d >> top))) & full)
         escapes[count] = max(step - 3, 0)
         count += int64(step > 2)
-        codes[i >> 2] |= uint8(code << uint8(2 * (i & 3)))
+        codes[i >> 2] |= uint8(min(step - 1, 2) << (2 * (i & 3)))
     return count
 
 
@@ -219,33 +215,21 @@ def unpack_bitmask(mask: Any, elements: Any, where: Any) -> Any:
 
 
 @kernel
-def unzigzag(operands: Any) -> Any:
-    """In place. 1: a difference of zero, which changes nothing and is never written."""
+def unpack_steps(codes: Any, escapes: Any, operands: Any) -> Any:
+    """Differences from codes and escapes. 1: code 3; 2: escapes do not fit the codes; 3: stray code bits."""
+    used = int64(0)
     full = (uint64(2) << uint64(operands.itemsize * 8 - 1)) - uint64(1)
     for i in range(operands.size):
-        step = uint64(operands[i])
-        if step == 0:
-            return 1
-        operands[i] = ((step >> uint64(1)) ^ (uint64(0) - (step & uint64(1)))) & full
-    return 0
-
-
-@kernel
-def unpack_steps(codes: Any, escapes: Any, operands: Any) -> Any:
-    """Zigzag differences from codes and escapes. 1: code 3; 2: escapes do not fit the codes; 3: stray code bits."""
-    used = int64(0)
-    limit = (uint64(2) << uint64(operands.itemsize * 8 - 1)) - uint64(3)
-    for i in range(operands.size):
         code = (codes[i >> 2] >> uint8(2 * (i & 3))) & uint8(3)
-        if code < 2:
-            operands[i] = code + 1
-            continue
-        if code == 3:
-            return 1
-        if used >= escapes.size or uint64(escapes[used]) >= limit:
-            return 2
-        operands[i] = escapes[used] + 3
-        used += 1
+        step = uint64(code) + uint64(1)
+        if code >= 2:
+            if code == 3:
+                return 1
+            if used >= escapes.size or uint64(escapes[used]) > full - uint64(3):
+                return 2
+            step = uint64(escapes[used]) + uint64(3)
+            used += 1
+        operands[i] = ((step >> uint64(1)) ^ (uint64(0) - (step & uint64(1)))) & full
     if used != escapes.size:
         return 2
     last = operands.size & 3
