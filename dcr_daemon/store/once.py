@@ -1,0 +1,59 @@
+"""Create an immutable data object and know that it is there.
+
+For objects whose bytes are decided before the first try: chunks, parts, vectors, layouts, anchors. Ledger records
+have a stricter rule of their own (must L1), because *another* record may stand in their slot.
+"""
+
+from __future__ import annotations
+
+from dcr_daemon import runtime
+from dcr_daemon.errors import Corrupt, Missing, StoreUnavailable
+from dcr_daemon.store.keys import check_key
+from dcr_daemon.store.port import Outcome, Store
+from dcr_daemon.store.retry import Patience
+
+
+async def create_once(store: Store, key: str, body: bytes | memoryview, *, patience: Patience | None = None) -> None:
+    """Return when `key` durably holds exactly `body`.
+
+    `LOST` and `UNKNOWN` are resolved by reading the slot: equal bytes are ours, whoever wrote them. A 404 decides
+    nothing (must L1), so the same bytes are put again.
+
+    Raises:
+        Corrupt: the slot holds other bytes; names are never reused (must L0), so somebody else made this one.
+        StoreUnavailable: undecided when the patience was used up; the object may or may not exist.
+    """
+    check_key(key)
+    body = body.cast("B") if isinstance(body, memoryview) else body
+    patience = patience or Patience()
+    left, tries = patience.seconds, 0
+    while True:
+        tries += 1
+        started = runtime.monotonic()
+        outcome = await store.create(key, body)
+        if outcome is Outcome.WON or await _holds(store, key, body):
+            return
+        pause = patience.pause(tries, throttled=False)
+        left -= runtime.monotonic() - started + pause
+        if left <= 0:
+            raise StoreUnavailable(
+                f"{store.url}/{key}: still undecided after {tries} creates in {patience.seconds:g} s",
+                hint="the object may or may not exist; trying again with the same bytes is safe",
+            )
+        await runtime.sleep(pause)
+
+
+async def _holds(store: Store, key: str, body: bytes | memoryview) -> bool:
+    """True: `key` holds `body`. False: nothing is there now. Raises `Corrupt` for anything else."""
+    try:
+        found = await store.get(key, limit=len(body))
+    except Missing:
+        return False
+    except Corrupt:
+        found = None
+    if found is not None and found == body:
+        return True
+    raise Corrupt(
+        f"{store.url}/{key} already holds other bytes than ours",
+        hint="two writers used one name: check that no other process publishes under the same identity",
+    )

@@ -1,0 +1,111 @@
+"""Does this store keep the one promise that everything rests on? Asked at start-up, by doing it (must L6).
+
+A store that accepts If-None-Match and ignores it would let two publishers write one slot, silently; such stores are
+common, so nobody is believed. The probe writes a few small objects under `probe/<nonce>/` and deletes them again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol, runtime_checkable
+
+from dcr_daemon import runtime
+from dcr_daemon.errors import DcrError, Incompatible, Missing, StoreUnavailable
+from dcr_daemon.store.once import create_once
+from dcr_daemon.store.port import Outcome, Store
+from dcr_daemon.store.retry import Patience
+
+ROUNDS = 4
+RACERS = 2
+_HINT = "use a store that honours If-None-Match: * on PUT; docs/STORES.md lists which do"
+
+
+@runtime_checkable
+class Inspectable(Protocol):
+    """A store that can tell rules of its bucket which would hurt a stream."""
+
+    async def inspect(self) -> tuple[str, ...]:
+        """One sentence per rule; empty if there is none, or if reading them is not allowed."""
+        ...
+
+
+async def probe(store: Store) -> list[str]:
+    """Prove create-if-absent on `store`; a publisher calls this before its first append.
+
+    Returns:
+        Warnings for an operator: rules that will delete or move objects, or objects that could not be deleted.
+
+    Raises:
+        Incompatible: the store does not honour create-if-absent, denies access or has no such bucket.
+        StoreUnavailable: it did not answer, or never decisively.
+    """
+    place = f"probe/{runtime.nonce(8)}"
+    try:
+        await _second_create_loses(store, f"{place}/twice")
+        for number in range(ROUNDS):
+            await _one_racer_wins(store, f"{place}/race-{number}")
+    except Incompatible:
+        await _clean(store, place)
+        raise
+    warnings = await _clean(store, place)
+    if isinstance(store, Inspectable):
+        warnings.extend(await store.inspect())
+    return warnings
+
+
+async def _second_create_loses(store: Store, key: str) -> None:
+    first, second = (f"{name} {runtime.nonce(8)}".encode() for name in ("first", "second"))
+    await create_once(store, key, first)
+    outcome = await _decisive_create(store, key, second)
+    if outcome is Outcome.WON or await _read(store, key) != first:
+        raise Incompatible(f"{store.url} ignores create-if-absent: a second create replaced the first", hint=_HINT)
+
+
+async def _one_racer_wins(store: Store, key: str) -> None:
+    bodies = [f"racer {number} {runtime.nonce(8)}".encode() for number in range(RACERS)]
+    outcomes = await asyncio.gather(*(store.create(key, body) for body in bodies))
+    winners = [body for body, outcome in zip(bodies, outcomes, strict=True) if outcome is Outcome.WON]
+    if len(winners) > 1:
+        raise Incompatible(f"{store.url}: {len(winners)} of {RACERS} racing creates were told they won", hint=_HINT)
+    if not winners and Outcome.LOST not in outcomes:
+        return  # no try is known to have got through; the sequential part has proved what it could
+    found = await _read(store, key)
+    if found not in (winners or bodies):
+        raise Incompatible(f"{store.url}: after a race the object is not the winner's", hint=_HINT)
+
+
+async def _decisive_create(store: Store, key: str, body: bytes) -> Outcome:
+    """Create until the answer is WON or LOST. The object is known to exist, so UNKNOWN proves nothing."""
+    patience = Patience()
+    left, tries = patience.seconds, 0
+    while True:
+        tries += 1
+        started = runtime.monotonic()
+        outcome = await store.create(key, body)
+        if outcome is not Outcome.UNKNOWN:
+            return outcome
+        pause = patience.pause(tries, throttled=False)
+        left -= runtime.monotonic() - started + pause
+        if left <= 0:
+            raise StoreUnavailable(
+                f"{store.url}: {tries} creates of an existing object, and none was refused or acknowledged",
+                hint="check the store's health; a store that answers so in health cannot hold a stream",
+            )
+        await runtime.sleep(pause)
+
+
+async def _read(store: Store, key: str) -> bytes:
+    try:
+        return await store.get(key, limit=4096)
+    except Missing:
+        raise Incompatible(f"{store.url}: an object is gone after its create was acknowledged", hint=_HINT) from None
+
+
+async def _clean(store: Store, place: str) -> list[str]:
+    """Delete what the probe wrote. Least-privilege policies may deny that; the objects are tiny and harmless."""
+    keys = [f"{place}/twice", *(f"{place}/race-{number}" for number in range(ROUNDS))]
+    try:
+        await store.delete(keys)
+    except DcrError as error:
+        return [f"the probe's objects under {store.url}/{place} stay: {error.message}"]
+    return []
