@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+PROBES = "probe/"  #: where the start-up probe of a store leaves its objects, if it may not delete them
+
 
 def record(seq: int) -> str:
     return f"ledger/{seq:016d}.json"

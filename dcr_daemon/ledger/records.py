@@ -2,52 +2,68 @@
 
 One JSON object per seq, created once. Every record repeats the stream id, the digest of the record before it
 and the folded state before it, so that a cold reader can start at the tail and a sequential reader compares.
-u64 values are 16 hex digits: other JSON readers lose bits above 2^53.
+u64 values are 16 hex digits: other JSON readers lose bits above 2^53. The constraints below are checked when a
+record is decoded, never when one is built: a reader takes nobody's word, a writer re-reads what it wrote.
 """
 
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 FORMAT = 1
 RECORD_LIMIT = 1 << 20  #: bytes; a larger record is void
+PART_LIMIT = 64 << 20  #: bytes of a part or an anchor index
+MAX_DEPTH = 32  #: nesting of user data in a record; fixed, since a parser's own limit differs from host to host
+
+Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Label = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+Id = Annotated[str, Meta(pattern=r"\A[a-z0-9]{1,32}\Z")]
+#: a publisher is called as its unit, pod or host is; the name is never part of a key
+Name = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
+Hex64 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{16}\Z")]
+Sha256 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+#: relative to the stream; the same grammar as `store.keys`, so that no record can name anything outside the stream
+Key = Annotated[
+    str, Meta(pattern=r"\A[A-Za-z0-9_][A-Za-z0-9._-]{0,199}(/[A-Za-z0-9_][A-Za-z0-9._-]{0,199})*\Z", max_length=512)
+]
 
 
 class ObjectRef(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     """An immutable object: key relative to the stream, size in bytes, SHA-256 in hex."""
 
-    key: str
-    size: int
-    sha256: str
+    key: Key
+    size: Count
+    sha256: Sha256
 
 
 class EpochRef(msgspec.Struct, frozen=True):
-    seq: int
-    name: str
+    seq: Count
+    name: Name
     released: bool = False
 
 
 class OpenRef(msgspec.Struct, frozen=True):
     """The attempt under construction; `seq` is its id."""
 
-    seq: int
-    version: int
-    base: int
-    group: str
-    call: int
+    seq: Count
+    version: Count
+    base: Count
+    group: Id
+    call: Count
 
 
 class SealRef(msgspec.Struct, frozen=True):
-    seq: int
-    version: int
+    seq: Count
+    version: Count
 
 
 class AnchorRef(msgspec.Struct, frozen=True):
-    seq: int
-    version: int
+    seq: Count
+    version: Count
 
 
 class State(msgspec.Struct, frozen=True):
@@ -57,21 +73,21 @@ class State(msgspec.Struct, frozen=True):
     epoch: EpochRef | None = None
     open: OpenRef | None = None
     anchor: AnchorRef | None = None
-    floor: int = 0
-    keys: int | None = None
+    floor: Count = 0
+    keys: Count | None = None
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", omit_defaults=False):
     """Fields that every record carries. `epoch` is the seq of its writer's claim; 0 in `stream`."""
 
     format: int = FORMAT
-    stream: str
-    seq: int
-    prev: str
+    stream: Id
+    seq: Count
+    prev: Sha256
     state: State | None
-    nonce: str
+    nonce: Id
     at: str
-    epoch: int = 0
+    epoch: Count = 0
 
 
 class Stream(Record, frozen=True, tag="stream"):
@@ -79,7 +95,7 @@ class Stream(Record, frozen=True, tag="stream"):
 
     layout: ObjectRef
     fingerprint: ObjectRef
-    total: str
+    total: Hex64
     model: str = ""
 
 
@@ -90,7 +106,7 @@ class Keys(Record, frozen=True, tag="keys"):
 class Epoch(Record, frozen=True, tag="epoch"):
     """A publisher's claim; its epoch is this record's seq."""
 
-    name: str
+    name: Name
     take_over: bool = False
 
 
@@ -99,93 +115,107 @@ class Release(Record, frozen=True, tag="release"):
 
 
 class Open(Record, frozen=True, tag="open"):
-    version: int
-    base: int
-    group: str
-    call: int
-    step: int | None = None
+    version: Count
+    base: Count
+    group: Id
+    call: Count
+    step: Label | None = None
 
 
 class Seal(Record, frozen=True, tag="seal"):
     """The commit point of a version. `before` and `after` are fingerprint totals; `previous` the seal before it."""
 
-    version: int
-    base: int
-    attempt: int
+    version: Count
+    base: Count
+    attempt: Count
     parts: list[ObjectRef]
     fingerprint: ObjectRef
-    before: str
-    after: str
-    previous: int
-    changed: int
-    elements: int
-    bytes: int
-    dense_bytes: int
-    step: int | None = None
+    before: Hex64
+    after: Hex64
+    previous: Count
+    changed: Count
+    elements: Count
+    bytes: Count
+    dense_bytes: Count
+    step: Label | None = None
     source: dict[str, Any] | None = None
     metadata: dict[str, Any] = {}
 
 
 class Abort(Record, frozen=True, tag="abort"):
-    attempt: int
-    version: int
+    attempt: Count
+    version: Count
     reason: str
 
 
 class Anchor(Record, frozen=True, tag="anchor"):
     """A complete version; `index` names its files (`AnchorIndex`)."""
 
-    version: int
+    version: Count
     index: ObjectRef
-    total: str
-    bytes: int
+    total: Hex64
+    bytes: Count
 
 
 class Floor(Record, frozen=True, tag="floor"):
-    floor: int
+    floor: Count
 
 
 AnyRecord = Stream | Keys | Epoch | Release | Open | Seal | Abort | Anchor | Floor
 
 
 class ChunkRef(msgspec.Struct, frozen=True):
-    key: str
-    size: int
-    sha256: str
-    segments: int
-    changed: int
+    key: Key
+    size: Count
+    sha256: Sha256
+    segments: Count
+    changed: Count
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank contributed to one attempt (must P2: everything is repeated and compared)."""
 
     format: int = FORMAT
-    stream: str
-    group: str
-    call: int
-    attempt: int
-    base: int
-    version: int
-    rank: int
-    nonce: str
+    stream: Id
+    group: Id
+    call: Count
+    attempt: Count
+    base: Count
+    version: Count
+    rank: Count
+    nonce: Id
     chunks: list[ChunkRef]
     sums: ObjectRef
-    changed: int
-    bytes: int
+    changed: Count
+    bytes: Count
 
 
 class AnchorIndex(msgspec.Struct, frozen=True, kw_only=True):
     """`files` are safetensors, `extras` the model's small side files (config, tokenizer); key, size and digest each."""
 
     format: int = FORMAT
-    stream: str
-    version: int
+    stream: Id
+    version: Count
     files: list[ObjectRef]
     extras: list[ObjectRef] = []
 
 
+NO_RECORD = "0" * 64  #: `prev` of the first record
+
+
+class _Head(msgspec.Struct):
+    """What a record of any format must show before its own format may matter."""
+
+    format: int
+    stream: str
+    seq: int
+
+
 _encoder = msgspec.json.Encoder()
-_decoder = msgspec.json.Decoder(AnyRecord)
+_records = msgspec.json.Decoder(AnyRecord)
+_heads = msgspec.json.Decoder(_Head)
+_parts = msgspec.json.Decoder(Part)
+_indexes = msgspec.json.Decoder(AnchorIndex)
 
 
 def encode(value: msgspec.Struct) -> bytes:
@@ -193,10 +223,53 @@ def encode(value: msgspec.Struct) -> bytes:
 
 
 def decode_record(body: bytes) -> AnyRecord:
-    """Raises `msgspec.MsgspecError` for anything that is not one record."""
-    return _decoder.decode(body)
+    """One record, every field within its constraint; raises `ValueError` for anything else."""
+    record: AnyRecord = _decode(_records, body)
+    if isinstance(record, Seal) and max(_depth(record.source), _depth(record.metadata)) > MAX_DEPTH:
+        raise ValueError(f"user data is nested deeper than {MAX_DEPTH}")
+    return record
+
+
+def decode_head(body: bytes) -> tuple[int, str, int]:
+    """Format, stream id and seq of a record of any format; raises `ValueError` if it does not show them."""
+    head: _Head = _decode(_heads, body)
+    return head.format, head.stream, head.seq
+
+
+def decode_part(body: bytes) -> Part:
+    """Raises `ValueError` for anything that is not one part of this format."""
+    part: Part = _decode(_parts, body)
+    return part
+
+
+def decode_anchor_index(body: bytes) -> AnchorIndex:
+    """Raises `ValueError` for anything that is not one anchor index of this format."""
+    index: AnchorIndex = _decode(_indexes, body)
+    return index
+
+
+def _decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
+    try:
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+
+
+def _depth(value: object) -> int:
+    """Nesting of JSON-like data, level by level: a hostile record must not exhaust this reader's stack."""
+    depth, level = 0, [value]
+    while level and depth <= MAX_DEPTH:
+        depth += 1
+        inner = [x.values() if isinstance(x, dict) else x for x in level if isinstance(x, dict | list)]
+        level = [child for children in inner for child in children]
+    return depth
 
 
 def digest(body: bytes | memoryview) -> str:
     """SHA-256 in hex, the only digest of the format."""
     return hashlib.sha256(body).hexdigest()
+
+
+def show_u64(value: int) -> str:
+    """A u64 as records carry it: 16 hex digits."""
+    return f"{value:016x}"

@@ -1,0 +1,49 @@
+"""Making a stream: once, on an empty prefix, and only when asked to (must T1)."""
+
+from __future__ import annotations
+
+from dcr_daemon import runtime
+from dcr_daemon.canonical.fingerprint import Vector, total
+from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.errors import Misuse
+from dcr_daemon.events import Emit
+from dcr_daemon.ledger import names, records
+from dcr_daemon.ledger.records import ObjectRef, Stream
+from dcr_daemon.ledger.slot import occupy
+from dcr_daemon.store.once import create_once
+from dcr_daemon.store.port import Store
+
+
+async def create_stream(store: Store, layout: Layout, vector: Vector, *, model: str, emit: Emit) -> None:
+    """Put the layout, the vector of version 0 and record 0, in this order (must L4). Somebody faster may win slot 0.
+
+    A prefix that holds only the first two objects is one whose creation died before its record, and is taken up
+    again: their bytes follow from layout and base, and nobody has ever seen a stream there.
+
+    Raises:
+        Misuse: the prefix holds anything else.
+        Corrupt: it holds the vector of another base.
+    """
+    sums = vector.astype("<u8").tobytes()
+    layout_key, vector_key = names.layout(layout.digest), names.vector(0, 0)
+    async for entry in store.list(""):
+        if entry.key not in (layout_key, vector_key) and not entry.key.startswith(names.PROBES):
+            raise Misuse(
+                f"{store.url} is not empty: it holds {entry.key} and no ledger",
+                hint="a stream is made on an empty prefix; choose another one",
+            )
+    await create_once(store, layout_key, layout.encoded)
+    await create_once(store, vector_key, sums)
+    record = Stream(
+        stream=runtime.nonce(),
+        seq=0,
+        prev=records.NO_RECORD,
+        state=None,
+        nonce=runtime.nonce(),
+        at=runtime.now().isoformat(timespec="milliseconds"),
+        layout=ObjectRef(layout_key, len(layout.encoded), layout.digest),
+        fingerprint=ObjectRef(vector_key, len(sums), records.digest(sums)),
+        total=records.show_u64(total(vector)),
+        model=model,
+    )
+    await occupy(store, 0, records.encode(record), emit=emit)

@@ -1,0 +1,81 @@
+"""Waiting for the next record. Nothing but a GET of the next slot; a clock only decides when to look again."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from dcr_daemon import runtime
+from dcr_daemon.errors import StoreUnavailable
+from dcr_daemon.events import Emit, Waiting
+from dcr_daemon.ledger.records import AnyRecord
+
+GAP_CHECK = 60  #: looks that found nothing between two checks that no record is missing
+
+
+@dataclass(frozen=True, slots=True)
+class Polling:
+    """Seconds between looks: `active` after a record and while a version is open, else growing to `idle`; jittered."""
+
+    active: float = 1.0
+    idle: float = 5.0
+
+    def pause(self, looks: int) -> float:
+        """Seconds to sleep after `looks` looks in a row that found nothing."""
+        delay: float = max(self.active, min(self.active * 1.25 ** min(looks - 1, 64), self.idle))
+        return delay * (0.75 + runtime.jitter() / 2)
+
+
+class Follower:
+    """An endless async iterator over the records that count, in order, each given once.
+
+    An unavailable store is waited out, with a `Waiting` event each time: a replica goes on serving what it has.
+    Raises what reading the ledger raises otherwise (`Corrupt`, `Incompatible`).
+    """
+
+    def __init__(
+        self,
+        poll: Callable[[], Awaitable[bool]],
+        check_gap: Callable[[], Awaitable[None]],
+        busy: Callable[[], bool],
+        polling: Polling,
+        emit: Emit,
+        url: str,
+    ) -> None:
+        self._poll = poll
+        self._check_gap = check_gap
+        self._busy = busy
+        self._polling = polling
+        self._emit = emit
+        self._url = url
+        self._given: deque[AnyRecord] = deque()
+        self._looks = 0  # in all
+        self._idle = 0  # in a row, with nothing under way
+
+    def give(self, record: AnyRecord) -> None:
+        """Called by the ledger for every record that counts, whoever caused it to be read."""
+        self._given.append(record)
+
+    def __aiter__(self) -> Follower:
+        return self
+
+    async def __anext__(self) -> AnyRecord:
+        while not self._given:
+            if await self._look():
+                self._idle = 0
+                continue
+            self._looks += 1
+            self._idle = 1 if self._busy() else self._idle + 1
+            await runtime.sleep(self._polling.pause(self._idle))
+        self._idle = 0
+        return self._given.popleft()
+
+    async def _look(self) -> bool:
+        try:
+            if self._looks and self._looks % GAP_CHECK == 0:
+                await self._check_gap()
+            return await self._poll()
+        except StoreUnavailable as error:
+            self._emit(Waiting(what=f"the store of {self._url}: {error.message}"))
+            return False

@@ -1,0 +1,141 @@
+"""Walking back through what counted: seals, anchors, and from them the cheapest route.
+
+Every record names the seal and the anchor before it, so a cold reader loads exactly the history that it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Collection
+from typing import TypeVar
+
+from dcr_daemon.errors import Corrupt, NotFound
+from dcr_daemon.ledger import records
+from dcr_daemon.ledger.fold import Tip
+from dcr_daemon.ledger.records import Anchor, AnyRecord, Seal
+from dcr_daemon.ledger.route import Route, plan_route
+from dcr_daemon.ledger.slot import read_slot
+from dcr_daemon.ledger.tail import missing_record
+from dcr_daemon.store.port import Store
+
+T = TypeVar("T")
+
+KEPT = 4096  #: seals and anchors held in memory; older ones are read again when asked for
+
+
+class History:
+    """Seals and anchors that count as of a tip. Records are immutable, so what was read once stays true."""
+
+    def __init__(self, store: Store, tip: Callable[[], Tip]) -> None:
+        self._store = store
+        self._tip = tip
+        self._seals: dict[int, Seal] = {}
+        self._anchors: dict[int, Anchor] = {}
+
+    @property
+    def seals(self) -> dict[int, Seal]:
+        """Seals read so far, by version."""
+        return self._seals
+
+    def note(self, record: AnyRecord) -> None:
+        """Keep a record that counts."""
+        if isinstance(record, Seal):
+            _keep(self._seals, record.version, record)
+        elif isinstance(record, Anchor):
+            _keep(self._anchors, record.seq, record)
+
+    async def record(self, seq: int) -> AnyRecord:
+        """The record in slot `seq`, which is known to count. Raises `Corrupt` if it is gone or another."""
+        body = await read_slot(self._store, seq)
+        if body is None:
+            raise missing_record(self._store.url, seq)
+        try:
+            record = records.decode_record(body)
+        except ValueError as error:
+            raise Corrupt(f"record {seq} of {self._store.url} counted and does not parse: {error}") from error
+        if record.stream != self._tip().stream or record.seq != seq:
+            raise Corrupt(f"record {seq} of {self._store.url} counted and belongs elsewhere")
+        self.note(record)
+        return record
+
+    async def between(self, first: int, last: int | None = None) -> list[Seal]:
+        """The seals of versions `first` to `last` (the newest if None), ascending; version 0 has none.
+
+        Raises:
+            NotFound: `last` is not sealed.
+        """
+        last = self._tip().state.seal.version if last is None else last
+        found: list[Seal] = []
+        async for seal in self._back(last):
+            if seal.version < first:
+                break
+            found.append(seal)
+        return found[::-1]
+
+    async def seal(self, version: int) -> Seal:
+        """The seal of one version above 0. Raises `NotFound` if it is not sealed."""
+        if version < 1:
+            raise NotFound(f"version {version} has no seal: version 0 is the stream record itself")
+        return (await self.between(version, version))[0]
+
+    async def anchors(self) -> list[Anchor]:
+        """Anchors at or above the floor, newest first; of several for one version, the newest."""
+        state = self._tip().state
+        found: dict[int, Anchor] = {}
+        at = state.anchor
+        while at is not None and at.version >= state.floor:
+            anchor = self._anchors.get(at.seq) or await self.record(at.seq)
+            if not isinstance(anchor, Anchor) or anchor.version != at.version or anchor.state is None:
+                raise Corrupt(f"record {at.seq} of {self._store.url} is not the anchor of version {at.version}")
+            found.setdefault(anchor.version, anchor)
+            at = anchor.state.anchor
+        return list(found.values())
+
+    async def route(self, have: int | None, target: int, *, avoid: Collection[int] = ()) -> Route:
+        """The cheapest way from `have` (None: from nothing) to `target`, reading no more history than decides it.
+
+        `avoid` names anchors (by version) that turned out to be unusable.
+
+        Raises:
+            NotFound: `target` is not sealed.
+            NoRoute: nothing leads there, with the reason.
+        """
+        floor = self._tip().state.floor
+        sizes = {a.version: a.bytes for a in await self.anchors() if a.version <= target and a.version not in avoid}
+        lowest = max(floor, 1, min(sizes, default=target) + 1 if have is None else have + 1)
+        hops: dict[int, int] = {}
+        cost, best = 0, sizes.get(target)
+        async for seal in self._back(target):
+            # Every other way passes over the hops read so far: once dearer than a whole way, none of them matters.
+            if seal.version < lowest or (best is not None and cost > best):
+                break
+            hops[seal.version] = seal.bytes
+            cost += seal.bytes
+            if (anchor := sizes.get(seal.version - 1)) is not None:
+                best = min(best if best is not None else cost + anchor, cost + anchor)
+        return plan_route(have, target, hops=hops, anchors=sizes, floor=floor)
+
+    async def _back(self, version: int) -> AsyncIterator[Seal]:
+        """The seals from `version` down to that of version 1, read as they are asked for."""
+        newest = self._tip().state.seal
+        if version > newest.version:
+            raise NotFound(f"version {version} of {self._store.url} is not sealed; the newest is {newest.version}")
+        # Any seal above says where the one below it lies; the lowest of those known saves reading those between.
+        known = min((above for above in self._seals if above > version), default=None)
+        seq, at = (newest.seq, newest.version) if known is None else (self._seals[known].previous, known - 1)
+        while at >= 1:
+            seal = self._seals.get(at) or await self._seal(seq, at)
+            if at <= version:
+                yield seal
+            seq, at = seal.previous, at - 1
+
+    async def _seal(self, seq: int, version: int) -> Seal:
+        record = await self.record(seq)
+        if not isinstance(record, Seal) or record.version != version:
+            raise Corrupt(f"record {seq} of {self._store.url} is not the seal of version {version}")
+        return record
+
+
+def _keep(kept: dict[int, T], key: int, value: T) -> None:
+    kept[key] = value
+    if len(kept) > KEPT:
+        kept.pop(min(kept))

@@ -1,0 +1,352 @@
+"""A stream's ledger as one process sees it: read to the tail, append with the outcome known, follow.
+
+It promises: what it reports has been read in order, folded by `fold` and remembered on disk before anybody sees it
+(must T1); it appends only at last read seq + 1, having read all before (must L0); it says that an append failed only
+if another record was *read* in its slot (must L1); and it writes nothing for a publisher that has been fenced.
+One asyncio loop owns it; calls may overlap and are taken one at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dcr_daemon import runtime
+from dcr_daemon.canonical.fingerprint import Vector
+from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.errors import Corrupt, Fenced, Incompatible, Misuse, NotFound
+from dcr_daemon.events import Alarm, Claimed, Emit, FencedOut, discard
+from dcr_daemon.ledger import records
+from dcr_daemon.ledger.create import create_stream
+from dcr_daemon.ledger.fold import Step, Tip, begin, fold, judge
+from dcr_daemon.ledger.follow import Follower, Polling
+from dcr_daemon.ledger.history import History
+from dcr_daemon.ledger.memory import Memory
+from dcr_daemon.ledger.records import Epoch, Record, Release, Seal, State, Stream
+from dcr_daemon.ledger.slot import TRIES, occupy, read_slot
+from dcr_daemon.ledger.tail import Tail, find_gap, missing_record
+from dcr_daemon.store.port import Store
+
+R = TypeVar("R", bound=Record)
+
+SEQUENTIAL = 64  #: records read one by one from a remembered tip before jumping to the tail
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a writer is told: the state it writes after, its seq, and the fields that every record repeats.
+
+    `Open(**header.fields, version=..., ...)` is a complete record. A writer that is called again, because another
+    record took the slot, gets a new header and decides anew.
+    """
+
+    state: State
+    seq: int
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    seq: int
+    body: bytes
+    record: Record
+
+
+class Ledger:
+    """The ledger of the stream in `store`.
+
+    Args:
+        memory: file of the high-water mark; None only for observers that act on nothing.
+        emit: gets `Alarm` for void records, `Waiting`, `Claimed`, `FencedOut`.
+        polling: how `follow` waits.
+    """
+
+    def __init__(
+        self, store: Store, *, memory: Path | None = None, emit: Emit = discard, polling: Polling | None = None
+    ) -> None:
+        self.store = store
+        self.memory = Memory(memory) if memory else None
+        self.history = History(store, lambda: self.tip)
+        self._emit = emit
+        self._polling = polling or Polling()
+        self._lock = asyncio.Lock()
+        self._tip: Tip | None = None
+        self._stream: Stream | None = None
+        self._epoch: int | None = None
+        self._sent: _Sent | None = None
+        self._settled: Record | None = None
+        self._fresh: list[Step] = []
+        self._followers: weakref.WeakSet[Follower] = weakref.WeakSet()
+
+    @property
+    def tip(self) -> Tip:
+        """How far the ledger was read. Raises `Misuse` before the first `read`."""
+        if self._tip is None:
+            raise Misuse(f"the ledger of {self.store.url} was not read yet", hint="call read() first")
+        return self._tip
+
+    @property
+    def state(self) -> State:
+        """The folded state at the tip."""
+        return self.tip.state
+
+    @property
+    def stream(self) -> Stream:
+        """The stream record: id, layout, and the fingerprint of version 0."""
+        if self._stream is None:
+            raise Misuse(f"the ledger of {self.store.url} was not read yet", hint="call read() first")
+        return self._stream
+
+    @property
+    def seals(self) -> dict[int, Seal]:
+        """Seals read so far, by version; `history` reads more."""
+        return self.history.seals
+
+    @property
+    def epoch(self) -> int | None:
+        """This process's own claim; None if it made none."""
+        return self._epoch
+
+    @property
+    def undecided(self) -> bool:
+        """A record was sent and its fate is not known: `settle` before anything depends on it (must L1)."""
+        return self._sent is not None
+
+    async def create_stream(self, layout: Layout, vector: Vector, *, model: str = "") -> Stream:
+        """Make the stream if the prefix is empty; read it if it is there already (nothing is compared then).
+
+        Raises:
+            Corrupt: the local memory knows a stream here, and the ledger is gone (must T1).
+            Misuse: the prefix holds other objects.
+        """
+        async with self._lock:
+            try:
+                await self._open()
+            except NotFound:
+                await create_stream(self.store, layout, vector, model=model, emit=self._emit)
+                await self._open()
+            await self._read_on()
+        return self.stream
+
+    async def read(self) -> State:
+        """Read to the tail, from what was seen before or from the start, and return the state there.
+
+        Raises:
+            NotFound: there is no stream.
+            Corrupt: the ledger does not extend what was seen, or has a gap.
+            Incompatible: it is another stream than the remembered one, or of a newer format.
+        """
+        async with self._lock:
+            await self._open()
+            await self._read_on()
+        return self.state
+
+    async def append(self, make: Callable[[Header], R]) -> R:
+        """Append the record that `make` builds, and return it once it is known to be in the ledger.
+
+        If another record takes the slot, everything up to the tail is read and `make` is called again; it may raise
+        to give up. A record left undecided by an earlier call is settled first.
+
+        Raises:
+            Undecided: the fate of the record is open and it is kept; call `settle`.
+            Fenced: a newer epoch owns the stream, or a claim is not lawful (must P6).
+            Misuse: the record would not count; nothing was sent.
+        """
+        async with self._lock:
+            await self._open()
+            while True:
+                await self._resolve()
+                record = make(self._header())
+                self._sent = _Sent(self.tip.seq + 1, self._checked(record), record)
+                if await self._resolve() is record:
+                    self._settled = None
+                    return record
+                await self._read_on()
+
+    async def settle(self) -> Record | None:
+        """Learn the fate of the record that an `append` left undecided: the record if it is in the ledger, else None.
+
+        Raises:
+            Undecided: still not known.
+        """
+        async with self._lock:
+            await self._resolve()
+            settled, self._settled = self._settled, None
+            return settled
+
+    async def claim(self, name: str, *, take_over: bool = False) -> int:
+        """Claim the stream as publisher `name` and return the epoch. Afterwards everything up to it has been read.
+
+        Raises:
+            Fenced: another name holds the stream and has not released it (must P6).
+        """
+        await self.read()
+
+        def make(header: Header) -> Epoch:
+            return Epoch(**{**header.fields, "epoch": header.seq}, name=name, take_over=take_over)
+
+        record = await self.append(make)
+        self._epoch = record.seq
+        self._emit(Claimed(epoch=record.seq, name=name))
+        return record.seq
+
+    async def release(self) -> None:
+        """Give the claim up, so that any publisher may claim next."""
+        await self.append(lambda header: Release(**header.fields))
+        self._epoch = None
+
+    def follow(self) -> Follower:
+        """Every record that counts from the present tip on, as an endless async iterator."""
+        follower = Follower(self._poll, self.check_gap, self._busy, self._polling, self._emit, self.store.url)
+        self._followers.add(follower)
+        return follower
+
+    async def check_gap(self) -> None:
+        """Raise `Corrupt` if records exist above a free slot at the tail: something deleted one (must L2)."""
+        async with self._lock:
+            tail = self.tip.seq
+            if await find_gap(self.store, tail) is None:
+                return
+            # The higher one was durable only after this one; whoever looked first may just have been too early.
+            if await read_slot(self.store, tail + 1) is None:
+                raise missing_record(self.store.url, tail + 1)
+
+    def _busy(self) -> bool:
+        return self._tip is not None and self._tip.state.open is not None
+
+    async def _poll(self) -> bool:
+        """Read the next slot; tells whether it was occupied."""
+        async with self._lock:
+            await self._open()
+            return await self._read_next()
+
+    async def _open(self) -> None:
+        """Read slot 0 and the remembered slot, once; a first reader without memory jumps to the tail."""
+        if self._tip is not None:
+            return
+        mark = self.memory.mark if self.memory else None
+        body = await read_slot(self.store, 0)
+        if body is None:
+            if mark:
+                raise self._not_extended(mark.seq, "its first record is gone")
+            raise NotFound(f"there is no stream at {self.store.url}", hint="a publisher makes one with --create")
+        tip, stream = begin(body)
+        if mark and mark.stream != tip.stream:
+            raise Incompatible(
+                f"{self.store.url} holds stream {tip.stream}; this state directory has seen stream {mark.stream} there",
+                hint="somebody replaced the stream: point to the right one, or give this one its own --state",
+            )
+        if mark:
+            await self._check_mark(mark.tip)
+        self._stream = stream
+        await self._jump(mark.tip if mark else tip, patience=SEQUENTIAL if mark else 0)
+
+    async def _check_mark(self, tip: Tip) -> None:
+        body = await read_slot(self.store, tip.seq)
+        if body is None:
+            raise self._not_extended(tip.seq, "that record is gone")
+        if records.digest(body) != tip.digest:
+            raise self._not_extended(tip.seq, "another record stands there now")
+
+    async def _jump(self, tip: Tip, *, patience: int) -> None:
+        """Set the tip at the tail, folding every record if at most `patience` were added since `tip`."""
+        tail = Tail(self.store)
+        if patience and not await tail.occupied(tip.seq + patience):
+            self._tip = tip
+            return
+        end = await tail.find(tip.seq)
+        self._tip = tip
+        for step in await tail.steps(tip, end):
+            self._take(step)
+        self._publish()
+
+    async def _read_on(self) -> None:
+        while await self._read_next():
+            pass
+
+    async def _read_next(self) -> bool:
+        body = await read_slot(self.store, self.tip.seq + 1)
+        if body is None:
+            return False
+        self._take(fold(self.tip, body), body)
+        self._publish()
+        return True
+
+    async def _resolve(self) -> Record | None:
+        """Decide the record that was sent, if there is one; the record if it is ours and in the ledger."""
+        if self._sent is None:
+            return None
+        # `_sent` is set before the first byte leaves and cleared only by `_take`: a cancelled call stays undecided.
+        body = await occupy(self.store, self._sent.seq, self._sent.body, emit=self._emit, tries=TRIES)
+        self._take(fold(self.tip, body), body)
+        self._publish()
+        return self._settled
+
+    def _take(self, step: Step, body: bytes | None = None) -> None:
+        """Move the tip over one slot. `body` decides a record of ours that was sent there."""
+        sent, self._tip = self._sent, step.tip
+        if sent and sent.seq == step.tip.seq:
+            self._sent, self._settled = None, (sent.record if sent.body == body else None)
+        self._fresh.append(step)
+
+    def _publish(self) -> None:
+        """Remember the tip, then let everybody see what led to it."""
+        if self.memory:
+            self.memory.saw(self.tip)
+        fresh, self._fresh = self._fresh, []
+        for step in fresh:
+            if step.record is None:
+                self._emit(Alarm(must="L2", what=f"record {step.tip.seq} of {self.store.url} is void: {step.void}"))
+                continue
+            self.history.note(step.record)
+            for follower in self._followers:
+                follower.give(step.record)
+
+    def _header(self) -> Header:
+        tip = self.tip
+        fields = {
+            "stream": tip.stream,
+            "seq": tip.seq + 1,
+            "prev": tip.digest,
+            "state": tip.state,
+            "nonce": runtime.nonce(),
+            "at": runtime.now().isoformat(timespec="milliseconds"),
+            "epoch": self._epoch or 0,
+        }
+        return Header(tip.state, tip.seq + 1, fields)
+
+    def _checked(self, record: Record) -> bytes:
+        """The body of a record that will count in the next slot; raises instead of sending one that will not."""
+        state = self.state
+        if isinstance(record, Epoch):
+            if void := judge(state, record):
+                self._emit(FencedOut(what=self.store.url, by=state.epoch.name if state.epoch else ""))
+                raise Fenced(f"{self.store.url}: {void}", hint="stop the other publisher, or claim with --take-over")
+        elif self._epoch is None:
+            raise Misuse(f"nothing may be written to {self.store.url} without a claim", hint="call claim() first")
+        elif state.epoch is None or state.epoch.seq != self._epoch:
+            owner = state.epoch.name if state.epoch else "nobody"
+            self._emit(FencedOut(what=self.store.url, by=owner))
+            raise Fenced(
+                f"publisher {owner} has claimed {self.store.url} since (epoch {state.epoch and state.epoch.seq})",
+                hint="this publisher must stay down; only one may publish to a stream",
+            )
+        body = records.encode(record)
+        if len(body) > records.RECORD_LIMIT:
+            raise Misuse(
+                f"a record of {len(body)} bytes is over the limit of {records.RECORD_LIMIT}",
+                hint="shorten the user metadata of this update",
+            )
+        if void := fold(self.tip, body).void:
+            raise Misuse(f"a {type(record).__name__} record for slot {record.seq} would not count: {void}")
+        return body
+
+    def _not_extended(self, seq: int, what: str) -> Corrupt:
+        return Corrupt(
+            f"the ledger of {self.store.url} does not extend what was seen here up to record {seq}: {what}",
+            hint="the bucket was rolled back or replaced; restore it, or start a new stream under a new prefix",
+        )

@@ -1,0 +1,112 @@
+"""The high-water mark: what this publisher or replica has seen of a stream, on its own disk (must T1).
+
+A bucket can be rolled back, replayed or replaced by another; a reader with memory refuses whatever does not extend
+what it has seen. The mark is written before anybody acts on a record, atomically (temporary, fsync, rename, fsync of
+the directory), and never goes down.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+import msgspec
+
+from dcr_daemon.errors import Corrupt, Exhausted, Incompatible
+from dcr_daemon.ledger.fold import Tip
+from dcr_daemon.ledger.records import State
+
+FORMAT = 1
+
+
+class Mark(msgspec.Struct, frozen=True, kw_only=True):
+    """`served` is the highest version a replica has served, for the subscriber (must E2)."""
+
+    format: int = FORMAT
+    stream: str
+    seq: int
+    digest: str
+    state: State
+    served: int | None = None
+
+    @property
+    def tip(self) -> Tip:
+        return Tip(self.stream, self.seq, self.digest, self.state)
+
+
+class Memory:
+    """One mark in one file. The directory is made if absent.
+
+    Raises:
+        Corrupt: the file is there and is not a mark.
+        Incompatible: it was written by a newer DCR.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._mark = self._load()
+
+    @property
+    def mark(self) -> Mark | None:
+        return self._mark
+
+    @property
+    def served(self) -> int | None:
+        """Highest version this replica ever served; None if it never did."""
+        return self._mark.served if self._mark else None
+
+    def saw(self, tip: Tip) -> None:
+        """Remember that the ledger reaches `tip`. Durable on return; a lower tip changes nothing."""
+        mark = self._mark
+        if mark and tip.seq <= mark.seq:
+            return
+        served = mark.served if mark else None
+        self._save(Mark(stream=tip.stream, seq=tip.seq, digest=tip.digest, state=tip.state, served=served))
+
+    def serves(self, version: int) -> None:
+        """Remember that `version` was served. Durable on return; a lower version changes nothing."""
+        mark = self._mark
+        if mark is None:
+            raise Corrupt(f"{self.path} has seen no stream and cannot have served version {version}")
+        if mark.served is None or version > mark.served:
+            self._save(msgspec.structs.replace(mark, served=version))
+
+    def _load(self) -> Mark | None:
+        try:
+            body = self.path.read_bytes()
+        except FileNotFoundError:
+            return None
+        try:
+            mark = msgspec.json.decode(body, type=Mark)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise Corrupt(
+                f"high-water mark {self.path} does not parse: {error}",
+                hint="remove it only if you know that the bucket was not rolled back",
+            ) from error
+        if mark.format > FORMAT:
+            raise Incompatible(f"high-water mark {self.path} has format {mark.format}", hint="upgrade DCR here")
+        return mark
+
+    def _save(self, mark: Mark) -> None:
+        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with temporary.open("wb") as file:
+                file.write(msgspec.json.encode(mark))
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(self.path)
+            directory = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(directory)
+            finally:
+                os.close(directory)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise Exhausted(
+                f"cannot write the high-water mark {self.path}: {error.strerror}",
+                hint="nothing was acted on; make room or fix the permissions of the state directory",
+            ) from error
+        self._mark = mark

@@ -1,0 +1,70 @@
+"""One slot of the ledger: reading it, and putting a record there with the outcome known (musts L0, L1).
+
+`occupy` is the only place in DCR that appends to a ledger. It ends in one of two ways: the bytes that occupy the
+slot, ours or not, or `Undecided`. It never guesses: a 404 after a lost answer decides nothing, since the PUT may
+still be on its way.
+"""
+
+from __future__ import annotations
+
+from dcr_daemon import runtime
+from dcr_daemon.errors import Corrupt, Missing, StoreUnavailable
+from dcr_daemon.events import Emit, Waiting
+from dcr_daemon.ledger import names
+from dcr_daemon.ledger.records import RECORD_LIMIT
+from dcr_daemon.store.port import Outcome, Store
+
+TRIES = 8  #: puts of the same bytes before a caller is told that the outcome is still open
+BACKOFF = 0.2  #: seconds before the second try; doubles, jittered
+BACKOFF_LIMIT = 5.0  #: seconds
+
+#: what every reader takes an object above `RECORD_LIMIT` for, so that all chain over it alike: void, and no bytes
+OVERSIZED = b""
+
+
+class Undecided(StoreUnavailable):
+    """A record was sent and its fate is not known. It is kept: the next call on the ledger resolves it first.
+
+    Until then nothing may be undone, committed, diffed or reported as failed (must L1).
+    """
+
+
+async def read_slot(store: Store, seq: int) -> bytes | None:
+    """The bytes in slot `seq`; None if it is free as far as anybody can tell now."""
+    try:
+        return await store.get(names.record(seq), limit=RECORD_LIMIT)
+    except Missing:
+        return None
+    except Corrupt:
+        return OVERSIZED
+
+
+async def occupy(store: Store, seq: int, body: bytes, *, emit: Emit, tries: int = TRIES) -> bytes:
+    """Put `body` into slot `seq` if it is free, and return what occupies the slot: `body` or another's bytes.
+
+    Raises:
+        Undecided: after `tries` puts the slot could not be read occupied and no put was acknowledged.
+        Incompatible: the store denies the write.
+    """
+    for n in range(tries):
+        if n:
+            await pause_before(n)
+        if await store.create(names.record(seq), body) is Outcome.WON:
+            return body
+        try:
+            occupant = await read_slot(store, seq)
+        except StoreUnavailable:
+            occupant = None
+        if occupant is not None:
+            return occupant
+        emit(Waiting(what=f"the outcome of record {seq}: sent, neither acknowledged nor readable"))
+    raise Undecided(
+        f"record {seq} of {store.url} was sent {tries} times; the store says neither that it exists nor that it cannot",
+        hint="it will be resolved before anything else is written; see that the bucket answers",
+    )
+
+
+async def pause_before(n: int) -> None:
+    """Sleep before try number `n` (from 1): doubling, capped, with full jitter above half."""
+    delay: float = min(BACKOFF * 2 ** (n - 1), BACKOFF_LIMIT)
+    await runtime.sleep(delay * (0.5 + runtime.jitter() / 2))

@@ -1,0 +1,93 @@
+"""Finding the end of a ledger without reading all of it (must L2, L5).
+
+Records are never deleted and never leave a gap, so occupied slots are one run from 0: doubling strides find a free
+slot and bisection finds the last occupied one, about 2·log2(n) requests. The state there is taken from the records
+themselves, from the newest place where two neighbours agree on it; one record alone is nobody's proof.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from dcr_daemon.errors import Corrupt
+from dcr_daemon.ledger.fold import Step, Tip, fold, tip_before
+from dcr_daemon.ledger.slot import read_slot
+from dcr_daemon.store.port import Store
+
+PROBE_REACH = 10  #: doublings that `find_gap` looks beyond a free slot: 512 records
+
+
+class Tail:
+    """Reads slots of one ledger and keeps what it read until it is dropped."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._bodies: dict[int, bytes] = {}
+
+    async def occupied(self, seq: int) -> bool:
+        if seq not in self._bodies:
+            body = await read_slot(self._store, seq)
+            if body is None:
+                return False
+            self._bodies[seq] = body
+        return True
+
+    async def body(self, seq: int) -> bytes:
+        """Raises `Corrupt` if the slot is free: it is below an occupied one."""
+        if not await self.occupied(seq):
+            raise missing_record(self._store.url, seq)
+        return self._bodies[seq]
+
+    async def find(self, low: int) -> int:
+        """The highest occupied slot, `low` being occupied."""
+        stride = 1
+        while await self.occupied(low + stride):
+            low, stride = low + stride, stride * 2
+        high = low + stride
+        while high - low > 1:
+            middle = (low + high) // 2
+            if await self.occupied(middle):
+                low = middle
+            else:
+                high = middle
+        return low
+
+    async def steps(self, start: Tip, tail: int) -> list[Step]:
+        """Fold up to `tail` from the newest place at or above `start` whose state two records agree on.
+
+        A record at the tail that is void, whatever state it claims, does not mislead: its neighbour disagrees and
+        the walk goes on below it, in the end to `start` itself, which is known.
+        """
+        tip = start
+        for seq in range(tail - 1, start.seq, -1):
+            claimed = tip_before(start.stream, seq, await self.body(seq))
+            if claimed is None:
+                continue
+            reached = fold(claimed, await self.body(seq)).tip
+            if tip_before(start.stream, seq + 1, await self.body(seq + 1)) == reached:
+                tip = claimed
+                break
+        return list(self._fold(tip, [await self.body(seq) for seq in range(tip.seq + 1, tail + 1)]))
+
+    @staticmethod
+    def _fold(tip: Tip, bodies: Iterable[bytes]) -> Iterable[Step]:
+        for body in bodies:
+            step = fold(tip, body)
+            tip = step.tip
+            yield step
+
+
+async def find_gap(store: Store, tail: int) -> int | None:
+    """A record above the free slot `tail + 1`, if doubling strides ahead show one: then a record is gone."""
+    for n in range(PROBE_REACH):
+        seq = tail + 1 + (1 << n)
+        if await read_slot(store, seq) is not None:
+            return seq
+    return None
+
+
+def missing_record(url: str, seq: int) -> Corrupt:
+    return Corrupt(
+        f"record {seq} of {url} is missing although later ones exist",
+        hint="ledger records are never deleted: look for lifecycle rules, restore the object, or start a new stream",
+    )
