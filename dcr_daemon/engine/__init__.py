@@ -17,8 +17,9 @@ __all__ = ["open_engine"]
 def open_engine(url: str, *, state: Path) -> Engine:
     """The engine that `url` names: `vllm:///run/dcr/vllm.sock` or `dir:///models/current`.
 
-    Nothing is opened or asked yet: the first call is `attach`. `state` is the daemon's state directory, for what a
-    client of an engine must remember between runs.
+    Nothing is opened or asked yet: the first call is `attach`. `state` is the daemon's state directory, for engines
+    whose clients must remember something between runs; these two need nothing: what a directory must know lies in it,
+    and a server is asked.
 
     Raises:
         Misuse: the URL names no engine DCR knows, or no absolute path.
@@ -35,4 +36,4 @@ def open_engine(url: str, *, state: Path) -> Engine:
         return DirectoryEngine(Path(path))
     from dcr_daemon.engine.vllm import VllmEngine
 
-    return VllmEngine(Path(path), state=state)
+    return VllmEngine(Path(path))

@@ -1,0 +1,100 @@
+"""Whole checkpoints on disk: joined from the files of an anchor or a base, and summed.
+
+What is built here is a plain Hugging Face checkpoint however the files were cut (FORMATS 3, anchors). Nothing is
+trusted: whoever builds one compares its vector with the seal's afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from dcr_daemon.canonical.box import Box
+from dcr_daemon.canonical.dtypes import lane_dtype
+from dcr_daemon.canonical.fingerprint import MASK, Bits, Vector, sum_run
+from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.checkpoint.directory import Checkpoint, read_extras, write_checkpoint
+from dcr_daemon.checkpoint.pieces import read_pieces
+from dcr_daemon.checkpoint.safetensors import SafetensorsFile
+from dcr_daemon.errors import EngineRefused
+
+SLICE_BYTES = 32 << 20
+Piece = tuple[Box | None, Bits]
+Slice = tuple[int, int, int]
+
+
+def build_checkpoint(out: Path, layout: Layout, files: Sequence[Path], *, shard_bytes: int) -> None:
+    """Write the tensors of `files`, whole or in pieces, as a plain checkpoint in the new directory `out`.
+
+    Side files (config, tokenizer) that lie beside the first of `files` go with them.
+
+    Raises:
+        EngineRefused: tensors of the layout are not in the files, or only in part.
+        Corrupt: a file is damaged, or holds what is not in the layout.
+        Exhausted: the disk is full; nothing is left behind.
+    """
+    shutil.rmtree(out, ignore_errors=True)
+    with contextlib.ExitStack() as opened:
+        pieces = dict[int, list[Piece]]()
+        for path in files:
+            file = opened.enter_context(SafetensorsFile(path))
+            for tensor, box, bits in read_pieces(file, layout):
+                pieces.setdefault(tensor, []).append((box, bits))
+        _check_whole(layout, pieces)
+        extras = read_extras(files[0].parent) if files else {}
+        write_checkpoint(
+            out, layout, lambda name: _join(layout, layout.index(name), pieces), extras, shard_bytes=shard_bytes
+        )
+
+
+def _check_whole(layout: Layout, pieces: Mapping[int, list[Piece]]) -> None:
+    absent = [
+        spec.name
+        for tensor, spec in enumerate(layout)
+        if tensor not in pieces or sum(bits.size for _, bits in pieces[tensor]) != spec.elements
+    ]
+    if absent:
+        more = f" and {len(absent) - 8} more" if len(absent) > 8 else ""
+        raise EngineRefused(f"the files given do not hold all of {', '.join(absent[:8])}{more}")
+
+
+def _join(layout: Layout, tensor: int, pieces: Mapping[int, list[Piece]]) -> Bits:
+    spec, parts = layout[tensor], pieces[tensor]
+    if len(parts) == 1 and (parts[0][0] is None or parts[0][0] == Box.flat(0, spec.elements)):
+        return parts[0][1]
+    whole = np.zeros(spec.elements, dtype=lane_dtype(spec.width))
+    for box, bits in parts:
+        if box is None:
+            continue
+        if box.contiguous:
+            whole[box.dst : box.dst + box.elements] = bits
+        else:
+            whole[box.canonical(np.arange(box.elements, dtype=np.int64))] = bits
+    return whole
+
+
+def plan_slices(layout: Layout) -> Iterator[Slice]:
+    """A layout in slices of about `SLICE_BYTES`: tensor, first element, number of elements."""
+    for tensor, spec in enumerate(layout):
+        step = max(1, SLICE_BYTES // spec.width)
+        for start in range(0, spec.elements, step):
+            yield tensor, start, min(step, spec.elements - start)
+
+
+def sum_slice(checkpoint: Checkpoint, layout: Layout, place: Slice) -> int:
+    """Fingerprint sum of one slice; any thread."""
+    tensor, start, count = place
+    bits = checkpoint.bits(layout[tensor].name)[start : start + count]
+    return sum_run(bits, int(layout.keys[tensor]), start)
+
+
+def gather_vector(layout: Layout, places: Sequence[Slice], sums: Sequence[int]) -> Vector:
+    """The vector from the sums of all slices."""
+    vector = [0] * len(layout)
+    for (tensor, _, _), value in zip(places, sums, strict=True):
+        vector[tensor] += value
+    return np.array([value & MASK for value in vector], dtype=np.uint64)

@@ -1,0 +1,315 @@
+"""A checkpoint directory that is changed in place, and how it survives a kill at any instant (must E8).
+
+    .dcr/version.json   which version of which stream the weights are (`Marker`)
+    .dcr/journal        what is being written, in full
+    .dcr/dirty          the mark: weights are between versions; `config.json` waits in `.dcr/`, so any loader fails
+    .dcr/incoming/      a whole checkpoint that is to take the place of what is there
+    .dcr/owner.json     who attached last (must E3)
+
+The order: journal → mark → config away → data → marker → config back → mark gone → journal gone, each durable before
+the next. So a journal without a mark never began, and a mark always has a good journal to redo. Callers hold the
+lock; this module knows files, not transactions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from pathlib import Path
+from typing import Self, TypeVar
+
+import msgspec
+import numpy as np
+
+from dcr_daemon import runtime
+from dcr_daemon.canonical.fingerprint import Bits
+from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.checkpoint.directory import Checkpoint, shard_paths, sync_directory
+from dcr_daemon.checkpoint.safetensors import SafetensorsFile, exhausted
+from dcr_daemon.engine.journal import Install, Journal, Patch, read_journal
+from dcr_daemon.engine.port import EngineGone
+from dcr_daemon.errors import Corrupt, DcrError, EngineRefused
+
+FORMAT = 1
+CONFIG = "config.json"
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class Marker(msgspec.Struct, frozen=True, kw_only=True):
+    """The version that the weights are. `vector` is the SHA-256 of their fingerprint vector; `txn` made it so."""
+
+    format: int = FORMAT
+    stream: str
+    layout: str
+    version: int
+    label: str
+    vector: str
+    txn: str = ""
+
+
+class Dirty(msgspec.Struct, frozen=True, kw_only=True):
+    stream: str
+    txn: str
+
+
+class Owner(msgspec.Struct, frozen=True, kw_only=True):
+    token: int = 0
+    nonce: str = ""
+
+
+class Checkout:
+    """The directory at `path` and its marks."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.marks = path / ".dcr"
+        self.journal = self.marks / "journal"
+        self.incoming = self.marks / "incoming"
+        self._marker = self.marks / "version.json"
+        self._dirty = self.marks / "dirty"
+        self._owner = self.marks / "owner.json"
+        self._hidden = self.marks / CONFIG
+
+    def try_lock(self) -> contextlib.ExitStack | None:
+        """Hold the directory against every other process and caller until the context ends; None if one holds it.
+
+        Raises `EngineGone` if the directory is not there.
+        """
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError as error:
+            raise EngineGone(f"{self.path} was removed", hint="attach again") from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        held = contextlib.ExitStack()
+        held.callback(os.close, descriptor)
+        return held
+
+    @property
+    def empty(self) -> bool:
+        """Nothing there but, perhaps, marks."""
+        return all(entry == self.marks for entry in self.path.iterdir())
+
+    def marker(self) -> Marker | None:
+        """Raises `EngineRefused` for a marker that cannot be read or is of a newer format."""
+        return self._read(self._marker, Marker)
+
+    def dirty(self) -> Dirty | None:
+        return self._read(self._dirty, Dirty)
+
+    def owner(self) -> Owner:
+        return self._read(self._owner, Owner) or Owner()
+
+    def claim(self, nonce: str) -> int:
+        """Become the owner; the new token is higher than any before."""
+        token = self.owner().token + 1
+        self.marks.mkdir(exist_ok=True)
+        self._replace(self._owner, Owner(token=token, nonce=nonce))
+        return token
+
+    def _read(self, path: Path, kind: type[T]) -> T | None:
+        try:
+            body = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        try:
+            found = msgspec.json.decode(body, type=kind)
+        except msgspec.MsgspecError as error:
+            hint = "empty the directory, then start again" if path != self._owner else "remove this file"
+            raise EngineRefused(f"{path} cannot be read: {error}", hint=hint) from error
+        if isinstance(found, Marker) and found.format > FORMAT:
+            raise EngineRefused(f"{path} has format {found.format}", hint="upgrade dcr-daemon")
+        return found
+
+    def _replace(self, path: Path, value: msgspec.Struct) -> None:
+        temporary = path.with_name(path.name + ".tmp")
+        try:
+            with temporary.open("wb") as file:
+                file.write(msgspec.json.encode(value))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise exhausted(error, path) from error
+        temporary.rename(path)
+        sync_directory(path.parent)
+
+    def recover(self, layout: Layout) -> str:
+        """Finish what was begun, forget what was not.
+
+        Returns:
+            Why the directory is still between versions; empty when it is clean.
+        """
+        if not self.marks.is_dir():
+            return ""
+        if self.dirty() is not None:
+            journal = read_journal(self.journal)
+            if journal is None:
+                return "a change was begun and its journal is damaged"
+            with contextlib.closing(journal):
+                if journal.head.layout != layout.digest:
+                    return "a change was begun under another layout"
+                try:
+                    self.redo(journal, layout)
+                except DcrError as error:
+                    return f"a change was begun and cannot be finished: {error.message}"
+        self.sweep()
+        return ""
+
+    def begin(self, prepared: Path, stream: str, txn: str) -> None:
+        """From here on the change is either finished or redone: `prepared` becomes the journal, the mark is set."""
+        prepared.rename(self.journal)
+        sync_directory(self.marks)
+        runtime.failpoint("dir-journal")
+        self._replace(self._dirty, Dirty(stream=stream, txn=txn))
+        runtime.failpoint("dir-dirty")
+
+    def redo(self, journal: Journal, layout: Layout) -> None:
+        """Write what a journal says, and its marker. May be repeated from any point.
+
+        Raises:
+            Corrupt: the weights do not read back as they were written.
+        """
+        head = journal.head
+        self._hide()
+        runtime.failpoint("dir-hidden")
+        if isinstance(head, Patch):
+            self.write(journal, layout)
+        else:
+            self._move(head)
+        runtime.failpoint("dir-data")
+        self.finish(
+            Marker(
+                stream=head.stream,
+                layout=head.layout,
+                version=head.version,
+                label=head.label,
+                vector=head.vector,
+                txn=head.txn,
+            )
+        )
+
+    def write(self, journal: Journal, layout: Layout, *, back: bool = False) -> None:
+        """Scatter the new (or, `back`, the old) values into the shards, durably; then read them back."""
+        with _Shards(self.path) as shards:
+            for entry in journal.entries(layout):
+                shards.bits(layout[entry.tensor].name)[entry.positions] = entry.old if back else entry.new
+                runtime.failpoint("dir-write")
+            shards.sync()
+            for entry in journal.entries(layout):
+                name = layout[entry.tensor].name
+                wanted = entry.old if back else entry.new
+                if not np.array_equal(shards.bits(name)[entry.positions], wanted):
+                    raise Corrupt(f"{self.path}: {name} does not read back as written", hint="check this disk")
+
+    def _move(self, head: Install) -> None:
+        """Put the incoming files in place; `config.json` waits with the marks until all else is durable."""
+        config = self.incoming / CONFIG
+        if config.exists():
+            config.rename(self._hidden)
+        for name in head.files:
+            if (self.incoming / name).exists():
+                (self.incoming / name).rename(self.path / name)
+                runtime.failpoint("dir-move")
+        for name in head.stale:
+            (self.path / name).unlink(missing_ok=True)
+        sync_directory(self.path)
+
+    def finish(self, marker: Marker) -> None:
+        """The weights are `marker`'s version, durably: write it and take the mark away."""
+        self.marks.mkdir(exist_ok=True)
+        self._replace(self._marker, marker)
+        runtime.failpoint("dir-version")
+        self.clear()
+
+    def clear(self) -> None:
+        """Take the mark away; the weights must be what `version.json` says."""
+        self._show()
+        runtime.failpoint("dir-shown")
+        self._dirty.unlink(missing_ok=True)
+        sync_directory(self.marks)
+        runtime.failpoint("dir-clean")
+        self.journal.unlink(missing_ok=True)
+
+    def sweep(self) -> None:
+        """Forget what never began: journals without a mark, prepared changes, incoming files."""
+        self._show()
+        self.journal.unlink(missing_ok=True)
+        for path in [*self.marks.glob("prepared-*"), *self.marks.glob("*.tmp")]:
+            path.unlink(missing_ok=True)
+        for path in [*self.marks.glob("incoming*"), *self.marks.glob(".incoming*")]:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _hide(self) -> None:
+        if (self.path / CONFIG).exists():
+            (self.path / CONFIG).rename(self._hidden)
+            sync_directory(self.path)
+            sync_directory(self.marks)
+
+    def _show(self) -> None:
+        if self._hidden.exists():
+            self._hidden.rename(self.path / CONFIG)
+            sync_directory(self.path)
+
+
+class _Shards:
+    """Every shard of a checkpoint, open for writing."""
+
+    def __init__(self, path: Path) -> None:
+        self._files: list[SafetensorsFile] = []
+        self._home: dict[str, SafetensorsFile] = {}
+        with contextlib.ExitStack() as opened:
+            for shard in shard_paths(path):
+                file = opened.enter_context(SafetensorsFile(shard, writable=True))
+                self._files.append(file)
+                self._home.update({spec.name: file for spec in file.specs})
+            self._opened = opened.pop_all()
+
+    def bits(self, name: str) -> Bits:
+        if name not in self._home:
+            raise Corrupt(f"tensor {name} has vanished from the directory", hint="empty it, then start again")
+        return self._home[name].bits(name)
+
+    def sync(self) -> None:
+        for file in self._files:
+            file.sync()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+
+def describe_difference(found: Layout, wanted: Layout, limit: int = 8) -> str:
+    """How a checkpoint differs from the stream's layout, tensor by tensor; empty if it does not."""
+    ours, theirs = {spec.name: spec for spec in found}, {spec.name: spec for spec in wanted}
+    parts = []
+    for title, names in (
+        ("missing", theirs.keys() - ours.keys()),
+        ("not in the stream", ours.keys() - theirs.keys()),
+        ("of another dtype or shape", {n for n in ours.keys() & theirs.keys() if ours[n] != theirs[n]}),
+    ):
+        if names:
+            shown = sorted(names)[:limit]
+            more = f" and {len(names) - limit} more" if len(names) > limit else ""
+            parts.append(f"{title}: {', '.join(shown)}{more}")
+    return "; ".join(parts)
+
+
+def open_checkpoint(path: Path, layout: Layout) -> Checkpoint:
+    """The directory's checkpoint, which must have exactly the tensors of `layout`.
+
+    Raises:
+        DcrError: it has no readable checkpoint.
+        EngineRefused: its tensors are others, named.
+    """
+    checkpoint = Checkpoint(path)
+    if difference := describe_difference(checkpoint.layout, layout):
+        checkpoint.close()
+        raise EngineRefused(f"{path} does not hold the stream's tensors: {difference}")
+    return checkpoint

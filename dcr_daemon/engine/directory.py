@@ -1,0 +1,436 @@
+"""A checkpoint directory kept current in place, as an engine.
+
+For serving stacks that load from disk, for evaluation jobs, for `dcr materialize`. A kill at any instant is repaired
+by the next `attach` (must E8); while weights are between versions `config.json` is out of the way, so that every
+loader fails. Every tensor is `exact`. A directory that is neither empty nor at a version of the stream is refused; a
+plain checkpoint that turns out to be one is adopted by `prove`.
+
+Owners are told apart by a token in the directory; a later `attach` fences the earlier owner (must E3).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import shutil
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from dcr_daemon import runtime
+from dcr_daemon.canonical.fingerprint import Vector
+from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.checkpoint.directory import Checkpoint
+from dcr_daemon.checkpoint.safetensors import exhausted
+from dcr_daemon.engine.assemble import build_checkpoint, gather_vector, plan_slices, sum_slice
+from dcr_daemon.engine.checkout import CONFIG, Checkout, Marker, open_checkpoint
+from dcr_daemon.engine.compose import check_chain, compose, name_differences, open_hop, read_vector
+from dcr_daemon.engine.journal import Install, Journal, Patch, read_journal, write_journal
+from dcr_daemon.engine.port import (
+    Attached,
+    EngineGone,
+    EngineStatus,
+    Hop,
+    Prepared,
+    StreamFacts,
+    Swapped,
+    TensorClass,
+    Transaction,
+    Verdict,
+)
+from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, Fenced, Misuse
+
+BUDGET = 2 << 30  #: encoded bytes of the hops in one transaction; one hop is always taken
+LOCK_PATIENCE = 120.0  #: seconds another process may hold the directory
+SHARD_BYTES = 4 << 30
+
+T = TypeVar("T")
+Stamp = tuple[tuple[int, int, int], ...]
+
+
+class DirectoryEngine:
+    """The engine port over a directory.
+
+    Args:
+        path: the directory; it may be absent. Its file system must have `flock`, `rename` and shared maps.
+        budget: bytes of chunks composed into one transaction at most.
+        shard_bytes: size of the files that `load` writes.
+    """
+
+    def __init__(self, path: Path | str, *, budget: int = BUDGET, shard_bytes: int = SHARD_BYTES) -> None:
+        self.path = Path(path)
+        self._checkout = Checkout(self.path)
+        self._budget, self._shard_bytes = budget, shard_bytes
+        self._workers = runtime.Workers()
+        self._turn = asyncio.Lock()
+        self._nonce = runtime.nonce()
+        self._token = 0
+        self._facts: StreamFacts | None = None
+        self._layout = Layout([])
+        self._foreign = False  #: a checkpoint that nobody has proved to be of this stream
+        self._checkpoint: Checkpoint | None = None
+        self._vector: Vector = np.zeros(0, np.uint64)
+        self._stamp: Stamp = ()
+        self._version: int | None = None
+        self._serving = False
+        self._prepared: Patch | None = None
+        self._after: Vector = self._vector
+        self._ended: dict[str, Swapped] = {}
+
+    async def attach(self, facts: StreamFacts) -> Attached:
+        async with self._turn:
+            self._forget()
+            self._layout = await self._thread(_read_layout, facts)
+            self.path.mkdir(parents=True, exist_ok=True)
+            async with self._locked():
+                marker = await self._thread(self._take, facts)
+            self._facts = facts
+            self._vector = np.zeros(len(self._layout), np.uint64)
+            if self._checkpoint is not None:
+                self._stamp = self._stamp_now()
+                self._vector = await self._sum(self._checkpoint)
+            if self._checkpoint is not None and marker is not None and marker.vector == _digest(self._vector):
+                self._version = marker.version
+                self._end(marker.txn)
+            return Attached(
+                token=self._token,
+                incarnation=self._nonce,
+                adopted=None,
+                version=self._version,
+                serving=False,
+                vector=self._vector.astype("<u8").tobytes(),
+                classes=[TensorClass.EXACT] * len(self._layout),
+            )
+
+    def _take(self, facts: StreamFacts) -> Marker | None:
+        """Repair, look, claim. Nothing of a directory that does not fit is touched."""
+        checkout = self._checkout
+        marks = [mark for mark in (checkout.marker(), checkout.dirty()) if mark is not None]
+        for mark in marks:
+            if mark.stream != facts.stream:
+                raise EngineRefused(
+                    f"{self.path} follows stream {mark.stream}, not {facts.stream}",
+                    hint="give each stream a directory of its own",
+                )
+        torn = checkout.recover(self._layout)
+        self._foreign = not marks and not checkout.empty
+        if not checkout.empty and not torn:
+            try:
+                self._checkpoint = open_checkpoint(self.path, self._layout)
+            except DcrError as error:
+                if self._foreign:
+                    raise EngineRefused(
+                        f"{self.path} is neither empty nor a checkpoint of this stream: {error.message}",
+                        hint="name an empty directory, or one that holds a version of the stream",
+                    ) from error
+        self._token = checkout.claim(self._nonce)
+        return None if torn else checkout.marker()
+
+    async def prove(self, version: int, vector: str, label: str) -> None:
+        async with self._owned():
+            wanted = await self._thread(read_vector, vector, self._layout)
+            if self._checkpoint is None:
+                raise EngineRefused(f"{self.path} holds no whole checkpoint", hint="load an anchor first")
+            self._check_stamp()
+            if not np.array_equal(wanted, self._vector):
+                names = name_differences(self._layout, wanted, self._vector)
+                raise EngineRefused(f"{self.path} is not version {version}: {names} differ")
+            if self._version != version or self._foreign:
+                await self._thread(self._checkout.finish, self._marker(version, label, self._vector))
+            self._version, self._foreign = version, False
+
+    async def serve(self) -> None:
+        async with self._owned():
+            if self._version is None or self._checkout.dirty() is not None:
+                raise EngineRefused(f"{self.path} is not proved at a version", hint="prove or load one first")
+            self._serving = True
+
+    async def prepare(self, txn: Transaction) -> Prepared:
+        async with self._owned(locked=False):
+            if self._version is None or self._version != txn.base:
+                raise EngineRefused(f"{self.path} is at version {self._version}, the change begins at {txn.base}")
+            self._check_stamp()
+            self._discard()
+            hops = _within(txn.hops, self._budget)
+            changed = await self._thread(self._draft_changes, txn, hops)
+            self._check_owner()
+            return Prepared(txn=txn.id, changed=changed, fits=len(hops))
+
+    def _draft_changes(self, txn: Transaction, hops: list[Hop]) -> int:
+        """Compose the hops into a journal that waits under another name; how many elements it changes."""
+        layout, facts = self._layout, self._stream
+        opened = [open_hop(layout, facts.stream, hop) for hop in hops]
+        check_chain(layout, opened, self._vector)
+        head = Patch(
+            txn=txn.id,
+            stream=facts.stream,
+            layout=facts.layout_digest,
+            base=txn.base,
+            version=hops[-1].version,
+            label=txn.label,
+            vector=_digest(opened[-1].after),
+        )
+        changed = write_journal(self._draft, head, compose(layout, opened, self._open.bits))
+        self._prepared, self._after = head, opened[-1].after
+        return changed
+
+    async def swap(self, txn: str) -> Swapped:
+        async with self._owned():
+            if txn in self._ended:
+                return self._ended[txn]
+            if self._prepared is None or self._prepared.txn != txn:
+                raise EngineRefused(f"{self.path} has no prepared transaction {txn}", hint="prepare it again")
+            self._check_stamp()
+            began, head = runtime.monotonic(), self._prepared
+            self._prepared = None
+            tries, reason = await self._thread(self._apply, head)
+            self._stamp = self._stamp_now()
+            return self._end(txn, tries, reason, runtime.monotonic() - began)
+
+    def _apply(self, head: Patch) -> tuple[int, str]:
+        """Apply twice at most, else roll back (must E5). How often it was tried, and why it failed if it did.
+
+        Raises:
+            Corrupt, OSError: not even the way back could be written; the mark stays.
+        """
+        checkout = self._checkout
+        checkout.begin(self._draft, head.stream, head.txn)
+        reasons = []
+        with contextlib.closing(_good(read_journal(checkout.journal), checkout)) as journal:
+            for tries in (1, 2):
+                try:
+                    checkout.redo(journal, self._layout)
+                except (OSError, DcrError) as error:
+                    reasons.append(str(error))
+                    continue
+                self._version, self._vector = head.version, self._after
+                return tries, ""
+            serving, version = self._serving, self._version
+            self._serving, self._version = False, None
+            checkout.write(journal, self._layout, back=True)
+            checkout.clear()
+            self._serving, self._version = serving, version
+        return 2, "; ".join(reasons)
+
+    async def outcome(self, txn: str) -> Swapped:
+        if txn in self._ended:
+            return self._ended[txn]
+        reason = "never begun here, or ended in an earlier run"
+        return Swapped(txn=txn, verdict=Verdict.UNKNOWN, version=self._version, serving=self._serving, reason=reason)
+
+    async def settle(self, txn: str) -> Swapped:
+        """`attach` has finished whatever was begun, so this only tells what became of it."""
+        async with self._owned():
+            pass
+        return await self.outcome(txn)
+
+    async def drop(self) -> None:
+        async with self._owned():
+            self._discard()
+
+    async def load(self, version: int, files: list[str], vector: str, label: str) -> Swapped:
+        """As the port says; side files (config, tokenizer) that lie beside the first of `files` are installed too.
+
+        The new checkpoint is written whole and proved before anything of the old one is touched.
+        """
+        async with self._owned(locked=False):
+            if self._foreign:
+                raise EngineRefused(
+                    f"{self.path} is neither empty nor at a version of this stream, and would be overwritten",
+                    hint="name an empty directory, or empty this one",
+                )
+            self._discard()
+            wanted = await self._thread(read_vector, vector, self._layout)
+            fresh = self._checkout.marks / f"incoming-{self._token}"
+            paths = [Path(file) for file in files]
+            await self._thread(_build, fresh, self._layout, paths, self._shard_bytes)
+            with Checkpoint(fresh) as built:
+                found = await self._sum(built)
+            if not np.array_equal(found, wanted):
+                await self._thread(shutil.rmtree, fresh)
+                names = name_differences(self._layout, found, wanted)
+                raise EngineRefused(f"the files given for version {version} are not that version: {names} differ")
+            began, txn = runtime.monotonic(), f"load-{runtime.nonce()}"
+            async with self._locked():
+                self._check_owner()
+                await self._thread(self._install, fresh, self._marker(version, label, found, txn))
+            self._version, self._vector, self._stamp = version, found, self._stamp_now()
+            return self._end(txn, pause=runtime.monotonic() - began)
+
+    def _install(self, fresh: Path, marker: Marker) -> None:
+        checkout = self._checkout
+        serving, self._serving, self._version = self._serving, False, None
+        if self._checkpoint is not None:
+            self._checkpoint.close()
+            self._checkpoint = None
+        shutil.rmtree(checkout.incoming, ignore_errors=True)
+        fresh.rename(checkout.incoming)
+        files = {path.name for path in checkout.incoming.iterdir()}
+        here = {path.name for path in self.path.glob("*.safetensors*")}
+        head = Install(
+            txn=marker.txn,
+            stream=marker.stream,
+            layout=marker.layout,
+            version=marker.version,
+            label=marker.label,
+            vector=marker.vector,
+            files=sorted(files - {CONFIG}),
+            stale=sorted(here - files),
+        )
+        write_journal(self._draft, head)
+        checkout.begin(self._draft, marker.stream, marker.txn)
+        with contextlib.closing(_good(read_journal(checkout.journal), checkout)) as journal:
+            checkout.redo(journal, self._layout)
+        checkout.sweep()
+        self._checkpoint = open_checkpoint(self.path, self._layout)
+        self._serving = serving
+
+    async def status(self) -> EngineStatus:
+        prepared = self._prepared.txn if self._prepared else None
+        return EngineStatus(incarnation=self._nonce, version=self._version, serving=self._serving, prepared=prepared)
+
+    async def close(self) -> None:
+        async with self._turn:
+            if self._facts is not None and self._is_owner():
+                self._discard()
+                if self._foreign:
+                    shutil.rmtree(self._checkout.marks, ignore_errors=True)
+            self._forget()
+            self._workers.close()
+
+    @property
+    def _stream(self) -> StreamFacts:
+        if self._facts is None:
+            raise Misuse("this engine was not attached", hint="call attach() first")
+        return self._facts
+
+    @property
+    def _open(self) -> Checkpoint:
+        if self._checkpoint is None:
+            raise EngineRefused(f"{self.path} holds no whole checkpoint", hint="load an anchor first")
+        return self._checkpoint
+
+    @property
+    def _draft(self) -> Path:
+        return self._checkout.marks / f"prepared-{self._token}"
+
+    def _marker(self, version: int, label: str, vector: Vector, txn: str = "") -> Marker:
+        facts, digest = self._stream, _digest(vector)
+        return Marker(
+            stream=facts.stream, layout=facts.layout_digest, version=version, label=label, vector=digest, txn=txn
+        )
+
+    def _end(self, txn: str, tries: int = 1, reason: str = "", pause: float = 0.0) -> Swapped:
+        """Remember how a transaction ended."""
+        self._ended[txn] = Swapped(
+            txn=txn,
+            verdict=Verdict.ROLLED_BACK if reason else Verdict.COMMITTED,
+            version=self._version,
+            serving=self._serving,
+            pause=pause,
+            tries=tries,
+            reason=reason,
+        )
+        return self._ended[txn]
+
+    def _forget(self) -> None:
+        if self._checkpoint is not None:
+            self._checkpoint.close()
+        self._checkpoint, self._version, self._serving, self._prepared = None, None, False, None
+
+    def _discard(self) -> None:
+        self._prepared = None
+        self._draft.unlink(missing_ok=True)
+
+    def _stamp_now(self) -> Stamp:
+        stats = [file.path.stat() for file in self._open.files]
+        return tuple((stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats)
+
+    def _check_stamp(self) -> None:
+        """A change by anybody else leaves the directory unproved until the next attach sums it (must F1)."""
+        with contextlib.suppress(FileNotFoundError):
+            if self._stamp_now() == self._stamp:
+                return
+        self._version, self._serving = None, False
+        self._discard()
+        raise EngineRefused(f"{self.path} was changed by somebody else", hint="attach again to sum it anew")
+
+    def _is_owner(self) -> bool:
+        return self._checkout.owner().nonce == self._nonce
+
+    def _check_owner(self) -> None:
+        if not self._checkout.marks.is_dir():
+            raise EngineGone(f"{self.path} was removed", hint="attach again")
+        if not self._is_owner():
+            raise Fenced(f"another subscriber has attached to {self.path}", hint="run one subscriber per directory")
+
+    @contextlib.asynccontextmanager
+    async def _owned(self, *, locked: bool = True) -> AsyncIterator[None]:
+        """One call at a time, and only by the owner; `locked` keeps other processes out meanwhile."""
+        async with self._turn, self._locked() if locked else contextlib.nullcontext():
+            _ = self._stream
+            self._check_owner()
+            yield
+
+    @contextlib.asynccontextmanager
+    async def _locked(self) -> AsyncIterator[None]:
+        deadline = runtime.monotonic() + LOCK_PATIENCE
+        while (lock := self._checkout.try_lock()) is None:
+            if runtime.monotonic() > deadline:
+                raise EngineGone(f"another process has held {self.path} for {LOCK_PATIENCE:.0f} s")
+            await runtime.sleep(0.02)
+        with lock:
+            yield
+
+    async def _thread(self, function: Callable[..., T], *args: object) -> T:
+        """Run on the pool. A cancelled caller waits for it: what was begun is not left to run on unseen."""
+        task = asyncio.ensure_future(self._workers.run(function, *args))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            await asyncio.wait([task])
+            raise
+
+    async def _sum(self, checkpoint: Checkpoint) -> Vector:
+        """The fingerprint vector of a checkpoint, slices of it in parallel."""
+        places = list(plan_slices(self._layout))
+        sums = [self._thread(sum_slice, checkpoint, self._layout, place) for place in places]
+        return gather_vector(self._layout, places, await asyncio.gather(*sums))
+
+
+def _read_layout(facts: StreamFacts) -> Layout:
+    layout = Layout.decode(Path(facts.layout).read_bytes())
+    if layout.digest != facts.layout_digest:
+        raise Corrupt(f"{facts.layout} is not layout {facts.layout_digest}")
+    return layout
+
+
+def _within(hops: list[Hop], budget: int) -> list[Hop]:
+    """As many hops as fit the budget, one at least (must E6)."""
+    taken, size = list[Hop](), 0
+    for hop in hops:
+        size += sum(Path(chunk).stat().st_size for chunk in hop.chunks)
+        if taken and size > budget:
+            break
+        taken.append(hop)
+    return taken
+
+
+def _build(fresh: Path, layout: Layout, files: list[Path], shard_bytes: int) -> None:
+    try:
+        build_checkpoint(fresh, layout, files, shard_bytes=shard_bytes)
+    except OSError as error:
+        raise exhausted(error, fresh) from error
+
+
+def _good(journal: Journal | None, checkout: Checkout) -> Journal:
+    if journal is None:
+        raise Corrupt(f"{checkout.journal} does not read back as it was written", hint="check this disk")
+    return journal
+
+
+def _digest(vector: Vector) -> str:
+    return hashlib.sha256(vector.astype("<u8").tobytes()).hexdigest()

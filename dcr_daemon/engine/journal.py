@@ -1,0 +1,160 @@
+"""The redo journal of a checkpoint directory: what was about to be written, in full, under one digest (must E8).
+
+A journal is written once, made durable, and then only read. It holds absolute values, so that redoing it any number
+of times, or after any part of it, gives the same bytes; and the old ones, so that the way back is open too. One that
+is torn or altered is told by its digest and counts as absent.
+
+    "DCRJRNL1", u64 length, JSON head, entries, SHA-256 of everything before it
+    entry: u64 tensor, u64 k, u64 bytes per position, k positions, k new lanes, k old lanes
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from dcr_daemon.canonical.dtypes import lane_dtype
+from dcr_daemon.canonical.fingerprint import Bits
+from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.checkpoint.safetensors import exhausted
+
+MAGIC = b"DCRJRNL1"
+_HEAD_LIMIT = 16 << 20
+_ENTRY = np.dtype([("tensor", "<u8"), ("changed", "<u8"), ("position", "<u8")])
+_SUM = 32
+
+
+class Head(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
+    """What both kinds say: which transaction, and which marker is to be written when it is through."""
+
+    txn: str
+    stream: str
+    layout: str
+    version: int
+    label: str
+    vector: str  #: SHA-256 of the vector that the directory will have
+
+
+class Patch(Head, frozen=True, kw_only=True, tag="patch"):
+    """Some elements get new values."""
+
+    base: int
+
+
+class Install(Head, frozen=True, kw_only=True, tag="install"):
+    """A whole checkpoint, complete in `.dcr/incoming`, takes the place of what is there."""
+
+    files: list[str]
+    stale: list[str]
+
+
+_decoder = msgspec.json.Decoder(Patch | Install)
+
+
+@dataclass(frozen=True, slots=True)
+class Patched:
+    """Changes of one tensor: `positions` int64 [k] ascending canonical elements, `new` and `old` lanes [k]."""
+
+    tensor: int
+    positions: npt.NDArray[np.int64]
+    new: Bits
+    old: Bits
+
+
+class _Hash(Protocol):
+    def update(self, data: Any, /) -> None: ...
+
+
+def write_journal(path: Path, head: Patch | Install, entries: Iterable[Patched] = ()) -> int:
+    """Write a journal and make it durable; returns how many elements it changes.
+
+    Raises:
+        Exhausted: the disk is full; nothing is left behind.
+    """
+    changed = 0
+    try:
+        with path.open("wb") as file:
+            body, seen = msgspec.json.encode(head), hashlib.sha256()
+            _put(file, seen, MAGIC + len(body).to_bytes(8, "little") + body)
+            for entry in entries:
+                changed += entry.positions.size
+                _put_entry(file, seen, entry)
+            file.write(seen.digest())
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise exhausted(error, path) from error
+    return changed
+
+
+def _put(file: BinaryIO, seen: _Hash, data: bytes | memoryview) -> None:
+    seen.update(data)
+    file.write(data)
+
+
+def _put_entry(file: BinaryIO, seen: _Hash, entry: Patched) -> None:
+    k = entry.positions.size
+    if not k:
+        return
+    narrow = int(entry.positions[-1]) < 1 << 32
+    positions = entry.positions.astype("<u4" if narrow else "<i8")
+    _put(file, seen, np.array([(entry.tensor, k, positions.itemsize)], dtype=_ENTRY).tobytes())
+    for column in (positions, entry.new, entry.old):
+        _put(file, seen, np.ascontiguousarray(column).data)
+
+
+class Journal:
+    """A journal whose digest is good. Close it when done; arrays from `entries` are copies."""
+
+    def __init__(self, head: Patch | Install, data: mmap.mmap, first: int) -> None:
+        self.head = head
+        self._data = data
+        self._first = first
+
+    def entries(self, layout: Layout) -> Iterator[Patched]:
+        """The changes, tensor by tensor; one tensor's worth of memory at a time."""
+        at, end = self._first, len(self._data) - _SUM
+        while at < end:
+            row = np.frombuffer(self._data[at : at + _ENTRY.itemsize], dtype=_ENTRY)[0]
+            tensor, k, width = int(row["tensor"]), int(row["changed"]), int(row["position"])
+            at += _ENTRY.itemsize
+            lane = np.dtype(lane_dtype(layout[tensor].width))
+            columns = []
+            for dtype in (np.dtype("<u4" if width == 4 else "<i8"), lane, lane):
+                columns.append(np.frombuffer(self._data[at : at + k * dtype.itemsize], dtype=dtype))
+                at += k * dtype.itemsize
+            yield Patched(tensor, columns[0].astype(np.int64), columns[1], columns[2])
+
+    def close(self) -> None:
+        self._data.close()
+
+
+def read_journal(path: Path) -> Journal | None:
+    """The journal at `path`, or None if there is none with a good digest."""
+    try:
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size < len(MAGIC) + 8 + _SUM:
+                return None
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except FileNotFoundError:
+        return None
+    good, whole = hashlib.sha256(), len(data) - _SUM
+    with memoryview(data) as view:
+        good.update(view[:whole])
+    length = int.from_bytes(data[len(MAGIC) : len(MAGIC) + 8], "little")
+    first = len(MAGIC) + 8 + length
+    sound = data[: len(MAGIC)] == MAGIC and good.digest() == data[whole:] and length <= _HEAD_LIMIT and first <= whole
+    if not sound:
+        data.close()
+        return None
+    return Journal(_decoder.decode(data[len(MAGIC) + 8 : first]), data, first)
