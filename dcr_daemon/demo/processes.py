@@ -292,5 +292,4 @@ def _cpu_env(path: Path) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the default refuses two ranks on one NUMA node
         "VLLM_PLUGINS": "dcr,dcr_endpoint",
         "DCR_SOCKET": str(path),
-        "DCR_CPU_RIG": "1",  # leaves linears unpacked: CPU vLLM keeps their live bytes where nobody can write
     }

@@ -1,0 +1,105 @@
+"""Assembles the commands, and turns every end of one into an exit code.
+
+0 done · 1 unexpected · 2 usage or configuration · 10 incompatible · 11 no such stream or version · 12 fenced
+13 corrupt · 14 out of disk or memory · 15 store unavailable · 16 engine refused · 130 interrupted
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import dcr_daemon
+from dcr_daemon.cli import demo, log, materialize, publish, status, subscribe, verify
+from dcr_daemon.cli.output import report_error, wants_json
+from dcr_daemon.config import Known, read_config
+from dcr_daemon.errors import DcrError
+
+INTERRUPTED = 130
+_UsageError: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+app = typer.Typer(
+    name="dcr",
+    help=(
+        "Moves RL policies from a trainer to vLLM servers through a bucket, as deltas, bit for bit.\n\n"
+        "STREAM is file:///absolute/directory or s3://bucket/prefix. Every option can also be given in the "
+        "environment (DCR_…) or in a TOML file (--config). Results go to stdout, logs to stderr."
+    ),
+    epilog=(
+        "Exit codes: 0 done, 1 unexpected, 2 usage or configuration, 10 incompatible store, layout or input, 11 no "
+        "such stream or version, 12 fenced, 13 corrupt, 14 resources, 15 store unavailable, 16 engine refused, "
+        "130 interrupted."
+    ),
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+)
+for module in (publish, subscribe, log, status, verify, materialize, demo):
+    app.command(module.__name__.rpartition(".")[2])(module.command)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"dcr {dcr_daemon.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    context: typer.Context,
+    config: Annotated[
+        Path | None, typer.Option(envvar="DCR_CONFIG", metavar="FILE", help="TOML file with defaults for all options.")
+    ] = None,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Load the configuration file before the command's own options are read."""
+    command = context.invoked_subcommand
+    if config is not None and command:
+        group: Any = context.command
+        context.default_map = {command: read_config(config, command, _known(group))}
+
+
+def _known(group: Any) -> Known:
+    """Every command's options, read from the commands themselves, so that file and flags cannot drift apart."""
+    known = {}
+    for name, command in group.commands.items():
+        flags = [(p, o) for p in command.params for o in [*p.opts, *p.secondary_opts] if p.name != "help"]
+        known[name] = {o.lstrip("-").lower(): p.name for p, o in flags if o.startswith("--") or not o.startswith("-")}
+    return known
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line; returns the exit code. Only bugs raise."""
+    json = wants_json(arguments)
+    try:
+        code = app(args=list(arguments), prog_name="dcr", standalone_mode=False)
+    except DcrError as error:
+        return report_error(error.message, error.hint, type(error).__name__, error.exit_code, json=json)
+    except _UsageError as error:
+        return _report_usage(error, json=json)
+    except (KeyboardInterrupt, typer.Abort):
+        return report_error("interrupted", "", "Interrupted", INTERRUPTED, json=json)
+    except BrokenPipeError:
+        sys.stderr.close()  # whoever read our output has gone, as after `dcr log … | head`
+        return 0
+    return code if isinstance(code, int) else 0
+
+
+def _report_usage(error: Any, *, json: bool) -> int:
+    if type(error).__name__ == "NoArgsIsHelpError":
+        error.show()
+        return 2
+    context = getattr(error, "ctx", None)
+    hint = f"see `{context.command_path} --help`" if context else "see `dcr --help`"
+    return report_error(error.format_message(), hint, "Misuse", 2, json=json)
+
+
+def main() -> None:
+    """Console script."""
+    sys.exit(run(sys.argv[1:]))

@@ -1,0 +1,114 @@
+"""What both daemons share: logs, metrics, probes, systemd and signals around one coroutine.
+
+SIGTERM and SIGINT cancel the coroutine and wait for it: a publisher releases nothing half done, a subscriber never
+leaves a swap in the middle. SIGTERM then exits 0, SIGINT 130.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast, get_args
+
+from dcr_daemon import runtime
+from dcr_daemon.cli.options import run_async
+from dcr_daemon.errors import Misuse
+from dcr_daemon.events import Emit
+from dcr_daemon.observe import Observer, logs
+from dcr_daemon.observe.fanout import EventFile
+from dcr_daemon.observe.health import Health, Role
+from dcr_daemon.observe.notify import notify, watchdog_interval
+
+_LONGEST_STATUS = 15.0  #: seconds after which systemd's STATUS is sent again
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """How a daemon is watched: the options of `cli.options`, checked."""
+
+    role: Role
+    listen: str | None = None
+    events: Path | None = None
+    log_level: str = "info"
+    json: bool = False
+
+
+def run_daemon(watch: Observation, main: Callable[[Emit], Awaitable[None]], **context: str) -> None:
+    """Run `main(emit)` until it returns, raises, or a signal asks it to stop. `context` goes on every log line."""
+    if watch.log_level not in get_args(logs.Level):
+        raise Misuse(f"there is no log level {watch.log_level!r}", hint=", ".join(get_args(logs.Level)))
+    logs.configure(cast(logs.Level, watch.log_level), json=watch.json or None)
+    logs.bind(**context)
+    interrupted = run_async(_supervise(watch, main))
+    if interrupted:
+        raise KeyboardInterrupt
+
+
+async def _supervise(watch: Observation, main: Callable[[Emit], Awaitable[None]]) -> bool:
+    """True if SIGINT ended it."""
+    async with contextlib.AsyncExitStack() as stack:
+        emit = await _observer(watch, stack)
+        task = asyncio.ensure_future(main(emit))
+        received: list[signal.Signals] = []
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, _stop, number, received, task)
+        try:
+            await task
+        except asyncio.CancelledError:
+            if not received:
+                raise
+        finally:
+            notify("STOPPING=1")
+    return signal.SIGINT in received
+
+
+def _stop(number: signal.Signals, received: list[signal.Signals], task: asyncio.Future[None]) -> None:
+    received.append(number)
+    notify("STOPPING=1", f"STATUS=stopping on {number.name}")
+    logs.logger().info("stopping", signal=number.name)
+    task.cancel()
+
+
+async def _observer(watch: Observation, stack: contextlib.AsyncExitStack) -> Observer:
+    from dcr_daemon.observe.metrics import Metrics
+    from dcr_daemon.observe.server import ProbeServer
+
+    health = Health(watch.role)
+    health.on_change(lambda: _tell_systemd(health))
+    metrics = Metrics()
+    listeners: list[Emit] = [metrics, health, logs.LogEvents()]
+    if watch.events:
+        file = EventFile(watch.events)
+        stack.callback(file.close)
+        listeners.append(file)
+    if watch.listen:
+        server = ProbeServer(watch.listen, health, metrics)
+        await server.start()
+        stack.push_async_callback(server.close)
+        logs.logger().info("listening", address=watch.listen, port=server.port)
+    life = asyncio.ensure_future(_signs_of_life(health))
+    stack.callback(life.cancel)
+    # Up from here on: readiness in systemd's sense is that the process works, not that a version is served; an
+    # engine that starts an hour later must not make the unit fail.
+    notify("READY=1", f"STATUS={health.status}")
+    return Observer(listeners)
+
+
+def _tell_systemd(health: Health) -> None:
+    notify(f"STATUS={health.status}")
+
+
+async def _signs_of_life(health: Health) -> None:
+    """Feed systemd's watchdog from the loop itself, so that a stuck loop is seen."""
+    interval = watchdog_interval()
+    while True:
+        if interval:
+            notify("WATCHDOG=1")
+        else:
+            _tell_systemd(health)
+        await runtime.sleep(interval or _LONGEST_STATUS)

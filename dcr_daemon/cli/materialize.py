@@ -1,0 +1,57 @@
+"""`dcr materialize`: a plain Hugging Face checkpoint of one version."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dcr_daemon.cli.options import EndpointUrl, Json, Profile, Region, StoreOptions, StreamArgument, run_async
+from dcr_daemon.cli.output import print_fields, print_json, size
+from dcr_daemon.cli.progress import progress
+
+
+def command(
+    stream: StreamArgument,
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="New directory; appears complete and proved, or not at all.")
+    ],
+    version: Annotated[
+        int | None, typer.Option(metavar="N", min=0, help="Version to build; default: the newest sealed.")
+    ] = None,
+    base: Annotated[
+        Path | None,
+        typer.Option(envvar="DCR_BASE", metavar="DIR", help="Checkpoint of version 0, where the stream has no anchor."),
+    ] = None,
+    endpoint_url: EndpointUrl = None,
+    region: Region = None,
+    profile: Profile = None,
+    json: Json = False,
+) -> None:
+    """Build a checkpoint of one version from the stream, and prove it by its fingerprint.
+
+    Example: dcr materialize s3://bucket/run-42 --version 17 --out /models/v17
+    """
+    from dcr_daemon.subscribe.materialize import Materialized, materialize
+
+    place = StoreOptions(stream, endpoint_url, region, profile)
+
+    async def main() -> Materialized:
+        with progress("materialising", quiet=json) as emit:
+            async with place.open(emit) as store:
+                return await materialize(store, version=version, out=out, base=base, emit=emit)
+
+    built = run_async(main())
+    result = {
+        "out": str(built.out),
+        "version": built.version,
+        "step": built.step,
+        "tensors": built.tensors,
+        "bytes": built.bytes,
+        "fingerprint": built.total,
+    }
+    if json:
+        print_json(result)
+    else:
+        print_fields(result | {"bytes": size(built.bytes)})

@@ -1,0 +1,127 @@
+"""Options that several commands have, and what they open."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from dcr_daemon.errors import Misuse
+
+if TYPE_CHECKING:
+    from dcr_daemon.events import Emit
+    from dcr_daemon.store.port import Store
+
+T = TypeVar("T")
+_STORE = "Store"
+_OBSERVE = "Observation"
+
+StreamArgument = Annotated[
+    str, typer.Argument(metavar="STREAM", envvar="DCR_STREAM", help="file:///directory or s3://bucket/prefix.")
+]
+EndpointUrl = Annotated[
+    str | None,
+    typer.Option(envvar="DCR_ENDPOINT_URL", metavar="URL", help="S3-compatible service.", rich_help_panel=_STORE),
+]
+Region = Annotated[
+    str | None, typer.Option(envvar="DCR_REGION", metavar="NAME", help="AWS region.", rich_help_panel=_STORE)
+]
+Profile = Annotated[
+    str | None, typer.Option(envvar="DCR_PROFILE", metavar="NAME", help="AWS profile.", rich_help_panel=_STORE)
+]
+Json = Annotated[bool, typer.Option("--json", help="Results, errors and logs as JSON.")]
+State = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="DCR_STATE",
+        metavar="DIR",
+        help="Where this daemon remembers; default $STATE_DIRECTORY, else $XDG_STATE_HOME/dcr.",
+    ),
+]
+Listen = Annotated[
+    str | None,
+    typer.Option(
+        envvar="DCR_LISTEN",
+        metavar="HOST:PORT",
+        help="Serve /metrics, /livez and /readyz there.",
+        rich_help_panel=_OBSERVE,
+    ),
+]
+Events = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="DCR_EVENTS",
+        metavar="FILE",
+        help="Append every event to FILE, one JSON object per line.",
+        rich_help_panel=_OBSERVE,
+    ),
+]
+LogLevel = Annotated[
+    str,
+    typer.Option(
+        envvar="DCR_LOG_LEVEL", metavar="LEVEL", help="debug, info, warning or error.", rich_help_panel=_OBSERVE
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOptions:
+    """Where a stream lives, as given on the command line."""
+
+    url: str
+    endpoint_url: str | None = None
+    region: str | None = None
+    profile: str | None = None
+
+    @asynccontextmanager
+    async def open(self, emit: Emit) -> AsyncIterator[Store]:
+        from dcr_daemon.store import open_store
+
+        store = await open_store(
+            self.url, endpoint_url=self.endpoint_url, region=self.region, profile=self.profile, emit=emit
+        )
+        try:
+            yield store
+        finally:
+            await store.close()
+
+
+def state_root(given: Path | None) -> Path:
+    """Root of the daemons' state. Raises `Misuse` for a relative path."""
+    if given is not None:
+        return given.absolute()
+    from dcr_daemon.publish.options import default_state
+
+    return default_state()
+
+
+def default_replica() -> str:
+    """This host's name, as the id of a replica: `[a-z0-9]{1,32}`."""
+    name = "".join(c for c in socket.gethostname().lower() if c.isascii() and c.isalnum())[:32]
+    if not name:
+        raise Misuse("this host has no usable name", hint="give --replica an id of a-z and 0-9")
+    return name
+
+
+def run_async(main: Coroutine[Any, Any, T]) -> T:
+    """Run a command's coroutine; uvloop where it is installed."""
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        return runner.run(main)
+
+
+def loop_factory() -> Any:
+    """uvloop's loop, or None for asyncio's own (`DCR_NO_UVLOOP=1`, or not installed)."""
+    if os.environ.get("DCR_NO_UVLOOP"):
+        return None
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop

@@ -1,0 +1,32 @@
+"""A progress line on stderr for commands that take long; silent where stderr is no terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from dcr_daemon.events import Emit, Event, StoreRequest, Waiting, discard
+
+
+@contextmanager
+def progress(what: str, *, quiet: bool) -> Iterator[Emit]:
+    """An `Emit` that shows bytes read and what is waited for, as long as the block lasts."""
+    if quiet or not sys.stderr.isatty():
+        yield discard
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), DownloadColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+
+        def emit(event: Event) -> None:
+            match event:
+                case StoreRequest():
+                    bar.update(task, advance=event.bytes)
+                case Waiting():
+                    bar.update(task, description=f"{what}: waiting for {event.what}")
+
+        yield emit

@@ -1,0 +1,90 @@
+"""`dcr status`: where a stream and its replicas stand."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dcr_daemon.cli.options import EndpointUrl, Json, Profile, Region, StoreOptions, StreamArgument, run_async
+from dcr_daemon.cli.output import print_fields, print_json, print_table, size
+from dcr_daemon.errors import Corrupt, Missing
+from dcr_daemon.events import discard
+
+if TYPE_CHECKING:
+    from dcr_daemon.store.port import Store
+
+_REPLICA_LIMIT = 1 << 16  #: bytes of a status object
+
+
+def command(
+    stream: StreamArgument,
+    endpoint_url: EndpointUrl = None,
+    region: Region = None,
+    profile: Profile = None,
+    json: Json = False,
+) -> None:
+    """Show the newest version, who publishes, the anchors, and every replica that reports.
+
+    Replica reports are hints: written by the replicas, overwritten, believed by nobody.
+
+    With --json: stream (url, id, layout), head (version, step, seq, at), epoch (seq, name, released), open, floor,
+    anchors [{version, bytes, seq}], replicas [{id, …}].
+    """
+
+    async def main() -> dict[str, Any]:
+        async with StoreOptions(stream, endpoint_url, region, profile).open(discard) as store:
+            return await read_status(store)
+
+    status = run_async(main())
+    if json:
+        print_json(status)
+        return
+    head, epoch, attempt = status["head"], status["epoch"], status["open"]
+    anchors = ", ".join(f"{a['version']} ({size(a['bytes'])})" for a in status["anchors"])
+    print_fields(
+        {
+            "stream": f"{status['stream']['url']}  id {status['stream']['id']}",
+            "head": f"version {head['version']}, step {head['step']}, sealed {head['at']}",
+            "publisher": epoch and f"{epoch['name']}, epoch {epoch['seq']}{', released' if epoch['released'] else ''}",
+            "open": attempt and f"version {attempt['version']}, attempt {attempt['seq']}",
+            "floor": status["floor"],
+            "anchors": anchors or "none",
+        }
+    )
+    if status["replicas"]:
+        rows = [(r["id"], r.get("version"), r.get("state"), r.get("at"), r.get("detail")) for r in status["replicas"]]
+        print_table(("replica", "version ", "state", "at", "detail"), rows)
+
+
+async def read_status(store: Store) -> dict[str, Any]:
+    """The answer of `dcr status --json`. Raises what reading a ledger raises."""
+    import msgspec
+
+    from dcr_daemon.ledger.ledger import Ledger
+
+    ledger = Ledger(store)
+    state = await ledger.read()
+    version = state.seal.version
+    head: Any = await ledger.history.seal(version) if version else ledger.stream
+    return {
+        "stream": {"url": store.url, "id": ledger.stream.stream, "layout": ledger.stream.layout.sha256},
+        "head": {"version": version, "step": getattr(head, "step", None), "seq": state.seal.seq, "at": head.at},
+        "epoch": msgspec.to_builtins(state.epoch) if state.epoch else None,
+        "open": msgspec.to_builtins(state.open) if state.open else None,
+        "floor": state.floor,
+        "anchors": [{"version": a.version, "bytes": a.bytes, "seq": a.seq} for a in await ledger.history.anchors()],
+        "replicas": await _read_replicas(store),
+    }
+
+
+async def _read_replicas(store: Store) -> list[dict[str, Any]]:
+    """Status objects by replica id; an unreadable one counts as absent (must L7)."""
+    import msgspec
+
+    found = []
+    async for entry in store.list("replicas/"):
+        try:
+            report = msgspec.json.decode(await store.get(entry.key, limit=_REPLICA_LIMIT), type=dict[str, Any])
+        except (Missing, Corrupt, msgspec.MsgspecError):
+            continue
+        found.append({"id": entry.key.removeprefix("replicas/").removesuffix(".json")} | report)
+    return sorted(found, key=lambda report: str(report["id"]))

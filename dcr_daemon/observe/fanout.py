@@ -1,0 +1,61 @@
+"""One `Emit` for many listeners.
+
+Emitting never raises into the core: a listener that fails (a full disk under an event file) is dropped, said once
+on the log, and the others go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from dcr_daemon import runtime
+from dcr_daemon.events import Emit, Event
+from dcr_daemon.observe import logs
+
+
+class Observer:
+    """Calls its listeners in order; may be called from any thread."""
+
+    def __init__(self, listeners: Iterable[Emit]) -> None:
+        self._listeners = list(listeners)
+
+    def __call__(self, event: Event) -> None:
+        for listener in list(self._listeners):
+            try:
+                listener(event)
+            except (OSError, ValueError) as error:
+                with contextlib.suppress(ValueError):
+                    self._listeners.remove(listener)
+                logs.logger().warning("listener_dropped", listener=type(listener).__name__, reason=str(error))
+
+
+class EventFile:
+    """Appends every event as one JSON line: the event's fields, `type`, and when it was emitted.
+
+    `monotonic` is seconds on the machine's clock that never goes back: comparable between processes of one machine,
+    and only there. `at` is wall time. Each line is one write, so several processes may share a file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: IO[bytes] = path.open("ab", buffering=0)
+
+    def __call__(self, event: Event) -> None:
+        line = msgspec.to_builtins(event) | {"monotonic": runtime.monotonic(), "at": runtime.now().isoformat()}
+        self._file.write(msgspec.json.encode(line) + b"\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@functools.cache
+def kind_of(event_type: type[Event]) -> str:
+    """Name of a fact as logs and metrics write it: `ChunkPut` is `chunk_put`."""
+    name = event_type.__name__
+    return "".join(f"_{c.lower()}" if c.isupper() and i else c.lower() for i, c in enumerate(name))

@@ -1,0 +1,101 @@
+"""Structured logs on stderr: one line per change of state, none per chunk above debug.
+
+JSON where stderr is not a terminal, aligned key=value lines where it is. Every line carries `event`; the facts'
+own field names are the keys, so that a log search and a metric use the same words.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any, Literal
+
+import msgspec
+import structlog
+
+from dcr_daemon.events import (
+    Aborted,
+    Alarm,
+    ChunkFetched,
+    ChunkPut,
+    Event,
+    FencedOut,
+    RolledBack,
+    ShardTaken,
+    StoreRequest,
+)
+
+Level = Literal["debug", "info", "warning", "error"]
+_LEVELS: dict[type[Event], str] = {
+    ChunkPut: "debug",
+    ChunkFetched: "debug",
+    ShardTaken: "debug",
+    StoreRequest: "debug",
+    Aborted: "warning",
+    RolledBack: "error",
+    Alarm: "error",
+    FencedOut: "error",
+}
+
+
+def configure(level: Level = "info", *, json: bool | None = None) -> None:
+    """Set up structlog for this process. `json` None decides by whether stderr is a terminal."""
+    plain = not sys.stderr.isatty() if json is None else json
+    renderer: Any = (
+        structlog.processors.JSONRenderer(serializer=_dumps)
+        if plain
+        else structlog.dev.ConsoleRenderer(pad_event_to=14)
+    )
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.dict_tracebacks if plain else structlog.dev.set_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+
+
+def bind(**context: Any) -> None:
+    """Add keys (stream, replica) to every later line of this process."""
+    structlog.contextvars.bind_contextvars(**context)
+
+
+def logger() -> Any:
+    return structlog.get_logger()
+
+
+class LogEvents:
+    """An `Emit` that logs each fact under its own name and at its own level.
+
+    Waiting for the same thing is said once, however often it is emitted: the next different fact ends the silence.
+    """
+
+    def __init__(self) -> None:
+        self._log = structlog.get_logger()
+        self._waiting = ""
+
+    def __call__(self, event: Event) -> None:
+        from dcr_daemon.observe.fanout import kind_of
+
+        kind = kind_of(type(event))
+        fields = {k: v for k, v in msgspec.to_builtins(event).items() if k != "type" and v is not None}
+        if kind == "waiting":
+            if self._waiting == fields["what"]:
+                return
+            self._waiting = fields["what"]
+        elif _LEVELS.get(type(event)) != "debug":
+            self._waiting = ""
+        getattr(self._log, _LEVELS.get(type(event), "info"))(kind, **_rounded(fields))
+
+
+def _rounded(fields: dict[str, Any]) -> dict[str, Any]:
+    return {k: round(v, 4) if isinstance(v, float) else v for k, v in fields.items()}
+
+
+def _dumps(value: Any, **_: Any) -> str:
+    return msgspec.json.encode(value, enc_hook=str).decode()

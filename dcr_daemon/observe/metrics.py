@@ -1,0 +1,128 @@
+"""Prometheus metrics, made from events alone.
+
+Prefix `dcr_`, base units (bytes, seconds, ratio), `_total` on counters. Labels have few values: never a version, a
+key or a tensor. docs/OPERATIONS.md lists them; a test compares that list with this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.platform_collector import PlatformCollector
+from prometheus_client.process_collector import ProcessCollector
+
+import dcr_daemon
+from dcr_daemon import events as e
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+
+
+class Metrics:
+    """An `Emit` with a registry of its own, so that several can live in one process."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        PlatformCollector(registry=registry)
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"dcr_{name}", text, labels, registry=registry)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"dcr_{name}", text, labels, registry=registry)
+
+        def histogram(name: str, text: str, *labels: str) -> Histogram:
+            return Histogram(f"dcr_{name}", text, labels, buckets=_SECONDS, registry=registry)
+
+        gauge("build_info", "Always 1; the version is in the label.", "version").labels(dcr_daemon.__version__).set(1)
+        self.head = gauge("head_version", "Newest sealed policy version that this process knows.")
+        self.served = gauge("served_version", "Policy version that the engine serves.")
+        self.lag = gauge("lag_versions", "head_version minus served_version.")
+        self.density = gauge("delta_density_ratio", "Changed elements of the newest version over all elements.")
+        self.stages = histogram("stage_seconds", "Duration of the stages of an update or a refit.", "stage")
+        self.pause = histogram("pause_seconds", "Time in which the engine generated nothing because of a refit.")
+        self.bytes = counter("chunk_bytes_total", "Bytes of chunks moved, by direction.", "direction")
+        self.chunks = counter("chunks_total", "Chunks moved, by direction.", "direction")
+        self.versions = counter(
+            "versions_total", "Versions by outcome: sealed, aborted, committed, rolled_back.", "outcome"
+        )
+        self.anchors = counter("anchors_total", "Anchors written.")
+        self.repairs = counter("repairs_total", "Engines repaired from an anchor or by adoption.")
+        self.fenced = counter("fenced_total", "Times somebody newer took over.")
+        self.alarms = counter("alarms_total", "Contained violations of the protocol, by must.", "must")
+        self.requests = counter("store_requests_total", "Requests to the store.", "operation", "outcome")
+        self.request_seconds = histogram("store_request_seconds", "Duration of store requests.", "operation")
+        self.request_bytes = counter("store_bytes_total", "Bytes moved by store requests.", "operation")
+        self._head = self._served = 0
+        self._handlers: dict[type[e.Event], Callable[[Any], None]] = {
+            e.Sealed: self._sealed,
+            e.SealSeen: lambda event: self._versions(head=event.version),
+            e.Aborted: lambda event: self.versions.labels("aborted").inc(),
+            e.ShardTaken: lambda event: self.stages.labels("shard").observe(event.seconds),
+            e.ChunkPut: lambda event: self._chunk("put", event.bytes),
+            e.ChunkFetched: lambda event: self._chunk("fetched", event.bytes),
+            e.AnchorPut: self._anchored,
+            e.Attached: self._attached,
+            e.Prepared: lambda event: self.stages.labels("prepare").observe(event.seconds),
+            e.Committed: self._committed,
+            e.RolledBack: lambda event: self.versions.labels("rolled_back").inc(),
+            e.Repaired: self._repaired,
+            e.FencedOut: lambda event: self.fenced.inc(),
+            e.Alarm: lambda event: self.alarms.labels(event.must).inc(),
+            e.StoreRequest: self._requested,
+        }
+
+    def __call__(self, event: e.Event) -> None:
+        handler = self._handlers.get(type(event))
+        if handler:
+            handler(event)
+
+    def exposition(self) -> bytes:
+        """Everything in the text format of `CONTENT_TYPE`."""
+        return generate_latest(self.registry)
+
+    def _versions(self, *, head: int | None = None, served: int | None = None) -> None:
+        self._head = max(self._head, head or 0, served or 0)
+        self._served = self._served if served is None else served
+        self.head.set(self._head)
+        self.served.set(self._served)
+        self.lag.set(self._head - self._served)
+
+    def _chunk(self, direction: str, size: int) -> None:
+        self.bytes.labels(direction).inc(size)
+        self.chunks.labels(direction).inc()
+
+    def _sealed(self, event: e.Sealed) -> None:
+        self._head = max(self._head, event.version)
+        self.head.set(self._head)  # a publisher serves nothing: no lag
+        self.versions.labels("sealed").inc()
+        self.stages.labels("update").observe(event.seconds)
+        if event.elements:
+            self.density.set(event.changed / event.elements)
+
+    def _anchored(self, event: e.AnchorPut) -> None:
+        self.anchors.inc()
+        self.stages.labels("anchor").observe(event.seconds)
+
+    def _attached(self, event: e.Attached) -> None:
+        self.stages.labels("attach").observe(event.seconds)
+        if event.version is not None:
+            self._versions(served=event.version)
+
+    def _committed(self, event: e.Committed) -> None:
+        self._versions(served=event.version)
+        self.versions.labels("committed").inc()
+        self.pause.observe(event.pause_seconds)
+        self.stages.labels("refit").observe(event.seconds)
+
+    def _repaired(self, event: e.Repaired) -> None:
+        self.repairs.inc()
+        self._versions(served=event.version)
+
+    def _requested(self, event: e.StoreRequest) -> None:
+        self.requests.labels(event.operation, event.outcome).inc()
+        self.request_seconds.labels(event.operation).observe(event.seconds)
+        self.request_bytes.labels(event.operation).inc(event.bytes)

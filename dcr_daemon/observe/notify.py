@@ -1,0 +1,33 @@
+"""systemd's notification socket: READY, STATUS, WATCHDOG and STOPPING in a few lines.
+
+Everything is a no-op where `NOTIFY_SOCKET` is not set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+
+
+def notify(*lines: str) -> bool:
+    """Send `KEY=value` lines; False where nobody listens. Never raises: a daemon must not die of its supervisor."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address:
+        return False
+    if address.startswith("@"):
+        address = "\0" + address[1:]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as out, contextlib.suppress(OSError):
+        out.connect(address)
+        out.sendall("\n".join(lines).encode())
+        return True
+    return False
+
+
+def watchdog_interval() -> float | None:
+    """Seconds between signs of life that systemd's `WatchdogSec` asks of this process (half of it), or None."""
+    usec = os.environ.get("WATCHDOG_USEC", "")
+    pid = os.environ.get("WATCHDOG_PID", str(os.getpid()))
+    if not usec.isdigit() or int(usec) == 0 or pid != str(os.getpid()):
+        return None
+    return int(usec) / 2_000_000
