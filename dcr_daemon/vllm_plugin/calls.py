@@ -74,7 +74,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """`generation` counts writes by anybody else (reload, sleep, LoRA …); a move makes the engine unproved (must F1)."""
+    """`generation` counts writes by anybody else (reload, sleep, LoRA …); when it moves, all is unproved (F1)."""
 
     rank: int
     call: str

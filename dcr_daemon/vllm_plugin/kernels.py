@@ -1,0 +1,261 @@
+"""Compiled loops over live weights in host memory, through raw addresses.
+
+One call covers a whole table of pieces, so that a job spends its time outside the interpreter and generation keeps
+the GIL. All argument types are fixed (int64, uint64 and arrays of them): `warm` compiles every kernel once, at
+attach, and nothing compiles later (a compile holds the GIL for seconds). The caller answers for every address: the
+tables are built from storages whose size was checked and which stay referenced.
+
+Tables are int64 matrices. Columns of a *row* (a strided piece of a canonical tensor in live memory, see
+`placement.Row`) and of a *group* (changed elements inside one row, see `transaction.Group`) are named below.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import int64, types, uint64
+from numba.extending import intrinsic
+
+from dcr_daemon.canonical.jit import kernel
+from dcr_daemon.canonical.kernels import summand
+
+# Row: where it lies, canonical start, shape[4], canonical strides[4], live strides[4], a permutation of its block.
+ADDRESS, START, SHAPE, SOURCE, TARGET, TABLE, INNER, WIDTH, KEY = 0, 1, 2, 6, 10, 14, 15, 16, 17
+ROW_COLUMNS = 18
+# Group: live base, addresses of the parallel arrays, length, width, canonical start, key.
+G_BASE, G_TARGET, G_ELEMENT, G_OLD, G_NEW, G_COUNT, G_WIDTH, G_START, G_KEY = range(9)
+GROUP_COLUMNS = 9
+
+
+def _loader(bits: int) -> Any:
+    @intrinsic  # type: ignore[untyped-decorator]  # numba has no types
+    def load(context: Any, address: Any) -> Any:
+        def generate(_: Any, builder: Any, signature: Any, args: Any) -> Any:
+            pointer = builder.inttoptr(args[0], ir.IntType(bits).as_pointer())
+            value = builder.load(pointer)
+            value.align = 1
+            return value if bits == 64 else builder.zext(value, ir.IntType(64))
+
+        return types.uint64(types.int64), generate
+
+    return load
+
+
+def _storer(bits: int) -> Any:
+    @intrinsic  # type: ignore[untyped-decorator]
+    def store(context: Any, address: Any, value: Any) -> Any:
+        def generate(ctx: Any, builder: Any, signature: Any, args: Any) -> Any:
+            pointer = builder.inttoptr(args[0], ir.IntType(bits).as_pointer())
+            lane = args[1] if bits == 64 else builder.trunc(args[1], ir.IntType(bits))
+            builder.store(lane, pointer).align = 1
+            return ctx.get_dummy_value()
+
+        return types.void(types.int64, types.uint64), generate
+
+    return store
+
+
+load8, load16, load32, load64 = _loader(8), _loader(16), _loader(32), _loader(64)
+store8, store16, store32, store64 = _storer(8), _storer(16), _storer(32), _storer(64)
+
+
+@kernel
+def load(address: Any, width: Any) -> Any:
+    """Bits of one element, zero-extended."""
+    if width == 2:
+        return load16(address)
+    if width == 4:
+        return load32(address)
+    if width == 1:
+        return load8(address)
+    return load64(address)
+
+
+@kernel
+def store(address: Any, width: Any, bits: Any) -> None:
+    if width == 2:
+        store16(address, bits)
+    elif width == 4:
+        store32(address, bits)
+    elif width == 1:
+        store8(address, bits)
+    else:
+        store64(address, bits)
+
+
+@kernel
+def resolve_target(row: Any, local: Any) -> Any:
+    """Live element of a row, relative to its base, from its place before the repack."""
+    if row[TABLE] == 0:
+        return local
+    return int64(load32(row[TABLE] + 4 * (local + row[INNER])))
+
+
+@kernel
+def locate(elements: Any, row: Any, picked: Any, relative: Any, targets: Any) -> Any:
+    """Which of `elements` (canonical, int64) lie in the row, and where in live memory.
+
+    Fills `picked` (their numbers), `relative` (canonical, from the row's start) and `targets` (live, from the
+    row's base); returns how many.
+    """
+    k = 0
+    for i in range(elements.size):
+        rest = elements[i] - row[START]
+        if rest < 0:
+            continue
+        local = int64(0)
+        inside = True
+        for axis in range(4):
+            stride = row[SOURCE + axis]
+            place = rest // stride
+            if place >= row[SHAPE + axis]:
+                inside = False
+                break
+            rest -= place * stride
+            local += place * row[TARGET + axis]
+        if inside and rest == 0:
+            picked[k] = i
+            relative[k] = elements[i] - row[START]
+            targets[k] = resolve_target(row, local)
+            k += 1
+    return k
+
+
+@kernel
+def gather(base: Any, width: Any, targets: Any, out: Any) -> None:
+    """Live bits at `targets` into the lanes at address `out`."""
+    for i in range(targets.size):
+        store(out + i * width, width, load(base + int64(targets[i]) * width, width))
+
+
+@kernel
+def sum_lanes(lanes: Any, width: Any, start: Any, relative: Any, key: Any) -> Any:
+    """Sum over lanes in our own memory whose canonical elements are `start + relative[i]`."""
+    per = max(int64(1), width // 2)
+    total = uint64(0)
+    for i in range(relative.size):
+        total += summand(load(lanes + i * width, width), start + int64(relative[i]), key, per)
+    return total
+
+
+@kernel
+def match(earlier: Any, later: Any, found: Any) -> Any:
+    """For each of `later` its number in `earlier` (both ascending) into `found`, or leave -1; returns how many."""
+    i = 0
+    hits = 0
+    for j in range(later.size):
+        while i < earlier.size and earlier[i] < later[j]:
+            i += 1
+        if i == earlier.size:
+            break
+        if earlier[i] == later[j]:
+            found[j] = i
+            hits += 1
+    return hits
+
+
+@kernel
+def scatter(groups: Any, column: Any, first: Any, stop: Any) -> None:
+    """Write the old (`column` = G_OLD) or new (G_NEW) lanes of groups [first, stop) into live memory.
+
+    Values are absolute, so a repetition changes nothing (must E5).
+    """
+    for g in range(first, stop):
+        group = groups[g]
+        width = group[G_WIDTH]
+        for i in range(group[G_COUNT]):
+            target = group[G_BASE] + int64(load32(group[G_TARGET] + 4 * i)) * width
+            store(target, width, load(group[column] + i * width, width))
+
+
+@kernel
+def sum_groups(groups: Any, sums: Any) -> None:
+    """Sum of each group's elements as live memory holds them now.
+
+    A pass of its own: summing while scattering would let the compiler sum the value it is about to store.
+    """
+    for g in range(groups.shape[0]):
+        group = groups[g]
+        width = group[G_WIDTH]
+        per = max(int64(1), width // 2)
+        total = uint64(0)
+        for i in range(group[G_COUNT]):
+            target = group[G_BASE] + int64(load32(group[G_TARGET] + 4 * i)) * width
+            element = group[G_START] + int64(load32(group[G_ELEMENT] + 4 * i))
+            total += summand(load(target, width), element, uint64(group[G_KEY]), per)
+        sums[g] = total
+
+
+@kernel
+def _line(row: Any, ordinal: Any) -> Any:
+    """Canonical element and local place of an ordinal of the row (row-major)."""
+    rest = ordinal
+    element = row[START]
+    local = int64(0)
+    for back in range(4):
+        axis = 3 - back
+        n = row[SHAPE + axis]
+        place = rest % n
+        rest //= n
+        element += place * row[SOURCE + axis]
+        local += place * row[TARGET + axis]
+    return element, local
+
+
+@kernel
+def walk(rows: Any, cursor: Any, budget: Any, sums: Any, files: Any) -> None:
+    """Visit up to `budget` elements of the rows from `cursor` (row, ordinal) on, and move the cursor.
+
+    With `files` empty each row's live bits are added into `sums[row]`. Otherwise `files[row]` is the address of the
+    row's whole canonical tensor in a mapped file, 0 for none, and the row is overwritten from there.
+    """
+    writing = files.size > 0
+    while cursor[0] < rows.shape[0] and budget > 0:
+        r = cursor[0]
+        row = rows[r]
+        inner = row[SHAPE + 3]
+        size = row[SHAPE] * row[SHAPE + 1] * row[SHAPE + 2] * inner
+        if writing and files[r] == 0:
+            cursor[1] = size
+        width = row[WIDTH]
+        per = max(int64(1), width // 2)
+        total = uint64(0)
+        while cursor[1] < size and budget > 0:
+            element, local = _line(row, cursor[1])
+            run = min(inner - cursor[1] % inner, budget)
+            for _ in range(run):
+                address = row[ADDRESS] + resolve_target(row, local) * width
+                if writing:
+                    store(address, width, load(files[r] + element * width, width))
+                else:
+                    total += summand(load(address, width), element, uint64(row[KEY]), per)
+                element += row[SOURCE + 3]
+                local += row[TARGET + 3]
+            cursor[1] += run
+            budget -= run
+        if not writing:
+            sums[r] += total
+        if cursor[1] >= size:
+            cursor[0] += 1
+            cursor[1] = 0
+
+
+def warm() -> None:
+    """Compile everything above, by one call each with the types that jobs and calls use."""
+    memory = np.zeros(4, dtype="<u8")
+    here = memory.ctypes.data
+    element, small = np.zeros(1, dtype=np.int64), np.zeros(1, dtype="<u4")
+    row = np.zeros(ROW_COLUMNS, dtype=np.int64)
+    row[[ADDRESS, WIDTH]] = here, 2
+    row[SHAPE : SHAPE + 4] = row[SOURCE : SOURCE + 4] = 1
+    locate(element, row, np.empty(1, np.int64), small.copy(), small.copy())
+    gather(here, 2, small, here + 8)
+    sum_lanes(here, 2, 0, small, np.uint64(0))
+    match(small, small.copy(), element.copy())
+    group = np.zeros((1, GROUP_COLUMNS), dtype=np.int64)
+    group[0] = here, small.ctypes.data, small.ctypes.data, here + 8, here + 16, 1, 2, 0, 0
+    scatter(group, G_NEW, 0, 1)
+    sum_groups(group, np.zeros(1, np.uint64))
+    walk(row[None, :], np.zeros(2, np.int64), 8, np.zeros(1, np.uint64), np.zeros(0, np.int64))

@@ -1,0 +1,183 @@
+"""From a loaded vLLM model to a placement: put it back into load format for a moment, record, bring it back.
+
+vLLM keeps, for every layer, the metadata its loader needs (shapes, strides, loaders), whatever happened to the
+weights since. With it the model's own `load_weights` can run again over meta tensors. The very same parameters stand
+in the model afterwards; no weight is touched. Runs on the worker's main thread, so never beside a forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.vllm_plugin import eligibility
+from dcr_daemon.vllm_plugin.calls import Held
+from dcr_daemon.vllm_plugin.permutation import expert_repacks
+from dcr_daemon.vllm_plugin.placement import Piece, Placement, Repack, Unplaceable
+from dcr_daemon.vllm_plugin.recorder import Recording, record
+
+Named = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFormat:
+    """A model as its loader sees it. `live` are the tensors it computes with, `loading` their load-format shapes."""
+
+    live: Named
+    loading: Named
+    repacks: dict[str, Repack]
+    refusals: dict[str, str]
+
+
+def named(model: torch.nn.Module) -> Named:
+    """Every parameter and buffer under every name it is reached by."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return parameters | dict(model.named_buffers(remove_duplicate=False))
+
+
+@contextmanager
+def load_format(model: torch.nn.Module) -> Iterator[None]:
+    """Within, the model's parameters are vLLM's load-format meta tensors.
+
+    Raises `Unplaceable` if this vLLM no longer has what is needed.
+    """
+    try:
+        from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
+        from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
+        from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers
+    except ImportError as error:
+        raise Unplaceable(f"this vLLM keeps no load-format metadata where version 0.32 does ({error})") from error
+    placed = []
+    try:
+        for layer in model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():
+                raise Unplaceable("a reload of the weights is in progress")
+            info.kernel_tensors = get_layer_params_buffers(layer)
+            info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
+            placed.append((layer, info))
+            restore_layer_on_meta(layer, info)
+        yield
+    finally:
+        for layer, info in placed:
+            _place_kernel_tensors(layer, info)
+            info.reset()
+
+
+def record_model(model: torch.nn.Module, layout: Layout, platform: str) -> tuple[Recording, LoadFormat]:
+    """Run the model's loader over meta tensors; the model is as before afterwards."""
+    live = named(model)
+    repacks: dict[str, Repack] = {}
+    refusals: dict[str, str] = {}
+    with load_format(model):
+        loading = named(model)
+        for path, module in model.named_modules():
+            own = [f"{path}.{name}" if path else name for name in (*module._parameters, *module._buffers)]
+            reason = eligibility.module_refusal(module, platform)
+            method = getattr(module, "quant_method", None)
+            if reason is None and hasattr(method, "unquantized_backend"):
+                try:
+                    found = expert_repacks(method, module)
+                    repacks |= {f"{path}.{name}" if path else name: repack for name, repack in found.items()}
+                except Unplaceable as error:
+                    reason = str(error)
+            if reason is not None:
+                refusals |= dict.fromkeys(own, reason)
+        recording = record(model.load_weights, loading.items(), layout)
+    return recording, LoadFormat(live, loading, repacks, refusals)
+
+
+def _shape_refusal(name: str, form: LoadFormat) -> str | None:
+    """Why a parameter's live form does not follow from its load format."""
+    live, loading, repack = form.live[name], form.loading[name], form.repacks.get(name)
+    if live.dtype != loading.dtype:
+        return f"{name} was retyped after loading, from {loading.dtype} to {live.dtype}"
+    if repack is not None:
+        blocks = loading.numel() // repack.block
+        if not (live.is_contiguous() and loading.is_contiguous()) or live.numel() != blocks * repack.live_block:
+            return f"{name} is repacked into a form that its probe did not have"
+        return None
+    if live.shape != loading.shape or live.stride() != loading.stride():
+        shape = "removed" if live.numel() == 0 else f"repacked to {tuple(live.shape)}"
+        return f"{name} was {shape} after loading from {tuple(loading.shape)}"
+    return None
+
+
+def place(recording: Recording, form: LoadFormat, layout: Layout, absent: set[str]) -> Placement:
+    """Join what was recorded with what is live into a placement, every tensor classed, every refusal named."""
+    by_tensor: dict[str, list[Piece]] = {}
+    for piece in recording.pieces:
+        by_tensor.setdefault(piece.tensor, []).append(piece)
+    placement = Placement(held=[])
+    whole = recording.rejected.get("")
+    if whole is not None:
+        placement.refusals[""] = whole
+    for index, spec in enumerate(layout):
+        pieces = by_tensor.get(spec.name, [])
+        reason = recording.rejected.get(spec.name)
+        for piece in pieces:
+            reason = reason or form.refusals.get(piece.parameter) or _shape_refusal(piece.parameter, form)
+        if reason is None:
+            reason = _add(placement, index, pieces, form)
+        if reason is not None:
+            placement.refusals[spec.name] = reason
+            placement.held.append(Held.REFUSED)
+        elif pieces:
+            placement.held.append(Held.PLACED)
+        else:
+            placement.held.append(Held.ABSENT if spec.name in absent else Held.SKIPPED)
+    _refuse_shared(placement, layout)
+    return placement
+
+
+def _add(placement: Placement, index: int, pieces: list[Piece], form: LoadFormat) -> str | None:
+    """Add a tensor's copies; the reason if one cannot be followed."""
+    for piece in pieces:
+        live = form.live[piece.parameter]
+        inside = piece.dst - form.loading[piece.parameter].storage_offset()
+        local = Piece(
+            piece.tensor, piece.src, piece.shape, piece.src_strides, piece.parameter, inside, piece.dst_strides
+        )
+        try:
+            repack = form.repacks.get(piece.parameter)
+            placement.add(local, tensor=index, offset=live.storage_offset(), repack=repack)
+        except Unplaceable as error:
+            return str(error)
+    return None
+
+
+def _refuse_shared(placement: Placement, layout: Layout) -> None:
+    """Two canonical places on one live element: an update of one would silently change the other."""
+    for row, other in placement.overlaps():
+        a, b = layout[row.tensor].name, layout[other.tensor].name
+        for index, name, twin in ((row.tensor, a, b), (other.tensor, b, a)):
+            placement.refusals[name] = f"shares memory ({row.parameter}) with {twin}"
+            placement.held[index] = Held.REFUSED
+
+
+def attach_model(model: torch.nn.Module, config: Any, layout: Layout, platform: str) -> tuple[Placement, Named]:
+    """The placement of a layout in a live vLLM model, and the live tensors by name.
+
+    A model refused as a whole has the refusal under the name "" and no rows.
+    """
+    reasons = eligibility.model_refusals(config)
+    if reasons:
+        refusals = {"": "; ".join(reasons)}
+        return Placement(held=[Held.REFUSED] * len(layout), refusals=refusals), {}
+    names = {spec.name for spec in layout}
+    try:
+        recording, form = record_model(model, layout, platform)
+    except Unplaceable as error:
+        return Placement(held=[Held.REFUSED] * len(layout), refusals={"": str(error)}), {}
+    placement = place(recording, form, layout, eligibility.absent_names(config, names))
+    if not placement.rows and not placement.refusals:
+        placement.refusals[""] = (
+            "the loader copied nothing: it was used since the model was loaded (a reload?); restart vLLM"
+        )
+    used = {row.parameter for row in placement.rows}
+    return placement, {name: form.live[name] for name in used}
