@@ -14,7 +14,7 @@ from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.codec.chunk import Codec, Operation, Positions
 
 BITMASK_FROM = 0.20  #: share of changed elements from which a bitmask is smaller than gaps
-SHIFTS = ((0.004, 0), (0.001, 2), (0.00025, 4), (0.0, 6))  #: (from this share of changed elements, gap shift)
+SHIFTS = ((0.004, 0), (0.001, 2), (0.00025, 4), (0.0, 6))  #: (from this rate of changes, gap shift)
 SAMPLE = 4096  #: changes looked at to estimate what each value codec would cost
 FEW = 256  #: below this many changes an estimate says nothing, and ulp is taken
 MARGIN = 0.95  #: another codec must promise this share of ulp's size: streams are shared, and a switch has its price
@@ -24,10 +24,23 @@ def choose_positions(where: npt.NDArray[np.uint32], elements: int) -> tuple[Posi
     """Position codec and gap shift for the changed ordinals of a box."""
     if where.size == elements:
         return Positions.ALL, 0
-    share = where.size / elements
-    if share >= BITMASK_FROM:
+    if where.size >= BITMASK_FROM * elements:
         return Positions.BITMASK, 0
-    return Positions.GAPS, next(shift for least, shift in SHIFTS if share >= least)
+    rate = _rate(where, elements)
+    return Positions.GAPS, next(shift for least, shift in SHIFTS if rate >= least)
+
+
+def _rate(where: npt.NDArray[np.uint32], elements: int) -> float:
+    """Rate of the geometric law whose median gap is that of a sample.
+
+    Equal to the share of changed elements if they lie about evenly; higher where they cluster (a few rows of an
+    embedding), which is what the length of most gaps depends on.
+    """
+    if where.size < 2:
+        return where.size / elements
+    stride = -(-where.size // SAMPLE)
+    gaps = where[1::stride] - where[:-1:stride]
+    return float(np.log(2) / np.median(gaps))
 
 
 def choose_operation(codec: Codec, old: Bits, now: Bits) -> Operation:

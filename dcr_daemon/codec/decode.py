@@ -113,16 +113,15 @@ class Chunk:
         k, elements = row.segment.changed, row.segment.box.elements
         if row.positions is Positions.ALL:
             return np.arange(k, dtype=np.int64)
-        where = np.empty(k, dtype=np.int64)
+        where = np.empty(k + 1, dtype=np.int64)
         if row.positions is Positions.GAPS:
-            status = kernels.unpack_gaps(
-                self._slice(row, Stream.GAPS), self._slice(row, Stream.LOW), row.shift, elements, where
-            )
+            gaps, low = self._slice(row, Stream.GAPS), self._slice(row, Stream.LOW)
+            status = kernels.unpack_gaps(gaps, low, row.shift, elements, where[:k])
         else:
             status = kernels.unpack_bitmask(self._slice(row, Stream.BITMASK), elements, where)
         if status:
             raise _corrupt(f"positions of a segment of {self._name(row)} are not sound (status {status})")
-        return where
+        return where[:k]
 
     def _operands(self, row: _Row) -> Bits:
         from dcr_daemon.codec import kernels

@@ -100,9 +100,11 @@ class ChunkEncoder:
         shape = np.array((1,) * (MAX_RANK - len(box.shape)) + box.shape, dtype=np.int64)
         strides = np.array((0,) * (MAX_RANK - len(box.shape)) + box.strides, dtype=np.int64)
         key = self.layout.keys[tensor]
+        whole = base.nbytes // 8 * 8 // width
         k, before, after = kernels.detect(
-            base, new, where, old, now, box.dst, shape, strides, box.contiguous, key, units_per(width)
-        )
+            base, new, base[:whole].view("<u8"), new[:whole].view("<u8"), where, old, now,
+            box.dst, shape, strides, box.contiguous, key, units_per(width),
+        )  # fmt: skip
         if k == 0:
             return None
         row = self._emit(box, where[:k], old[:k], now[:k])

@@ -15,8 +15,7 @@ from numba import int64, uint8, uint64
 from dcr_daemon.canonical.jit import kernel
 from dcr_daemon.canonical.kernels import summand
 
-BLOCK = 8192  #: lanes detected, then summed, while they are still in the first cache levels
-GROUP = 32  #: lanes compared with vector instructions before any single one is looked at
+BLOCK = 2048  #: 64-bit words detected, then looked at and summed while they are still in the first cache level
 
 
 @kernel
@@ -33,42 +32,11 @@ def locate(ordinal: Any, dst: Any, shape: Any, strides: Any) -> Any:
 
 
 @kernel
-def detect_block(base: Any, new: Any, start: Any, stop: Any, k: Any, where: Any, old: Any, now: Any) -> Any:
-    """Append the changed lanes of [start, stop) at `k`, write them into `base`, return the new count.
-
-    Appending is branch-free: every lane of a group that differs somewhere is written, and only a changed one moves
-    the cursor. So the three outputs need one slot more than there are lanes.
-    """
-    at = start
-    while at + GROUP <= stop:
-        differs = base[at] ^ new[at]
-        for i in range(at + 1, at + GROUP):
-            differs |= base[i] ^ new[i]
-        if differs != 0:
-            for i in range(at, at + GROUP):
-                o = base[i]
-                v = new[i]
-                where[k] = i
-                old[k] = o
-                now[k] = v
-                base[i] = v
-                k += int64(o != v)
-        at += GROUP
-    for i in range(at, stop):
-        o = base[i]
-        v = new[i]
-        where[k] = i
-        old[k] = o
-        now[k] = v
-        base[i] = v
-        k += int64(o != v)
-    return k
-
-
-@kernel
 def detect(
     base: Any,
     new: Any,
+    base_words: Any,
+    new_words: Any,
     where: Any,
     old: Any,
     now: Any,
@@ -81,14 +49,43 @@ def detect(
 ) -> Any:
     """One pass over a box: positions, old and new bits of what differs, sums before and after; `base` becomes `new`.
 
-    Returns (changed, before, after).
+    `base_words` and `new_words` are the same memory as whole 64-bit words, as far as they go; what is left over is
+    taken lane by lane. Lists are appended branch-free, because a mispredicted branch costs more than four lanes:
+    every candidate is written and only a changed one moves the cursor, so the outputs need one slot more than there
+    are lanes. Returns (changed, before, after).
     """
     k = int64(0)
     before = uint64(0)
     after = uint64(0)
-    for start in range(0, base.size, BLOCK):
+    lanes = 8 // base.itemsize
+    hits = np.empty(BLOCK + 1, dtype=np.uint32)
+    words = base_words.size
+    for start in range(0, words + 1, BLOCK):
+        stop = min(start + BLOCK, words)
         first = k
-        k = detect_block(base, new, start, min(start + BLOCK, base.size), k, where, old, now)
+        n = int64(0)
+        for w in range(start, stop):
+            hits[n] = w
+            n += int64(base_words[w] != new_words[w])
+        for h in range(n):
+            lane = int64(hits[h]) * lanes
+            for i in range(lanes):
+                o = base[lane + i]
+                v = new[lane + i]
+                where[k] = lane + i
+                old[k] = o
+                now[k] = v
+                k += int64(o != v)
+            base_words[hits[h]] = new_words[hits[h]]
+        if start + BLOCK > words:
+            for i in range(words * lanes, base.size):
+                o = base[i]
+                v = new[i]
+                where[k] = i
+                old[k] = o
+                now[k] = v
+                k += int64(o != v)
+                base[i] = v
         for i in range(first, k):
             element = int64(dst) + int64(where[i])
             if not flat:
@@ -198,20 +195,27 @@ def unpack_gaps(gaps: Any, low: Any, shift: Any, elements: Any, where: Any) -> A
 
 @kernel
 def unpack_bitmask(mask: Any, elements: Any, where: Any) -> Any:
-    """Positions from a bitmask. 1: another number of bits than positions; 2: a bit outside the box."""
+    """Positions from a bitmask; `where` has one slot more than there are positions.
+
+    1: another number of bits than positions; 2: a bit outside the box.
+    """
+    count = int64(0)
+    for byte in range(mask.size):
+        bits = int64(mask[byte])
+        while bits:
+            bits &= bits - 1
+            count += 1
+    if count != where.size - 1:
+        return 1
+    if elements & 7 and mask[mask.size - 1] >> (elements & 7):
+        return 2
     k = int64(0)
     for byte in range(mask.size):
         bits = int64(mask[byte])
         for bit in range(8):
-            if bits >> bit & 1:
-                if k >= where.size:
-                    return 1
-                position = int64(byte) * 8 + bit
-                if position >= elements:
-                    return 2
-                where[k] = position
-                k += 1
-    return 0 if k == where.size else 1
+            where[k] = byte * 8 + bit
+            k += bits >> bit & 1
+    return 0
 
 
 @kernel
