@@ -1,0 +1,43 @@
+"""Every record from the first, in order, with its verdict: for people and for `verify`, not for daemons."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from dcr_daemon.errors import NotFound
+from dcr_daemon.ledger.fold import Step, begin, fold
+from dcr_daemon.ledger.slot import read_slot
+from dcr_daemon.ledger.tail import find_gap, missing_record
+from dcr_daemon.store.port import Store
+
+AHEAD = 16  #: slots read at once
+
+
+async def replay(store: Store, *, ahead: int = AHEAD) -> AsyncIterator[Step]:
+    """Fold the whole ledger; the first step is the `stream` record. Ends at the tail.
+
+    Raises:
+        NotFound: there is no stream.
+        Corrupt: record 0 is not one, or a record is missing under a present one (after everything below it).
+        Incompatible: a record is of a newer format.
+    """
+    body = await read_slot(store, 0)
+    if body is None:
+        raise NotFound(f"there is no stream at {store.url}", hint="a publisher makes one with --create")
+    tip, stream = begin(body)
+    yield Step(tip, stream)
+    while True:
+        first = tip.seq + 1
+        bodies = await asyncio.gather(*(read_slot(store, seq) for seq in range(first, first + ahead)))
+        free = next((n for n, body in enumerate(bodies) if body is None), ahead)
+        for body in bodies[:free]:
+            assert body is not None
+            step = fold(tip, body)
+            tip = step.tip
+            yield step
+        if free < ahead and await read_slot(store, tip.seq + 1) is None:
+            # A writer may have filled both slots between our two reads of them; asked in this order, it cannot.
+            if await find_gap(store, tip.seq) is not None and await read_slot(store, tip.seq + 1) is None:
+                raise missing_record(store.url, tip.seq + 1)
+            return
