@@ -125,7 +125,7 @@ class FileStore:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except (FileNotFoundError, NotADirectoryError):
             raise Missing(key) from None
-        with os.fdopen(descriptor, "rb") as file:
+        try:
             status = os.fstat(descriptor)
             if stat.S_ISDIR(status.st_mode):
                 raise Missing(key)
@@ -136,7 +136,10 @@ class FileStore:
                     f"{path} has {status.st_size} bytes, at most {limit} were expected",
                     hint="the object was damaged or is not what its name says",
                 )
-            return file.read(status.st_size)
+            with os.fdopen(descriptor, "rb", closefd=False) as file:
+                return file.read(status.st_size)
+        finally:
+            os.close(descriptor)
 
     def _create(self, path: Path, body: bytes | memoryview) -> Outcome:
         try:

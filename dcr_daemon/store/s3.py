@@ -176,15 +176,19 @@ class S3Store:
         async def attempt(seconds: float) -> dict[str, Any]:
             return await self._send("list", prefix, page, seconds)
 
+        entries = []
         while True:
             found = await self._persist(attempt, f"list {self.url}/{prefix}")
             for line in found.get("Contents", ()):
                 key = line["Key"].removeprefix(self._root)
                 if is_key(key):  # what somebody else put under the prefix is none of our objects
-                    yield Entry(key, line["Size"])
+                    entries.append(Entry(key, line["Size"]))
             token = found.get("NextContinuationToken")
             if not found.get("IsTruncated") or not token:
-                return
+                break
+        # Not every server lists in key order: SeaweedFS walks directories, "a/b" before "a-b".
+        for entry in sorted(entries, key=lambda entry: entry.key):
+            yield entry
 
     async def inspect(self) -> tuple[str, ...]:
         """Rules of the bucket that would hurt a stream, one sentence each; empty where reading them is denied."""
