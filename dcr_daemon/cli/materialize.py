@@ -9,7 +9,7 @@ import typer
 
 from dcr_daemon.cli.options import EndpointUrl, Json, Profile, Region, StoreOptions, StreamArgument, run_async
 from dcr_daemon.cli.output import print_fields, print_json, size
-from dcr_daemon.cli.progress import progress
+from dcr_daemon.cli.progress import transfer
 
 
 def command(
@@ -38,7 +38,7 @@ def command(
     place = StoreOptions(stream, endpoint_url, region, profile)
 
     async def main() -> Materialized:
-        with progress("materialising", quiet=json) as emit:
+        with transfer("materialising", quiet=json) as emit:
             async with place.open(emit) as store:
                 return await materialize(store, version=version, out=out, base=base, emit=emit)
 

@@ -187,7 +187,7 @@ def seaweedfs(work: Path, *, bucket: str = "dcr") -> Any:
     argv = [
         executable("weed"), "-logtostderr", "mini", f"-dir={data}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
         f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}", f"-s3.port={s3}",
-        f"-admin.port={admin}", f"-metricsPort={metrics}", "-s3.port.iceberg=0", "-webdav=false",
+        f"-admin.port={admin}", f"-metricsPort={metrics}", "-s3.port.iceberg=0", "-s3.port.lance=0", "-webdav=false",
         "-admin.ui=false", "-master.telemetry=false", f"-bucket={bucket}",
     ]  # fmt: skip
     process = Process("SeaweedFS", argv, work / "seaweedfs.log")

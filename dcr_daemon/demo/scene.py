@@ -16,13 +16,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from dcr_daemon import runtime
-from dcr_daemon.demo.processes import Process, ProcessDied, SeaweedFS, VllmServer, seaweedfs, vllm_server
+from dcr_daemon.demo.processes import Process, ProcessDied, SeaweedFS, VllmServer, executable, seaweedfs, vllm_server
 from dcr_daemon.demo.record import EventTail
 
 
 def dcr(*arguments: str) -> list[str]:
-    """Command line of DCR's CLI in this interpreter."""
-    return [sys.executable, "-m", "dcr_daemon", *arguments]
+    """Command line of this environment's `dcr`; never whatever source tree the working directory happens to be."""
+    return [executable("dcr"), *arguments]
 
 
 class Scene:
@@ -97,7 +97,7 @@ class Scene:
     def traffic(self, server: VllmServer, *, clients: int = 2, tokens: int = 24) -> Process:
         """Keep requests in flight; their ends are in `requests.jsonl`."""
         out = str(self.work / "requests.jsonl")
-        argv = [sys.executable, "-m", "dcr_daemon.demo.traffic", server.url, "--out", out]
+        argv = [sys.executable, "-P", "-m", "dcr_daemon.demo.traffic", server.url, "--out", out]
         return self.start("traffic", [*argv, "--clients", str(clients), "--tokens", str(tokens)])
 
     def requests(self) -> list[dict[str, Any]]:

@@ -1,0 +1,57 @@
+"""One line per change of state; chunks only at debug; JSON where nobody watches."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+import structlog
+
+from dcr_daemon import events as e
+from dcr_daemon.observe import logs
+
+
+@pytest.fixture(autouse=True)
+def _fresh_structlog() -> Iterator[None]:
+    yield
+    structlog.contextvars.clear_contextvars()
+    structlog.reset_defaults()
+
+
+def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
+    return [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+
+
+def test_a_fact_is_one_json_line_with_its_own_field_names(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.configure(json=True)
+    logs.bind(stream="file:///s")
+    logs.LogEvents()(e.RolledBack(txn="t", version=3, reason="sums differ"))
+    (line,) = lines(capsys)
+    assert line["event"] == "rolled_back"
+    assert line["level"] == "error"
+    assert (line["txn"], line["version"], line["reason"], line["stream"]) == ("t", 3, "sums differ", "file:///s")
+
+
+def test_chunks_are_not_logged_at_info(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.configure("info", json=True)
+    emit = logs.LogEvents()
+    emit(e.ChunkPut(version=1, attempt=1, n=0, bytes=1, seconds=0.1))
+    emit(e.StoreRequest(operation="get", outcome="ok", seconds=0.1))
+    assert lines(capsys) == []
+
+
+def test_waiting_for_one_thing_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.configure(json=True)
+    emit = logs.LogEvents()
+    for _ in range(5):
+        emit(e.Waiting(what="the stream"))
+    emit(e.Waiting(what="the engine"))
+    emit(e.Serving(version=1))
+    emit(e.Waiting(what="the engine"))
+    assert [(x["event"], x.get("what")) for x in lines(capsys)] == [
+        ("waiting", "the stream"),
+        ("waiting", "the engine"),
+        ("serving", None),
+        ("waiting", "the engine"),
+    ]

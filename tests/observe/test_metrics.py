@@ -1,0 +1,77 @@
+"""Metrics are made from events alone, and what they are called is documented."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dcr_daemon import events as e
+from dcr_daemon.observe.metrics import Metrics
+
+OPERATIONS = Path(__file__).parents[2] / "docs" / "OPERATIONS.md"
+COMMITTED = e.Committed(base=1, version=2, route="chain", pause_seconds=0.004, seconds=0.5)
+
+
+def sample(metrics: Metrics, name: str, **labels: str) -> float | None:
+    return metrics.registry.get_sample_value(name, labels)
+
+
+def test_lag_is_head_minus_served() -> None:
+    metrics = Metrics()
+    metrics(e.Attached(version=1, tensors=3, seconds=0.1))
+    metrics(e.SealSeen(version=4, seq=12))
+    assert sample(metrics, "dcr_lag_versions") == 3
+    metrics(COMMITTED)
+    assert sample(metrics, "dcr_lag_versions") == 2
+    assert sample(metrics, "dcr_served_version") == 2
+    assert sample(metrics, "dcr_head_version") == 4
+
+
+def test_a_publisher_reports_no_lag() -> None:
+    metrics = Metrics()
+    sealed = e.Sealed(
+        version=7, attempt=9, step=1, seq=11, changed=5, elements=500, bytes=10, dense_bytes=1000, seconds=2.0
+    )
+    metrics(sealed)
+    assert sample(metrics, "dcr_head_version") == 7
+    assert sample(metrics, "dcr_lag_versions") == 0
+    assert sample(metrics, "dcr_delta_density_ratio") == pytest.approx(0.01)
+
+
+def test_bytes_are_counted_by_direction() -> None:
+    metrics = Metrics()
+    metrics(e.ChunkPut(version=1, attempt=2, n=0, bytes=100, seconds=0.1))
+    metrics(e.ChunkFetched(version=1, attempt=2, key="k", bytes=40, sealed=False, seconds=0.1))
+    metrics(e.ChunkFetched(version=1, attempt=2, key="l", bytes=2, sealed=True, seconds=0.1))
+    assert sample(metrics, "dcr_chunk_bytes_total", direction="put") == 100
+    assert sample(metrics, "dcr_chunk_bytes_total", direction="fetched") == 42
+
+
+def test_store_requests_are_counted_by_operation_and_outcome() -> None:
+    metrics = Metrics()
+    metrics(e.StoreRequest(operation="create", outcome="lost", seconds=0.2, bytes=3))
+    assert sample(metrics, "dcr_store_requests_total", operation="create", outcome="lost") == 1
+    assert sample(metrics, "dcr_store_request_seconds_sum", operation="create") == pytest.approx(0.2)
+
+
+def test_every_kind_of_event_is_accepted_even_where_nothing_counts_it() -> None:
+    metrics = Metrics()
+    for event in (e.Waiting(what="x"), e.Serving(version=1), e.EngineLost(reason="r"), e.Opened(version=1, attempt=1)):
+        metrics(event)
+
+
+def test_no_label_can_grow_with_versions_or_keys() -> None:
+    metrics = Metrics()
+    for n in range(50):
+        metrics(e.ChunkPut(version=n, attempt=n, n=n, bytes=1, seconds=0.1))
+        metrics(e.SealSeen(version=n, seq=n))
+    lines = [line for line in metrics.exposition().decode().splitlines() if line.startswith("dcr_")]
+    assert len(lines) < 300
+
+
+def test_the_operations_guide_lists_every_metric() -> None:
+    text = OPERATIONS.read_text()
+    names = {family.name for family in Metrics().registry.collect() if family.name.startswith("dcr_")}
+    assert names
+    assert not {name for name in names if f"`{name}" not in text}
