@@ -209,7 +209,7 @@ def walk(rows: Any, cursor: Any, budget: Any, sums: Any, files: Any) -> None:
     """Visit up to `budget` elements of the rows from `cursor` (row, ordinal) on, and move the cursor.
 
     With `files` empty each row's live bits are added into `sums[row]`. Otherwise `files[row]` is the address of the
-    row's whole canonical tensor in a mapped file, 0 for none, and the row is overwritten from there.
+    row's whole canonical tensor in a mapped file, and the row is overwritten from there.
     """
     writing = files.size > 0
     while cursor[0] < rows.shape[0] and budget > 0:
@@ -217,8 +217,6 @@ def walk(rows: Any, cursor: Any, budget: Any, sums: Any, files: Any) -> None:
         row = rows[r]
         inner = row[SHAPE + 3]
         size = row[SHAPE] * row[SHAPE + 1] * row[SHAPE + 2] * inner
-        if writing and files[r] == 0:
-            cursor[1] = size
         width = row[WIDTH]
         per = max(int64(1), width // 2)
         total = uint64(0)

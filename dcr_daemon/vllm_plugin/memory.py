@@ -76,8 +76,8 @@ class Memory(Protocol):
         """Sum of every box over all its elements; `tick` is called between slices and may raise."""
         ...
 
-    def overwrite(self, files: Mapping[int, Bits], tick: Tick) -> None:
-        """Write whole canonical tensors (flat lanes, by layout index) through the rows."""
+    def overwrite(self, tensor: int, lanes: Bits, tick: Tick) -> None:
+        """Write all that is held of a canonical tensor from its flat lanes."""
         ...
 
     def moved(self) -> str | None:
@@ -90,7 +90,7 @@ class Homes:
 
     def __init__(self, live: Mapping[str, torch.Tensor], holders: Mapping[str, tuple[dict[str, Any], str]]) -> None:
         self.live = dict(live)
-        self._holders = dict(holders)
+        self._holders = {name: holders[name] for name in self.live}
         self._seen = {name: self._look(name) for name in self.live}
 
     def _look(self, name: str) -> tuple[int, int, int]:
@@ -100,7 +100,7 @@ class Homes:
 
     def moved(self) -> str | None:
         for name, seen in self._seen.items():
-            holder, key = self._holders.get(name, ({key: self.live[name] for key in (name,)}, name))
+            holder, key = self._holders[name]
             if holder.get(key) is not self.live[name] or self._look(name) != seen:
                 return name
         return None
@@ -140,23 +140,20 @@ def row_table(rows: Sequence[Row], layout: Layout, base: Callable[[Row], int]) -
     return table
 
 
-class HostMemory:
-    """Live weights that the CPU addresses directly. `warm` compiles every kernel before the first job."""
+class HostTables:
+    """What every memory does on the host: where elements of a row lie, and sums over lanes of our own."""
 
-    def __init__(self, placement: Placement, homes: Homes, layout: Layout) -> None:
+    def __init__(self, placement: Placement, homes: Homes, layout: Layout, *, base: Callable[[Row], int]) -> None:
+        """`base` gives the address of a row's storage, 0 if the host cannot read it. Compiles every kernel."""
         from dcr_daemon.vllm_plugin import kernels
 
         homes.check(placement.rows, layout)
         self._kernels = kernels
         self._homes = homes
         self._rows = placement.rows  # keeps the permutations' tables alive, as `homes` does the storages
+        self._by_tensor = placement.by_tensor
         self._boxes = len(placement.boxes)
-        self._table = row_table(
-            placement.rows, layout, lambda row: homes.live[row.parameter].untyped_storage().data_ptr()
-        )
-        self._groups = np.zeros((0, kernels.GROUP_COLUMNS), dtype=np.int64)
-        self._staged: tuple[Group, ...] = ()
-        self._sums = np.zeros(0, dtype=np.uint64)
+        self._table = row_table(placement.rows, layout, base)
         kernels.warm()
 
     def locate(self, row: int, elements: I64) -> tuple[I64, U32, U32]:
@@ -167,14 +164,30 @@ class HostMemory:
         k = self._kernels.locate(part, self._table[row], picked, element, target)
         return picked[:k] + lo, element[:k], target[:k]
 
-    def gather(self, row: int, targets: U32, out: Bits) -> None:
-        line = self._table[row]
-        self._kernels.gather(int(line[self._kernels.ADDRESS]), out.itemsize, targets, out.ctypes.data)
-
     def sum_lanes(self, row: int, lanes: Bits, element: U32) -> int:
         line, k = self._table[row], self._kernels
         key = line[k.KEY : k.KEY + 1].view(np.uint64)[0]
         return int(k.sum_lanes(lanes.ctypes.data, lanes.itemsize, int(line[k.START]), element, key))
+
+    def moved(self) -> str | None:
+        return self._homes.moved()
+
+
+class HostMemory(HostTables):
+    """Live weights that the CPU addresses directly."""
+
+    def __init__(self, placement: Placement, homes: Homes, layout: Layout) -> None:
+        def base(row: Row) -> int:
+            return int(homes.live[row.parameter].untyped_storage().data_ptr())
+
+        super().__init__(placement, homes, layout, base=base)
+        self._groups = np.zeros((0, self._kernels.GROUP_COLUMNS), dtype=np.int64)
+        self._staged: tuple[Group, ...] = ()
+        self._sums = np.zeros(0, dtype=np.uint64)
+
+    def gather(self, row: int, targets: U32, out: Bits) -> None:
+        line = self._table[row]
+        self._kernels.gather(int(line[self._kernels.ADDRESS]), out.itemsize, targets, out.ctypes.data)
 
     def stage(self, groups: Sequence[Group]) -> None:
         k = self._kernels
@@ -198,24 +211,21 @@ class HostMemory:
 
     def box_sums(self, tick: Tick) -> U64:
         sums = np.zeros(len(self._table), dtype=np.uint64)
-        self._sweep(sums, np.zeros(0, dtype=np.int64), tick)
+        self._sweep(self._table, sums, np.zeros(0, dtype=np.int64), tick)
         boxes = np.zeros(self._boxes, dtype=np.uint64)
         np.add.at(boxes, [row.box for row in self._rows], sums)
         return boxes
 
-    def overwrite(self, files: Mapping[int, Bits], tick: Tick) -> None:
-        addresses = [files[row.tensor].ctypes.data if row.tensor in files else 0 for row in self._rows]
-        self._sweep(np.zeros(0, dtype=np.uint64), np.array(addresses, dtype=np.int64), tick)
+    def overwrite(self, tensor: int, lanes: Bits, tick: Tick) -> None:
+        rows = self._table[self._by_tensor.get(tensor, [])]
+        self._sweep(rows, np.zeros(0, dtype=np.uint64), np.full(len(rows), lanes.ctypes.data, dtype=np.int64), tick)
 
-    def _sweep(self, sums: U64, files: I64, tick: Tick) -> None:
+    def _sweep(self, rows: I64, sums: U64, files: I64, tick: Tick) -> None:
         cursor = np.zeros(2, dtype=np.int64)
-        while cursor[0] < len(self._table):
-            self._kernels.walk(self._table, cursor, SWEEP, sums, files)
+        while cursor[0] < len(rows):
+            self._kernels.walk(rows, cursor, SWEEP, sums, files)
             faults.slice_done()
             tick()
-
-    def moved(self) -> str | None:
-        return self._homes.moved()
 
 
 def _window(elements: I64, row: Row) -> tuple[int, int]:

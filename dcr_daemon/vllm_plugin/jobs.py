@@ -1,0 +1,144 @@
+"""One background thread per worker, one job at a time: prepare, full fingerprint, dense load (must E4).
+
+A worker runs one RPC at a time and no forward pass beside it, so long work happens here, started, polled and joined
+by short calls. A job never touches the worker's state: `join`, on the main thread, publishes its result. The thread
+runs at nice 19 on cores of its own choice, because a thread inherits the one core that vLLM pins the main thread to.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from dcr_daemon.errors import Corrupt, DcrError, Exhausted
+from dcr_daemon.vllm_plugin.calls import Code, JobKind, JobState, JobStatus
+
+log = logging.getLogger("dcr.worker")
+
+LIVE = (JobState.QUEUED, JobState.RUNNING)
+
+
+class Cancelled(Exception):
+    """The job was asked to stop and did so between two slices."""
+
+
+@dataclass(slots=True)
+class Job:
+    """`stamp` is what the worker's weights were when it started: a result joined under another one is void."""
+
+    id: str
+    kind: JobKind
+    work: Callable[[Job], Any]
+    stamp: tuple[int, int]
+    state: JobState = JobState.QUEUED
+    progress: float = 0.0
+    result: Any = None
+    code: str = ""
+    error: str = ""
+    done: threading.Event = field(default_factory=threading.Event)
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def live(self) -> bool:
+        return self.state in LIVE
+
+    def tick(self) -> None:
+        """Called by the work between slices; raises `Cancelled`."""
+        if self.cancelled.is_set():
+            raise Cancelled
+
+    def advance(self, progress: float) -> None:
+        self.progress = progress
+        self.tick()
+
+    @property
+    def status(self) -> JobStatus:
+        return JobStatus(
+            id=self.id, kind=self.kind, state=self.state, code=self.code, error=self.error, progress=self.progress
+        )
+
+
+def allowed_cpus() -> set[int]:
+    """Cores this worker may use, whatever single one its main thread is pinned to: those of the engine process."""
+    try:
+        return os.sched_getaffinity(os.getppid()) | os.sched_getaffinity(0)
+    except OSError:
+        return os.sched_getaffinity(0)
+
+
+class Background:
+    """The thread. `start` and everything else here is called on the worker's main thread only."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._cpus: set[int] = set()
+        self._native = 0
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="dcr-background", daemon=True)
+        self.job: Job | None = None
+
+    def launch(self) -> None:
+        """Start the thread; repeatable."""
+        if not self._thread.ident:
+            self._cpus = allowed_cpus()
+            self._thread.start()
+            self._ready.wait()
+
+    def use_cpus(self, cpus: list[int] | None) -> None:
+        """Move the thread to these cores; None: all that the engine may use."""
+        try:
+            os.sched_setaffinity(self._native, set(cpus) if cpus else self._cpus)
+        except OSError as error:
+            log.warning("background thread stays on its cores: %s", error)
+
+    def start(self, job: Job) -> None:
+        assert self.job is None or not self.job.live, "one job at a time"
+        self.job = job
+        self._queue.put(job)
+
+    def quiesce(self) -> None:
+        """Cancel a live job and wait until it has stopped: at most one slice."""
+        if self.job is not None and self.job.live:
+            self.job.cancelled.set()
+            self.job.done.wait()
+
+    def _run(self) -> None:
+        self._native = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, self._native, 19)
+        self.use_cpus(None)
+        self._ready.set()
+        while True:
+            job = self._queue.get()
+            job.state = JobState.RUNNING
+            job.state = self._work(job)
+            job.done.set()
+
+    def _work(self, job: Job) -> JobState:
+        try:
+            job.tick()
+            job.result = job.work(job)
+        except Cancelled:
+            return JobState.CANCELLED
+        except (DcrError, OSError) as error:
+            job.code, job.error = code_of(error), str(error)
+            return JobState.FAILED
+        except Exception as error:  # the thread must outlive any job, and the caller be told
+            log.exception("job %s failed", job.id)
+            job.code, job.error = Code.FAILED, f"{type(error).__name__}: {error}"
+            return JobState.FAILED
+        job.progress = 1.0
+        return JobState.DONE
+
+
+def code_of(error: Exception) -> Code:
+    """What the caller is to do about an error."""
+    if isinstance(error, (Corrupt, OSError)):
+        return Code.CORRUPT  # a staged file that cannot be read is fetched again, as a damaged one is
+    if isinstance(error, Exhausted):
+        return Code.EXHAUSTED
+    return Code.REFUSED

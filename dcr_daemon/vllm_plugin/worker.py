@@ -1,0 +1,163 @@
+"""The worker extension: one method in every vLLM worker, a guard on its forward pass, wraps on whoever writes weights.
+
+`--worker-extension-cls dcr_daemon.vllm_plugin.WorkerExtension` makes vLLM mix this class into its worker. It defines
+nothing but `dcr_call`, because vLLM refuses an extension whose names clash. `dcr_call` never raises: an exception on
+one rank would leave another rank's answer behind for the next call to read (must E3).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from dcr_daemon.errors import DcrError
+from dcr_daemon.vllm_plugin import calls, faults
+from dcr_daemon.vllm_plugin.calls import EXIT_DIRTY, Code, Op, Reply
+from dcr_daemon.vllm_plugin.jobs import code_of
+from dcr_daemon.vllm_plugin.rank import Rank, Refusal
+
+log = logging.getLogger("dcr.worker")
+
+FORWARD = ("execute_model", "execute_dummy_batch")
+
+#: Entry points through which others may change, move or reload weights (must F1). What a worker lacks is skipped.
+WRITERS = (
+    "reload_weights", "load_model", "start_weight_update", "start_draft_weight_update", "update_weights",
+    "finish_weight_update", "sleep", "wake_up", "discard", "reset_weights", "checkpoint_restore", "add_lora",
+    "remove_lora", "update_config", "elastic_ep_execute", "apply_model",
+)  # fmt: skip
+
+FREE = (Op.HELLO, Op.STATUS, Op.CHECKSUMS, Op.ATTACH, Op.FAULT)  #: need no current token
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker. All state lies in one attribute, made by the first call."""
+
+    def dcr_call(self, env: dict[str, Any]) -> dict[str, Any]:
+        """Answer one `calls.Call` with one `calls.Reply`; never raises."""
+        call = str(env.get("call", "")) if isinstance(env, dict) else ""
+        rank = getattr(self, "rank", -1)
+        try:
+            state = self.__dict__.get("_dcr_rank")
+            if state is None:
+                state = self.__dict__["_dcr_rank"] = install(self)
+            return answer(state, env)
+        except Exception as error:  # must E3: no exception leaves a worker
+            log.exception("dcr call failed")
+            text = f"{type(error).__name__}: {error}"
+            return calls.plain(Reply(rank=rank, call=call, ok=False, code=Code.FAILED, error=text))
+
+
+def answer(rank: Rank, env: dict[str, Any]) -> dict[str, Any]:
+    """Parse, fence, dispatch; a refusal becomes a reply."""
+    code, error, hint, result = "", "", "", None
+    call = ""
+    try:
+        message = calls.parse(env, calls.Call)
+        call = message.call
+        op = Op(message.op)
+        if op not in FREE:
+            rank.fence(message.token)
+        result = _dispatch(rank, op, message)
+    except Refusal as refusal:
+        code, error, hint = refusal.code, refusal.error, refusal.hint
+    except (DcrError, OSError) as failure:
+        code, error, hint = code_of(failure), str(failure), getattr(failure, "hint", "")
+    except (msgspec.ValidationError, ValueError) as failure:
+        code, error = Code.FAILED, f"the call does not parse: {failure}"
+    except faults.Planted as failure:
+        code, error = Code.FAILED, f"planted by a test: {failure}"
+    return calls.plain(
+        Reply(
+            rank=rank.rank,
+            call=call,
+            ok=not code,
+            code=code,
+            error=error,
+            hint=hint,
+            generation=rank.generation,
+            dirty=rank.dirty,
+            result=result,
+        )
+    )
+
+
+def _dispatch(rank: Rank, op: Op, message: calls.Call) -> Any:
+    simple: dict[Op, Callable[[], Any]] = {
+        Op.HELLO: rank.hello,
+        Op.STATUS: rank.status,
+        Op.CHECKSUMS: rank.checksums,
+        Op.PLACEMENT: rank.placement,
+        Op.DROP: rank.drop,
+    }
+    if op in simple:
+        return simple[op]()
+    if op is Op.ATTACH:
+        return rank.attach(message.token, calls.parse(message.arg, calls.Attach))
+    if op is Op.FAULT:
+        if not faults.ENABLED:
+            raise Refusal(Code.REFUSED, "faults are for tests: DCR_TEST_FAULTS is not set in this worker")
+        return faults.plant(**message.arg)
+    with_argument: dict[Op, tuple[type, Callable[[Any], Any]]] = {
+        Op.START: (calls.Start, rank.start),
+        Op.POLL: (calls.JobRef, rank.poll),
+        Op.JOIN: (calls.JobRef, rank.join),
+        Op.CANCEL: (calls.JobRef, rank.cancel),
+        Op.APPROVE: (calls.TxnRef, rank.approve),
+        Op.CHECK: (calls.TxnRef, rank.check),
+        Op.BEGIN: (calls.Begin, rank.begin),
+        Op.APPLY: (calls.TxnRef, rank.apply),
+        Op.COMMIT: (calls.TxnRef, rank.commit),
+        Op.ROLLBACK: (calls.TxnRef, rank.rollback),
+        Op.CLOSE: (calls.TxnRef, rank.close),
+    }
+    kind, method = with_argument[op]
+    return method(calls.parse(message.arg, kind))
+
+
+def install(worker: Any) -> Rank:
+    """Make the state of a vLLM worker, guard its forward pass and watch whoever writes weights."""
+    from vllm.platforms import current_platform
+
+    missing = [name for name in FORWARD if not callable(getattr(worker, name, None))]
+    if missing:
+        raise RuntimeError(f"this vLLM's worker lacks {', '.join(missing)}: it cannot be guarded")
+    rank = Rank(
+        rank=int(worker.rank),
+        model=worker.model_runner.get_model(),
+        config=worker.vllm_config,
+        platform=str(current_platform.device_name),
+        device=worker.device,
+    )
+    for name in FORWARD:
+        setattr(worker, name, _guarded(getattr(worker, name), rank))
+    for name in WRITERS:
+        if callable(getattr(worker, name, None)):
+            setattr(worker, name, _watched(getattr(worker, name), name, rank))
+    return rank
+
+
+def _guarded(forward: Callable[..., Any], rank: Rank) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        if rank.dirty:
+            # Raising would be reported by one rank only, while the others wait for it in a collective (must E1).
+            log.critical("asked for a forward pass while weights are half written: this worker ends")
+            os._exit(EXIT_DIRTY)
+        return forward(*args, **kwargs)
+
+    return guarded
+
+
+def _watched(writer: Callable[..., Any], name: str, rank: Rank) -> Callable[..., Any]:
+    @functools.wraps(writer)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        rank.foreign(name)  # before the write, so that a failing one counts too
+        return writer(*args, **kwargs)
+
+    return watched
