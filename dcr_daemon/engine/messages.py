@@ -1,0 +1,240 @@
+"""The records that cross an engine's private socket, and their frames.
+
+A frame is a 4-byte big-endian length and one msgpack record; longer ones than `FRAME_LIMIT` are refused before
+anything is allocated. A call carries an id that nobody else draws; an answer counts only under that id (must E3).
+Every call that changes something also carries the owner's token and the engine's incarnation. Paths in records are
+local to the machine: bulk bytes never cross the socket. No pickle: a record is a tagged msgspec struct or it is void.
+
+`Poll` and `Pending` stay inside the server: its process polls the worker's jobs, so that a client waits on one call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from typing import TypeVar
+
+import msgspec
+
+from dcr_daemon.engine.port import EngineGone, StreamFacts, Transaction
+from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, Exhausted, Fenced, Incompatible, Misuse
+
+PROTOCOL = 1
+FRAME_LIMIT = 64 << 20  #: bytes of one record
+_LENGTH = struct.Struct(">I")
+T = TypeVar("T")
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", omit_defaults=False):
+    """`id` is unique over processes; `protocol` is what the caller speaks."""
+
+    id: str
+    protocol: int = PROTOCOL
+
+
+class Attach(Call, frozen=True, tag="attach"):
+    """`at_least` keeps the tokens of data parallel engines equal; clients leave it at 0."""
+
+    facts: StreamFacts
+    at_least: int = 0
+
+
+class Owned(Call, frozen=True):
+    """A call that only the present owner may make (must E3)."""
+
+    token: int
+    incarnation: str
+
+
+class Prove(Owned, frozen=True, tag="prove"):
+    version: int
+    vector: str
+    label: str
+
+
+class Serve(Owned, frozen=True, tag="serve"):
+    pass
+
+
+class Prepare(Owned, frozen=True, tag="prepare"):
+    txn: Transaction
+
+
+class Swap(Owned, frozen=True, tag="swap"):
+    txn: str
+
+
+class Settle(Owned, frozen=True, tag="settle"):
+    txn: str
+
+
+class Drop(Owned, frozen=True, tag="drop"):
+    pass
+
+
+class Load(Owned, frozen=True, tag="load"):
+    version: int
+    files: list[str]
+    vector: str
+    label: str
+
+
+class Outcome(Call, frozen=True, tag="outcome"):
+    txn: str
+
+
+class Status(Call, frozen=True, tag="status"):
+    pass
+
+
+class Inspect(Owned, frozen=True, tag="inspect"):
+    """Sum the live weights again and say where they lie."""
+
+
+class Checksums(Call, frozen=True, tag="checksums"):
+    """SHA-256 of every parameter and buffer; generation waits meanwhile."""
+
+
+class Poll(Call, frozen=True, tag="poll"):
+    """Is the job that this id began done? Inside the server only."""
+
+
+AnyCall = Attach | Prove | Serve | Prepare | Swap | Settle | Drop | Load | Outcome | Status | Inspect | Checksums | Poll
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True, tag_field="is"):
+    id: str
+
+
+class Done(Answer, frozen=True, tag="done"):
+    """`result` is the msgpack of what the engine port promises for this call."""
+
+    result: msgspec.Raw
+
+
+class Refused(Answer, frozen=True, tag="refused"):
+    """`kind` names an error class of `ERRORS`."""
+
+    kind: str
+    message: str
+    hint: str = ""
+
+
+class Pending(Answer, frozen=True, tag="pending"):
+    """A job is running in the workers: poll with the same id. Inside the server only."""
+
+
+AnyAnswer = Done | Refused | Pending
+
+#: What may cross the socket as an error; anything else arrives as plain `DcrError`.
+ERRORS: dict[str, type[DcrError]] = {
+    kind.__name__: kind
+    for kind in (EngineRefused, Fenced, EngineGone, Misuse, Incompatible, Corrupt, Exhausted, DcrError)
+}
+
+
+class TensorReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One canonical tensor as the engine holds it. `held` is the number of elements on each rank, `sum` its live
+    fingerprint in hex (empty unless the class is exact)."""
+
+    name: str
+    kind: str
+    held: list[int]
+    sum: str
+    reason: str = ""
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to `Inspect`: what is live, and where."""
+
+    incarnation: str
+    version: int | None
+    serving: bool
+    tensors: list[TensorReport]
+
+
+class RankChecksums(msgspec.Struct, frozen=True, kw_only=True):
+    """SHA-256 in hex of raw bytes in row-major order, by the name the model gives."""
+
+    rank: int
+    parameters: dict[str, str]
+    buffers: dict[str, str]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_calls = msgspec.msgpack.Decoder(AnyCall)
+_answers = msgspec.msgpack.Decoder(AnyAnswer)
+
+
+def encode(record: msgspec.Struct) -> bytes:
+    return _encoder.encode(record)
+
+
+def decode_call(body: bytes) -> AnyCall:
+    """Raises `Misuse` for anything that is not a call of this protocol."""
+    try:
+        call = _calls.decode(body)
+    except msgspec.MsgspecError as error:
+        raise Misuse(
+            f"not a call of this engine: {error}", hint="run the same version of dcr-daemon on both sides"
+        ) from error
+    if call.protocol != PROTOCOL:
+        raise Misuse(
+            f"the caller speaks socket protocol {call.protocol}, this engine {PROTOCOL}",
+            hint="run the same version of dcr-daemon on both sides",
+        )
+    return call
+
+
+def decode_answer(body: bytes) -> AnyAnswer:
+    """Raises `Misuse` for anything that is not an answer."""
+    try:
+        return _answers.decode(body)
+    except msgspec.MsgspecError as error:
+        raise Misuse(
+            f"the engine's socket gave no answer of this protocol: {error}",
+            hint="check that the socket belongs to a vLLM server with the dcr plugin of the same version",
+        ) from error
+
+
+def done(call_id: str, result: object) -> Done:
+    return Done(id=call_id, result=msgspec.Raw(_encoder.encode(result)))
+
+
+def refused(call_id: str, error: DcrError) -> Refused:
+    """An error as an answer; its kind is the nearest class that may cross."""
+    kind = next(base.__name__ for base in type(error).__mro__ if base.__name__ in ERRORS)
+    return Refused(id=call_id, kind=kind, message=error.message, hint=error.hint)
+
+
+def result_of(answer: AnyAnswer, kind: type[T]) -> T:
+    """The result inside an answer, or the error it carries, raised."""
+    match answer:
+        case Done():
+            return msgspec.msgpack.decode(answer.result, type=kind)
+        case Refused():
+            raise ERRORS.get(answer.kind, DcrError)(answer.message, hint=answer.hint)
+    raise Misuse("the engine left a call pending", hint="report this as a bug")
+
+
+def frame(body: bytes) -> bytes:
+    """A record with its length before it. Raises `Misuse` above `FRAME_LIMIT`."""
+    if len(body) > FRAME_LIMIT:
+        raise Misuse(f"a record of {len(body)} bytes is over the socket's limit of {FRAME_LIMIT}")
+    return _LENGTH.pack(len(body)) + body
+
+
+async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
+    """The next record, or None at a clean end.
+
+    Raises:
+        Misuse: the announced length is over the limit (nothing was read).
+        asyncio.IncompleteReadError, OSError: the peer went away inside a record.
+    """
+    head = await reader.read(1)
+    if not head:
+        return None
+    (length,) = _LENGTH.unpack(head + await reader.readexactly(_LENGTH.size - 1))
+    if length > FRAME_LIMIT:
+        raise Misuse(f"a record of {length} bytes is over the socket's limit of {FRAME_LIMIT}")
+    return await reader.readexactly(length)

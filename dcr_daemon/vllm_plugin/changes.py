@@ -1,0 +1,310 @@
+"""A change of the live weights, from prepared to committed, rolled back, or repaired (musts E4, E5, E6).
+
+    prepare ─► HELD ─[joint verdict]─► PREPARED ─ swap ─► BEGUN ─ apply ─► judged ─► COMMITTED
+                 └──────── drop ◄──────────┘                │  └─ again ─┘   │
+                                                            └── rollback ◄───┘  ─► judged ─► ROLLED BACK
+    BEGUN, whoever left it so: settle (as swap), or a dense load, which goes forward only; then the process ends.
+
+This is EngineCore's side: it asks all ranks, judges their answers jointly and decides. Old values stay in the workers
+until every rank was judged; after the first rank committed only forward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dcr_daemon.canonical.fingerprint import Vector
+from dcr_daemon.engine import messages
+from dcr_daemon.engine.port import Hop, Prepared, Swapped, Transaction, Verdict
+from dcr_daemon.errors import DcrError, EngineRefused
+from dcr_daemon.vllm_plugin import calls, judge, tables
+from dcr_daemon.vllm_plugin.calls import Begin, JobKind, Op, PreparedRank, Reply, Start, Status, Sums, TxnRef, TxnState
+from dcr_daemon.vllm_plugin.flows import JobSteps, Steps
+
+if TYPE_CHECKING:
+    from dcr_daemon.vllm_plugin.core import Core
+
+log = logging.getLogger("vllm.dcr")
+TRIES = 2  #: applies before a rollback, and complete dense loads before the engine process ends
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Change:
+    """A transaction that was judged: what each rank must find before and after, and the version it leads to."""
+
+    txn: str
+    base: int
+    version: int
+    label: str
+    ranks: list[PreparedRank]
+    after: Vector
+
+
+class Changes:
+    """At most one prepared and one begun transaction of one engine."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._reader = tables.Reader()
+        self._prepared: _Change | None = None
+        self._begun: _Change | None = None
+        self._was: Any = None  #: the scheduler's pause state before the begun transaction
+        self._loads = 0
+
+    @property
+    def prepared_id(self) -> str | None:
+        return self._prepared.txn if self._prepared else None
+
+    def forget_prepared(self) -> None:
+        """Our record only; the workers forget theirs at attach, at drop and when weights are written."""
+        self._prepared = None
+
+    def drop(self) -> None:
+        self._prepared = None
+        self._core.ranks.ask(Op.DROP, Status)
+
+    # -- prepare --------------------------------------------------------------------------------------------------
+
+    def prepare(self, call: messages.Prepare) -> Steps:
+        """Decode and sum on all ranks while generation goes on, then judge; nothing is written (must E4)."""
+        core, txn = self._core, call.txn
+        placement, live = core.require_live()
+        self._require_chain(txn)
+        self._prepared = None
+        promised = self._reader.start(txn.hops, placement.layout)
+        try:
+            ranks, hops = yield from self._held(txn)
+            while not promised.done():
+                yield None
+            promise, fits = promised.result(), len(hops)
+            table, before, after = promise.tables[:fits], promise.before[:fits], promise.after[:fits]
+            core.require_live()
+            judge.judge_chain(placement, live, table, before, after)
+            for number, one in enumerate(table):
+                judge.judge_hop(placement, one, [rank.hops[number] for rank in ranks])
+            changed = judge.judge_composed(placement, table, ranks)
+            core.ranks.ask(Op.APPROVE, Status, TxnRef(txn=txn.id))
+        except DcrError:
+            self._forget_everywhere()
+            raise
+        label = txn.label if fits == len(txn.hops) else str(hops[-1].version)
+        self._prepared = _Change(txn.id, txn.base, hops[-1].version, label, ranks, after[-1])
+        return Prepared(txn=txn.id, changed=changed, fits=fits)
+
+    def _held(self, txn: Transaction) -> JobSteps[tuple[list[PreparedRank], list[Hop]]]:
+        """Every rank holds the same number of hops: as many as fit on the fullest."""
+        core, hops = self._core, list(txn.hops)
+        while True:
+            files = [calls.HopFiles(version=h.version, base=h.base, attempt=h.attempt, chunks=h.chunks) for h in hops]
+            start = Start(id=txn.id, kind=JobKind.PREPARE, hops=files)
+            ranks = yield from core.job(start, PreparedRank)
+            fits = min(rank.fits for rank in ranks)
+            if all(rank.fits == fits and len(rank.hops) == fits for rank in ranks):
+                return ranks, hops[:fits]
+            self._forget_everywhere()
+            hops = hops[:fits]
+
+    def _require_chain(self, txn: Transaction) -> None:
+        core = self._core
+        if not txn.hops:
+            raise EngineRefused(f"transaction {txn.id} has no versions")
+        if core.proved is None:
+            raise EngineRefused("the engine is at no known version", hint="prove it, or load an anchor")
+        for hop, base in zip(txn.hops, [core.proved, *(hop.version for hop in txn.hops)], strict=False):
+            if hop.base != base:
+                raise EngineRefused(
+                    f"version {hop.version} is made from {hop.base}, not from {base}", hint="plan again"
+                )
+
+    def _forget_everywhere(self) -> None:
+        """Best effort: a rank that refuses to forget has begun, and says so at the next attach."""
+        self._prepared = None
+        self._core.ranks.replies(Op.DROP)
+
+    # -- swap -----------------------------------------------------------------------------------------------------
+
+    def swap(self, txn: str) -> Steps:
+        """Pause, write, judge, commit, resume. A second call for a transaction that ended gets its outcome."""
+        core = self._core
+        if txn in core.outcomes:
+            return core.outcomes[txn]
+        change = self._prepared
+        if change is None or change.txn != txn:
+            raise EngineRefused(f"transaction {txn} is not prepared", hint="prepare it again")
+        core.require_live()
+        core.ranks.ask(Op.CHECK, Status, TxnRef(txn=txn))
+        started = time.monotonic()
+        with self._at_rest("swap") as (was, resting):
+            if resting is not None:
+                yield resting
+            core.require_live()  # while it came to rest, others had their turn
+            core.ranks.ask(Op.CHECK, Status, TxnRef(txn=txn))
+        self._prepared, self._begun, self._was = None, change, was
+        core.begun, core.proved = txn, None
+        if fault := _faults(core.ranks.replies(Op.BEGIN, Begin(txn=txn))):
+            # Not every rank is dirty, so none has written and none may.
+            return self._roll_back(change, f"begin: {fault}", 0, started)
+        return self._carry_out(change, started)
+
+    @contextlib.contextmanager
+    def _at_rest(self, what: str) -> Iterator[tuple[Any, Future[Any] | None]]:
+        """Pause; if anything fails before the change begins, the pause state is as it was."""
+        core = self._core
+        was = core.host.state()
+        core.moving = what
+        try:
+            yield was, core.host.pause()
+        except (DcrError, GeneratorExit):
+            core.moving = ""
+            if core.proved is not None and core.begun is None:
+                core.host.restore(was)
+            else:
+                core.host.halt()
+            raise
+
+    def settle(self, txn: str) -> Swapped:
+        """End what somebody left begun, as swap would have: forward, else back (must E6)."""
+        core, change = self._core, self._begun
+        if txn in core.outcomes:
+            return core.outcomes[txn]
+        if core.begun != txn:
+            raise EngineRefused(f"transaction {txn} is not begun", hint="ask for its outcome")
+        started = time.monotonic()
+        if change is None:
+            return self._still_begun(txn, "a dense load was interrupted: load an anchor again", 0, started)
+        states = core.ranks.ask(Op.STATUS, Status)
+        if any(state.outcomes.get(txn) == Verdict.COMMITTED for state in states):
+            return self._commit(change, 0, started)
+        return self._carry_out(change, started)
+
+    def _carry_out(self, change: _Change, started: float) -> Swapped:
+        """Apply and judge, twice at most; commit, or roll back."""
+        fault = ""
+        for tries in range(1, TRIES + 1):
+            fault = self._written(change)
+            if not fault:
+                return self._commit(change, tries, started)
+            log.warning("dcr: transaction %s, apply %d: %s", change.txn, tries, fault)
+        return self._roll_back(change, fault, TRIES, started)
+
+    def _written(self, change: _Change) -> str:
+        """Write on all ranks and judge what the weights sum to now. Empty if all is as it must be."""
+        core = self._core
+        replies = core.ranks.replies(Op.APPLY, TxnRef(txn=change.txn))
+        if fault := _faults(replies):
+            return fault
+        found = [calls.parse(reply.result, Sums) for reply in replies]
+        return judge.judge_written(core.placed, [rank.after for rank in change.ranks], found)
+
+    def _commit(self, change: _Change, tries: int, started: float) -> Swapped:
+        """All ranks were judged good: from the first commit on only forward, so a rank that fails is asked again."""
+        core = self._core
+        fault = ""
+        for _ in range(TRIES):
+            fault = _faults(core.ranks.replies(Op.COMMIT, TxnRef(txn=change.txn)))
+            if not fault:
+                core.accept(change.version, change.after * core.placed.exact)
+                core.host.label(change.label)
+                return self._end(change.txn, Verdict.COMMITTED, "", tries, started)
+        return self._still_begun(change.txn, f"commit: {fault}", tries, started)
+
+    def _roll_back(self, change: _Change, why: str, tries: int, started: float) -> Swapped:
+        """Old values back on every rank that began, judged by the sums they had before."""
+        core = self._core
+        fault = ""
+        for _ in range(TRIES):
+            fault = self._reverted(change)
+            if not fault:
+                break
+            log.warning("dcr: transaction %s, rollback: %s", change.txn, fault)
+        if not fault:
+            core.ranks.replies(Op.CLOSE, TxnRef(txn=change.txn))
+            dirty = [status.rank for status in core.ranks.ask(Op.STATUS, Status) if status.dirty]
+            fault = f"ranks {dirty} stay dirty" if dirty else ""
+        if fault:
+            return self._still_begun(change.txn, f"{why}; rollback: {fault}", tries, started)
+        core.proved = change.base
+        return self._end(change.txn, Verdict.ROLLED_BACK, why, tries, started)
+
+    def _reverted(self, change: _Change) -> str:
+        """Roll back and judge. A rank that never began has nothing to give back, and may say so."""
+        core = self._core
+        replies = core.ranks.replies(Op.ROLLBACK, TxnRef(txn=change.txn))
+        states = core.ranks.ask(Op.STATUS, Status)
+        found = []
+        for reply, state, rank in zip(replies, states, change.ranks, strict=True):
+            untouched = not state.dirty and state.state not in (TxnState.BEGUN, TxnState.ROLLED_BACK)
+            if not reply.ok and not untouched:
+                return _faults([reply])
+            found.append(calls.parse(reply.result, Sums) if reply.ok else rank.before)
+        return judge.judge_written(core.placed, [rank.before for rank in change.ranks], found)
+
+    def _end(self, txn: str, verdict: Verdict, why: str, tries: int, started: float) -> Swapped:
+        """Clean on all ranks: back to the pause state from before, and the outcome is kept."""
+        core = self._core
+        self._begun, core.begun, self._loads = None, None, 0
+        core.moving = ""
+        core.host.restore(self._was)
+        log.info("dcr: transaction %s %s; version %s", txn, verdict, core.proved)
+        return core.remember(
+            Swapped(
+                txn=txn,
+                verdict=verdict,
+                version=core.proved,
+                serving=core.host.running,
+                pause=time.monotonic() - started,
+                tries=tries,
+                reason=why,
+            )
+        )
+
+    def _still_begun(self, txn: str, why: str, tries: int, started: float) -> Swapped:
+        """Neither forward nor back: the engine stays paused until somebody settles or loads (must E1)."""
+        log.error("dcr: transaction %s is still begun, the engine stays paused: %s", txn, why)
+        pause = time.monotonic() - started
+        return Swapped(
+            txn=txn, verdict=Verdict.BEGUN, version=None, serving=False, pause=pause, tries=tries, reason=why
+        )
+
+    # -- dense repair ---------------------------------------------------------------------------------------------
+
+    def load(self, call: messages.Load) -> Steps:
+        """Write everything from files, sum everything, commit. Supersedes whatever is begun; goes forward only.
+
+        A damaged file is refused and may be loaded again; weights that do not sum to the version after a complete
+        load, twice, end the engine process: there is nothing further to try (must E5).
+        """
+        core, placement = self._core, self._core.placed
+        vector = tables.read_vector(call.vector, placement.layout)
+        txn, started = f"load-{call.id}", time.monotonic()
+        with self._at_rest("load") as (was, resting):
+            if resting is not None:
+                yield resting
+            self._forget_everywhere()
+            core.ranks.ask(Op.BEGIN, Status, Begin(txn=txn, kind="load"))
+        self._was = was if core.begun is None else self._was
+        self._begun, core.begun, core.proved, core.live = None, txn, None, None
+        yield from core.job(Start(id=call.id, kind=JobKind.LOAD, files=call.files), calls.JobStatus)
+        live = yield from core.fingerprint(f"{call.id}-sums", placement)
+        if wrong := judge.differing(placement, live, vector):
+            self._loads += 1
+            reason = f"the loaded weights are not version {call.version}: {judge.name_some(wrong)}"
+            if self._loads >= TRIES:
+                core.host.end(f"{reason}, {self._loads} times")
+            return self._still_begun(txn, reason, 1, started)
+        if fault := _faults(core.ranks.replies(Op.COMMIT, TxnRef(txn=txn))):
+            return self._still_begun(txn, f"commit: {fault}", 1, started)
+        core.accept(call.version, live)
+        core.host.label(call.label)
+        return self._end(txn, Verdict.COMMITTED, "", 1, started)
+
+
+def _faults(replies: list[Reply]) -> str:
+    """What the ranks that were not ok said; empty if all were."""
+    return "; ".join(f"rank {reply.rank}: {reply.error}" for reply in replies if not reply.ok)

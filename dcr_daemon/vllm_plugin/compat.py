@@ -1,0 +1,110 @@
+"""Every internal name of vLLM that the engine half touches, checked before anything is changed.
+
+Promises: a vLLM in which one of these moved does not start with our plugin enabled, and says which name is missing; it
+never starts half guarded. Names that only the worker half touches are checked there, at its first call. A name belongs
+in this table if a later vLLM may move it without breaking its own public interface.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from inspect import signature
+
+#: module -> attributes, dotted from the module.
+ENGINE_NAMES: dict[str, tuple[str, ...]] = {
+    "vllm.v1.engine.core": (
+        "EngineCore.collective_rpc",
+        "EngineCore.get_weight_version",
+        "EngineCore.pause_scheduler",
+        "EngineCore.resume_scheduler",
+        "EngineCore.set_weight_version",
+        "EngineCoreProc.pause_scheduler",
+        "EngineCoreProc.run_busy_loop",
+        "DPEngineCoreProc.resume_scheduler",
+        "DPEngineCoreProc.run_busy_loop",
+    ),
+    "vllm.v1.core.sched.interface": ("PauseState.UNPAUSED", "PauseState.PAUSED_NEW", "PauseState.PAUSED_ALL"),
+    "vllm.v1.core.sched.scheduler": ("Scheduler.set_pause_state", "Scheduler.pause_state"),
+    "vllm.v1.engine.core_client": ("AsyncMPClient.call_utility_all_async",),
+    "vllm.v1.engine.exceptions": ("EngineDeadError",),
+    "vllm.plugins.endpoint_plugins.interface": ("init_endpoint_plugins_state",),
+    "vllm.platforms": ("current_platform.is_cpu",),
+}
+
+#: callables -> parameters we pass by name.
+PARAMETERS: dict[tuple[str, str], tuple[str, ...]] = {
+    ("vllm.v1.engine.core", "EngineCore.collective_rpc"): ("method", "args"),
+    ("vllm.v1.engine.core", "EngineCoreProc.pause_scheduler"): ("mode", "clear_cache"),
+}
+
+CPU_RIG_NAMES: dict[str, tuple[str, ...]] = {
+    "vllm.model_executor.layers.utils": ("dispatch_cpu_unquantized_gemm",),
+}
+
+
+class UnsupportedVllm(RuntimeError):
+    """This vLLM, or the way it was started, cannot carry the plugin."""
+
+
+def missing(names: dict[str, tuple[str, ...]]) -> list[str]:
+    """Which of `names` this vLLM does not have, as dotted paths in order."""
+    gone: list[str] = []
+    for module, attributes in names.items():
+        try:
+            root = importlib.import_module(module)
+        except ImportError:
+            gone.append(module)
+            continue
+        for attribute in attributes:
+            value: object = root
+            for part in attribute.split("."):
+                value = getattr(value, part, None)
+                if value is None:
+                    gone.append(f"{module}.{attribute}")
+                    break
+    return gone
+
+
+def misfits(parameters: dict[tuple[str, str], tuple[str, ...]]) -> list[str]:
+    """Which callables do not take the parameters that we pass."""
+    wrong: list[str] = []
+    for (module, path), wanted in parameters.items():
+        value: object = importlib.import_module(module)
+        for part in path.split("."):
+            value = getattr(value, part)
+        has = signature(value).parameters  # type: ignore[arg-type]  # a function, by the table
+        wrong += [f"{module}.{path}({name}=)" for name in wanted if name not in has]
+    return wrong
+
+
+def require(names: dict[str, tuple[str, ...]]) -> None:
+    """Raises `UnsupportedVllm` with every missing name at once."""
+    gone = missing(names)
+    if not gone and names is ENGINE_NAMES:
+        gone = misfits(PARAMETERS)
+    if gone:
+        import vllm
+
+        raise UnsupportedVllm(
+            f"dcr: vLLM {vllm.__version__} lacks what this version of dcr-daemon needs: {', '.join(gone)}. "
+            "Install a vLLM that docs/VLLM.md names, or a newer dcr-daemon; unset DCR_SOCKET to start without it."
+        )
+
+
+def require_start(environ: os._Environ[str] | dict[str, str]) -> None:
+    """Refuse a start that could never be proved: our parts are three, and all must be there.
+
+    Raises `UnsupportedVllm` naming the variable to change.
+    """
+    plugins = [name.strip() for name in environ.get("VLLM_PLUGINS", "").split(",")]
+    if "dcr_endpoint" not in plugins or "dcr" not in plugins:
+        raise UnsupportedVllm(
+            "dcr: DCR_SOCKET is set, but VLLM_PLUGINS does not name both of our plugins, so nobody could ever prove "
+            "this engine. Set VLLM_PLUGINS=dcr,dcr_endpoint (and your own plugins), or unset DCR_SOCKET."
+        )
+    if environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
+        raise UnsupportedVllm(
+            "dcr: the Rust front end loads no endpoint plugins, so DCR_SOCKET could not be opened. "
+            "Unset VLLM_USE_RUST_FRONTEND or DCR_SOCKET."
+        )

@@ -1,0 +1,238 @@
+"""The engine's private socket, and the gate before its public port.
+
+vLLM's API server loads this as an endpoint plugin and calls `init_state` before it listens. Promises: one socket per
+engine group, opened by the API server with client index 0, mode 0600, in a directory that is nobody else's; a live
+socket is never replaced (must E3). The port stays shut until the engine is proved and serves (must E2), and `/health`
+says 503 whenever the engine is dead or holds no known version. A call that arrived runs to its end whether or not
+its client waits.
+
+The socket's records go to EngineCore as they are; only the polling of the workers' jobs happens here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import socket
+import stat
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dcr_daemon.engine import messages
+from dcr_daemon.engine.messages import AnyAnswer, AnyCall, Attach, Pending
+from dcr_daemon.engine.port import EngineGone, EngineStatus
+from dcr_daemon.errors import DcrError, Misuse
+from dcr_daemon.vllm_plugin.compat import UnsupportedVllm
+from dcr_daemon.vllm_plugin.hooks import METHOD
+from dcr_daemon.vllm_plugin.merge import merge
+from dcr_daemon.vllm_plugin.settings import Settings
+
+log = logging.getLogger("vllm.dcr")
+POLL_FIRST, POLL = 0.005, 0.03  #: seconds between polls of a job; oftener would show in generation
+WATCH = 0.25  #: seconds between looks at the engine's state
+CONNECTIONS = 64  #: clients at once; a subscriber needs one
+
+
+class Endpoint:
+    """The endpoint plugin of one API-server process."""
+
+    name = "dcr"
+    required_tasks = None
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._ready = False
+        self._watcher: asyncio.Task[None] | None = None
+        self._server: SocketServer | None = None
+
+    def attach_router(self, app: Any) -> None:
+        """Replace GET /health by one that also knows whether the weights are a known version."""
+        if self._settings.socket is None:
+            return
+        from fastapi import Response
+
+        async def health() -> Any:
+            return Response(status_code=200 if await self._healthy(app.state) else 503)
+
+        app.add_api_route("/health", health, methods=["GET"])
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        """Open the socket, then wait until the engine serves (unless `DCR_GATE=health`).
+
+        Raises `UnsupportedVllm` if the socket cannot be opened safely.
+        """
+        if engine_client is None or self._settings.socket is None:
+            return
+        engines = Engines(engine_client.engine_core)
+        if engine_client.engine_core.client_index == 0:
+            self._server = SocketServer(self._settings.socket, engines)
+            await self._server.open()
+        if self._settings.gate == "port":
+            log.info("dcr: the port stays shut until %s has brought a proved version", self._settings.socket)
+            await self._wait_served(engines)
+            log.info("dcr: the engine is proved and serves; opening the port")
+        self._watcher = asyncio.create_task(self._watch(engines), name="dcr-watch")
+
+    async def _wait_served(self, engines: Engines) -> None:
+        """Raises `EngineGone` if the engine dies first, which ends the server."""
+        status = await engines.status()
+        while not status.serving or status.version is None:
+            await asyncio.sleep(WATCH)
+            status = await engines.status()
+
+    async def _watch(self, engines: Engines) -> None:
+        """Keep `_ready` current: a pause does not end readiness, an unknown version does."""
+        try:
+            while True:
+                status = await engines.status()
+                self._ready = status.version is not None and (self._ready or status.serving)
+                await asyncio.sleep(WATCH)
+        finally:
+            self._ready = False
+
+    async def _healthy(self, state: Any) -> bool:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            await state.engine_client.check_health()
+        except EngineDeadError:
+            return False
+        return self._ready
+
+
+class Engines:
+    """All engines behind one API server, asked as one."""
+
+    def __init__(self, core_client: Any) -> None:
+        self._client = core_client
+        self._tokens = 0
+        self._looks = 0
+
+    async def call(self, call: AnyCall) -> AnyAnswer:
+        """One call to its end. Raises `EngineGone` if the engine process is dead."""
+        if isinstance(call, Attach):
+            # Every attach comes through here, so all engines draw the same token.
+            self._tokens += 1
+            call = msgspec.structs.replace(call, at_least=self._tokens)
+        answer = await self._once(call, call)
+        nap = POLL_FIRST
+        while isinstance(answer, Pending):
+            await asyncio.sleep(nap)
+            nap = min(POLL, nap * 2)
+            answer = await self._once(call, messages.Poll(id=call.id))
+        return answer
+
+    async def status(self) -> EngineStatus:
+        self._looks += 1
+        answer = await self.call(messages.Status(id=f"look-{self._looks}"))
+        return messages.result_of(answer, EngineStatus)
+
+    async def _once(self, call: AnyCall, send: AnyCall) -> AnyAnswer:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            records = await self._client.call_utility_all_async(METHOD, messages.encode(send))
+        except EngineDeadError as error:
+            raise EngineGone("the engine process is dead", hint="restart the server") from error
+        return merge(call, [messages.decode_answer(record) for record in records])
+
+
+class SocketServer:
+    """The private unix socket. One task per connection, one call at a time on each."""
+
+    def __init__(self, path: Path, engines: Engines) -> None:
+        self._path = path
+        self._engines = engines
+        self._connections = 0
+        self._server: asyncio.Server | None = None
+        self._lock = -1
+
+    async def open(self) -> None:
+        """Bind and serve. Raises `UnsupportedVllm` if the directory is not private or a live server has the socket."""
+        private_directory(self._path.parent)
+        self._lock = take_lock(self._path)
+        self._server = await asyncio.start_unix_server(self._connected, sock=bind_private(self._path))
+        log.info("dcr: listening on %s", self._path)
+
+    async def close(self) -> None:
+        """Stop listening and let the next server have the path."""
+        if self._server is not None:
+            self._server.close()
+            self._path.unlink(missing_ok=True)
+            os.close(self._lock)
+            self._server = None
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._connections += 1
+        try:
+            while self._connections <= CONNECTIONS:
+                body = await messages.read_frame(reader)
+                if body is None:
+                    break
+                # The call is not tied to the client: one that hangs up finds its answer gone, and asks `outcome`.
+                writer.write(messages.frame(messages.encode(await self._answer(body))))
+                await writer.drain()
+        except (OSError, asyncio.IncompleteReadError, Misuse) as error:
+            log.info("dcr: a client of the socket went away: %s", error)
+        finally:
+            self._connections -= 1
+            writer.close()
+
+    async def _answer(self, body: bytes) -> AnyAnswer:
+        """Decode, carry out, and turn every error into an answer."""
+        call_id = ""
+        try:
+            call = messages.decode_call(body)
+            call_id = call.id
+            if isinstance(call, messages.Poll):
+                raise Misuse("polls stay inside the server")
+            return await self._engines.call(call)
+        except DcrError as error:
+            return messages.refused(call_id, error)
+        except Exception as error:  # the socket's supervisor: what vLLM raised for a utility call has no type
+            log.exception("dcr: a call failed in the engine")
+            return messages.refused(call_id, DcrError(f"the engine failed: {error}", hint="see the server's log"))
+
+
+def private_directory(path: Path) -> None:
+    """Make the socket's directory, mode 0700, or check that an existing one is ours alone."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = path.stat()
+    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise UnsupportedVllm(
+            f"dcr: the socket's directory {path} is open to others (mode {stat.S_IMODE(found.st_mode):04o}, "
+            f"owner {found.st_uid}). Give DCR_SOCKET a directory of its own, owned by this user, mode 0700."
+        )
+
+
+def take_lock(path: Path) -> int:
+    """Hold `PATH.lock` for the life of this process, so that a live server's socket is never replaced."""
+    lock = os.open(f"{path}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise UnsupportedVllm(
+            f"dcr: another live server has the socket {path}. Give every server a DCR_SOCKET of its own."
+        ) from None
+    return lock
+
+
+def bind_private(path: Path) -> socket.socket:
+    """A bound unix socket, mode 0600 from its first instant. The caller holds the lock, so what lies there is stale."""
+    if path.exists() and not path.is_socket():
+        raise UnsupportedVllm(f"dcr: {path} exists and is not a socket")
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    mask = os.umask(0o177)
+    try:
+        listener.bind(str(path))
+    finally:
+        os.umask(mask)
+    listener.setblocking(False)
+    return listener

@@ -1,0 +1,77 @@
+"""Work that needs more than one call: a generator that is taken a step further whenever it is polled.
+
+A step runs on EngineCore's thread and never waits. A flow yields `None` ("poll me again": a job runs in the workers)
+or a `Future` ("go on when this is done": the engine is coming to rest), and returns its result. So a long prepare
+costs generation nothing but a few short calls, and a swap that found the engine idle is over in one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from dcr_daemon.engine.messages import Answer, Pending, done, refused
+from dcr_daemon.errors import DcrError
+
+T = TypeVar("T")
+JobSteps = Generator[Future[Any] | None, None, T]
+Steps = JobSteps[Any]
+
+
+class Flow:
+    """One running call. `kind` is its operation's name, for messages."""
+
+    def __init__(self, call_id: str, kind: str, steps: Steps) -> None:
+        self.id = call_id
+        self.kind = kind
+        self.answer: Answer | None = None
+        self._steps = steps
+
+    @property
+    def live(self) -> bool:
+        return self.answer is None
+
+    def advance(self) -> Answer | Future[Answer]:
+        """Take the next step. A flow that ended keeps giving its answer."""
+        return self._step(lambda: next(self._steps))
+
+    def end(self, why: DcrError) -> None:
+        """Stop a flow whose owner is gone; its own clean-up runs now."""
+        if self.live:
+            self.answer = refused(self.id, why)
+            self._steps.close()
+
+    def _step(self, advance: Callable[[], Future[Any] | None]) -> Answer | Future[Answer]:
+        if self.answer is not None:
+            return self.answer
+        try:
+            waits_for = advance()
+        except StopIteration as stop:
+            self.answer = done(self.id, stop.value)
+            return self.answer
+        except DcrError as error:
+            self.answer = refused(self.id, error)
+            return self.answer
+        if waits_for is None:
+            return Pending(id=self.id)
+        return self._after(waits_for)
+
+    def _after(self, waits_for: Future[Any]) -> Future[Answer]:
+        """Go on when the engine has come to rest; its failure is thrown into the flow."""
+        outer: Future[Answer] = Future()
+
+        def proceed(rested: Future[Any]) -> None:
+            error = rested.exception()
+            try:
+                answer = self._step(lambda: self._steps.throw(error) if error else next(self._steps))
+            except Exception as unforeseen:  # noqa: BLE001  a callback's error is swallowed and the caller would wait for ever
+                outer.set_exception(unforeseen)
+                return
+            if isinstance(answer, Future):
+                answer.add_done_callback(lambda inner: outer.set_result(inner.result()))
+            else:
+                outer.set_result(answer)
+
+        waits_for.add_done_callback(proceed)
+        return outer

@@ -1,0 +1,305 @@
+"""Joins what the ranks summed, and judges it (musts E4, E5, F1). Pure: arrays in, arrays or `EngineRefused` out.
+
+Every rank sums what it holds, box by box. Equal boxes on several ranks are replicas: they must have equal sums and are
+counted once. Distinct boxes of a tensor add up to the tensor. That they tile it is shown in two steps: their sizes add
+up to the tensor's (here), and the joined fingerprint equals a version's; a gap and an overlap of one size cannot pass
+both, because a summand depends on its position.
+
+A verdict names tensors, never only a total.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dcr_daemon.canonical.fingerprint import Vector
+from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.engine.port import TensorClass
+from dcr_daemon.errors import EngineRefused
+from dcr_daemon.vllm_plugin.calls import AttachedRank, FingerprintRank, Held, PreparedRank, SegmentSums, Sums
+
+NAMED = 12  #: names in one message, at most
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placement:
+    """Where the canonical tensors lie over all ranks.
+
+    `classes`: [tensors]. `local`: per rank, the global number of each of its boxes. `tensor`, `elements`, `holders`:
+    per global box, its tensor, its size, and how many local boxes of all ranks it is.
+    """
+
+    layout: Layout
+    classes: tuple[TensorClass, ...]
+    local: tuple[Ints, ...]
+    tensor: Ints
+    elements: Ints
+    holders: Ints
+
+    @property
+    def exact(self) -> npt.NDArray[np.bool_]:
+        """[tensors]: whether a tensor's live bits can be summed."""
+        return np.array([kind is TensorClass.EXACT for kind in self.classes], dtype=bool)
+
+    def held(self, rank: int) -> Ints:
+        """[tensors]: canonical elements on one rank."""
+        count = np.zeros(len(self.layout), dtype=np.int64)
+        np.add.at(count, self.tensor[self.local[rank]], self.elements[self.local[rank]])
+        return count
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HopTable:
+    """The segment tables of one version's chunks, one row per segment in the order in which ranks number them.
+
+    `tensor`, `changed`: int64; `before`, `after`: u64; `chunk`: which of the hop's chunks.
+    """
+
+    version: int
+    tensor: Ints
+    changed: Ints
+    before: Vector
+    after: Vector
+    chunk: Ints
+
+    def delta(self, tensors: int) -> Vector:
+        """[tensors]: what this version adds to each tensor's fingerprint, mod 2^64."""
+        total = np.zeros(tensors, dtype=np.uint64)
+        np.add.at(total, self.tensor, self.after - self.before)
+        return total
+
+
+def name_some(names: Iterable[str]) -> str:
+    """A bounded enumeration: the first `NAMED`, then how many more."""
+    listed = list(names)
+    more = f" and {len(listed) - NAMED} more" if len(listed) > NAMED else ""
+    return ", ".join(listed[:NAMED]) + more
+
+
+def join_placement(layout: Layout, ranks: Sequence[AttachedRank]) -> Placement:
+    """One placement from all ranks' answers to attach.
+
+    Raises `EngineRefused` with every refused tensor and its reason, and every tensor not covered exactly once.
+    """
+    numbers: dict[tuple[Any, ...], int] = {}
+    local = [
+        np.array(
+            [numbers.setdefault((b.tensor, b.dst, b.shape, b.strides), len(numbers)) for b in rank.boxes],
+            dtype=np.int64,
+        )
+        for rank in ranks
+    ]
+    tensor = np.array([key[0] for key in numbers], dtype=np.int64)
+    elements = np.array([int(np.prod(key[2], dtype=np.int64)) for key in numbers], dtype=np.int64)
+    holders = np.zeros(len(numbers), dtype=np.int64)
+    for boxes in local:
+        np.add.at(holders, boxes, 1)
+    reasons = _refusals(ranks)
+    covered = np.zeros(len(layout), dtype=np.int64)
+    np.add.at(covered, tensor, elements)
+    classes = []
+    for index, spec in enumerate(layout):
+        held = {rank.held[index] for rank in ranks}
+        if Held.PLACED in held or (spec.elements == 0 and Held.REFUSED not in held):
+            classes.append(TensorClass.EXACT)
+            if covered[index] != spec.elements:
+                reasons.append(f"{spec.name}: {covered[index]} of {spec.elements} elements are in some rank's memory")
+            continue
+        classes.append(TensorClass.ABSENT)
+        if Held.ABSENT not in held and Held.REFUSED not in held:
+            reasons.append(f"{spec.name}: no rank's loader places it")
+        elif covered[index]:
+            reasons.append(f"{spec.name}: left out by a loader, yet in some rank's memory")
+    if reasons:
+        raise EngineRefused(
+            f"this engine cannot be kept up to date in place: {'; '.join(reasons[:100])}"
+            + (f"; and {len(reasons) - 100} more" if len(reasons) > 100 else ""),
+            hint="docs/VLLM.md lists what is refused and why",
+        )
+    return Placement(layout, tuple(classes), tuple(local), tensor, elements, holders)
+
+
+def _refusals(ranks: Sequence[AttachedRank]) -> list[str]:
+    """Reasons of all ranks, each once, with the ranks that gave it where it was not all of them."""
+    by_reason: dict[tuple[str, str], list[int]] = {}
+    for number, rank in enumerate(ranks):
+        for name, reason in rank.refusals.items():
+            by_reason.setdefault((name, reason), []).append(number)
+    return [
+        (f"{name}: " if name else "")
+        + reason
+        + ("" if len(who) == len(ranks) else f" (rank {', '.join(map(str, who))})")
+        for (name, reason), who in by_reason.items()
+    ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Joined:
+    """Entries of all ranks, replicas folded: unique `key`s, and each column's value."""
+
+    key: Ints
+    columns: tuple[npt.NDArray[Any], ...]
+
+
+def _fold(placement: Placement, entries: Sequence[tuple[Ints, tuple[npt.NDArray[Any], ...]]], what: str) -> _Joined:
+    """Fold replicas. A key is `row * boxes + box`; each rank gives its keys and columns.
+
+    Raises `EngineRefused` where replicas differ, or where a holder of a box does not report it.
+    """
+    boxes = max(1, placement.tensor.size)
+    key = np.concatenate([entry[0] for entry in entries])
+    rank = np.repeat(np.arange(len(entries)), [entry[0].size for entry in entries])
+    columns = [np.concatenate([entry[1][i] for entry in entries]) for i in range(len(entries[0][1]))]
+    order = np.argsort(key, kind="stable")
+    key, rank = key[order], rank[order]
+    columns = [column[order] for column in columns]
+    start = np.ones(key.size, dtype=bool)
+    start[1:] = key[1:] != key[:-1]
+    first = np.flatnonzero(start)
+    group = np.cumsum(start) - 1
+    differs = np.zeros(key.size, dtype=bool)
+    for column in columns:
+        differs |= column != column[first][group] if key.size else differs
+    if differs.any():
+        where = _names(placement, key[differs] % boxes)
+        raise EngineRefused(
+            f"{what}: a replica differs on rank {', '.join(map(str, sorted(set(rank[differs].tolist()))))}: {where}",
+            hint="the weights in one worker's memory are damaged: restart the server",
+        )
+    silent = np.bincount(group, minlength=first.size)[: first.size] != placement.holders[key[first] % boxes]
+    if silent.any():
+        raise EngineRefused(
+            f"{what}: not every holder of a box summed it: {_names(placement, key[first][silent] % boxes)}",
+            hint="the ranks do not hold the same transaction: attach again",
+        )
+    return _Joined(key[first], tuple(column[first] for column in columns))
+
+
+def _names(placement: Placement, boxes: Ints) -> str:
+    tensors = sorted(set(placement.tensor[boxes].tolist()))
+    return name_some(placement.layout[t].name for t in tensors)
+
+
+def join_fingerprint(placement: Placement, ranks: Sequence[FingerprintRank]) -> Vector:
+    """The live vector (u64 [tensors]; 0 where a tensor is not `exact`). Raises `EngineRefused` if replicas differ."""
+    entries = []
+    for local, rank in zip(placement.local, ranks, strict=True):
+        sums = np.frombuffer(rank.sums, dtype="<u8")
+        if sums.size != local.size:
+            raise EngineRefused(f"a rank summed {sums.size} boxes and placed {local.size}", hint="attach again")
+        entries.append((local, (sums,)))
+    joined = _fold(placement, entries, "fingerprint")
+    vector = np.zeros(len(placement.layout), dtype=np.uint64)
+    np.add.at(vector, placement.tensor[joined.key], joined.columns[0])
+    return vector
+
+
+def differing(placement: Placement, one: Vector, other: Vector) -> list[str]:
+    """Names of the exact tensors in which two vectors differ, in layout order."""
+    return [placement.layout[int(t)].name for t in np.flatnonzero((one != other) & placement.exact)]
+
+
+def judge_chain(
+    placement: Placement, live: Vector, tables: Sequence[HopTable], before: Sequence[Vector], after: Sequence[Vector]
+) -> None:
+    """F1 for every tensor: the engine is at the first `before`, hops meet, and chunks lead from each to the next.
+
+    `before` and `after` are whole version vectors, one pair per hop. Raises `EngineRefused` naming version and tensors.
+    """
+    layout = placement.layout
+    if wrong := differing(placement, live, before[0]):
+        raise EngineRefused(
+            f"the live weights are not the base of version {tables[0].version}: {name_some(wrong)}",
+            hint="attach again to find out which version is live",
+        )
+    for index, table in enumerate(tables):
+        if index and (before[index] != after[index - 1]).any():
+            raise EngineRefused(f"version {table.version} does not start where the version before it ended")
+        reached = before[index] + table.delta(len(layout))
+        wrong = [layout[int(t)].name for t in np.flatnonzero(reached != after[index])]
+        if wrong:
+            raise EngineRefused(
+                f"the chunks of version {table.version} do not lead from its base to its seal: {name_some(wrong)}",
+                hint="a chunk is missing or not the seal's: stage the version again",
+            )
+
+
+def judge_hop(placement: Placement, table: HopTable, ranks: Sequence[SegmentSums]) -> None:
+    """Each segment's joint sums against the chunk's own, before and after this hop (must E4).
+
+    Raises `EngineRefused` naming tensors: nothing has been written.
+    """
+    boxes = max(1, placement.tensor.size)
+    entries = []
+    for local, rank in zip(placement.local, ranks, strict=True):
+        segment = np.frombuffer(rank.segment, dtype="<u4").astype(np.int64)
+        box = local[np.frombuffer(rank.box, dtype="<u4")]
+        if segment.size and int(segment.max()) >= table.tensor.size:
+            raise EngineRefused(f"a rank numbers more segments of version {table.version} than its chunks have")
+        columns = (
+            np.frombuffer(rank.count, "<i8"),
+            np.frombuffer(rank.before, "<u8"),
+            np.frombuffer(rank.after, "<u8"),
+        )
+        entries.append((segment * boxes + box, columns))
+    joined = _fold(placement, entries, f"version {table.version}")
+    segment = joined.key // boxes
+    counted, before, after = (np.zeros(table.tensor.size, dtype=kind) for kind in (np.int64, np.uint64, np.uint64))
+    for total, column in zip((counted, before, after), joined.columns, strict=True):
+        np.add.at(total, segment, column)
+    exact = placement.exact[table.tensor]
+    for wrong, text, hint in (
+        (before != table.before, "the live weights are not what version {} was made from", "attach again"),
+        (counted != table.changed, "version {} changes elements that no rank holds", "attach again"),
+        (after != table.after, "version {} does not give the values its chunks promise", "stage the version again"),
+    ):
+        if (wrong & exact).any():
+            tensors = sorted(set(table.tensor[wrong & exact].tolist()))
+            names = name_some(placement.layout[t].name for t in tensors)
+            raise EngineRefused(f"{text.format(table.version)}: {names}", hint=hint)
+
+
+def judge_composed(placement: Placement, tables: Sequence[HopTable], ranks: Sequence[PreparedRank]) -> int:
+    """What will be written, as one change, against the hops it was composed from. Returns distinct changed elements.
+
+    Raises `EngineRefused` naming tensors.
+    """
+    entries = []
+    for local, rank in zip(placement.local, ranks, strict=True):
+        if rank.before.box != rank.after.box or rank.before.count != rank.after.count:
+            raise EngineRefused("a rank's transaction does not write what it read", hint="this is a bug: report it")
+        box = local[np.frombuffer(rank.after.box, dtype="<u4")]
+        sums = (np.frombuffer(one, "<u8") for one in (rank.before.sums, rank.after.sums))
+        entries.append((box, (np.frombuffer(rank.after.count, "<i8"), *sums)))
+    joined = _fold(placement, entries, "transaction")
+    count, before, after = joined.columns
+    written = np.zeros(len(placement.layout), dtype=np.uint64)
+    np.add.at(written, placement.tensor[joined.key], after - before)
+    wanted = np.zeros_like(written)
+    for table in tables:
+        wanted += table.delta(len(placement.layout))
+    if wrong := differing(placement, written, wanted):
+        raise EngineRefused(
+            f"the composed change is not the sum of its versions: {name_some(wrong)}", hint="this is a bug: report it"
+        )
+    return int(count.sum())
+
+
+def judge_written(placement: Placement, wanted: Sequence[Sums], found: Sequence[Sums]) -> str:
+    """Whether every rank's live sums are what it must have written. Empty if so, else the tensors and ranks."""
+    faults = []
+    for number, (local, want, have) in enumerate(zip(placement.local, wanted, found, strict=True)):
+        if want.box != have.box:
+            faults.append(f"rank {number} summed other boxes than it wrote")
+            continue
+        wrong = np.frombuffer(want.sums, "<u8") != np.frombuffer(have.sums, "<u8")
+        if wrong.any():
+            boxes = local[np.frombuffer(want.box, "<u4")[wrong]]
+            faults.append(f"rank {number}: {_names(placement, boxes)}")
+    return "; ".join(faults)

@@ -1,0 +1,140 @@
+"""One answer from the answers of several data parallel engines (must E9). Pure.
+
+Dense engines are independent copies: each judges its own ranks, all must agree, and where they do not the answer says
+which engine says what. (Where experts are split over engines, attach refuses before this matters.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import msgspec
+
+from dcr_daemon.engine import messages
+from dcr_daemon.engine.messages import AnyAnswer, AnyCall, Done, Pending, RankChecksums, Refused, Report
+from dcr_daemon.engine.port import Attached, EngineStatus, Prepared, Swapped, Verdict
+from dcr_daemon.errors import EngineRefused
+
+T = TypeVar("T")
+Changing = messages.Swap | messages.Settle | messages.Load
+
+
+def merge(call: AnyCall, answers: Sequence[AnyAnswer]) -> AnyAnswer:
+    """The common answer. A refusal of any engine is the answer, unless another one has changed its weights already:
+    then the verdict says what each did."""
+    if len(answers) == 1:
+        return answers[0]
+    for answer in answers:
+        if isinstance(answer, Pending):
+            return answer
+    done = [answer for answer in answers if isinstance(answer, Done)]
+    for number, answer in enumerate(answers):
+        if isinstance(answer, Refused) and not (done and isinstance(call, Changing)):
+            return msgspec.structs.replace(answer, message=f"engine {number}: {answer.message}")
+    try:
+        return messages.done(call.id, _merged(call, answers))
+    except EngineRefused as error:
+        return messages.refused(call.id, error)
+
+
+def _merged(call: AnyCall, answers: Sequence[AnyAnswer]) -> object:
+    match call:
+        case messages.Attach():
+            return _attached(_results(answers, Attached))
+        case messages.Prepare():
+            return _same(_results(answers, Prepared), "prepared different changes")
+        case messages.Swap() | messages.Settle() | messages.Load() | messages.Outcome():
+            return _swapped(answers)
+        case messages.Status():
+            return _status(_results(answers, EngineStatus))
+        case messages.Inspect():
+            return _report(_results(answers, Report))
+        case messages.Checksums():
+            ranks = [one for engine in _results(answers, list[RankChecksums]) for one in engine]
+            return [msgspec.structs.replace(one, rank=number) for number, one in enumerate(ranks)]
+    return None
+
+
+def _results(answers: Sequence[AnyAnswer], kind: type[T]) -> list[T]:
+    return [messages.result_of(answer, kind) for answer in answers]
+
+
+def _same(values: Sequence[T], what: str) -> T:
+    if any(value != values[0] for value in values):
+        raise EngineRefused(f"the data parallel engines {what}: {list(values)}", hint="restart the server")
+    return values[0]
+
+
+def _attached(engines: Sequence[Attached]) -> Attached:
+    first = engines[0]
+    incarnation = "+".join(engine.incarnation for engine in engines)
+    adopted = next((engine.adopted for engine in engines if engine.adopted), None)
+    _same([engine.token for engine in engines], "have different owners")
+    if adopted is None:
+        _same([engine.vector for engine in engines], "hold different weights")
+        _same([engine.classes for engine in engines], "place different tensors")
+    return msgspec.structs.replace(
+        first,
+        incarnation=incarnation,
+        adopted=adopted,
+        version=_common(engine.version for engine in engines),
+        serving=all(engine.serving for engine in engines),
+    )
+
+
+def _common(values: object) -> int | None:
+    """The value that all share, else None."""
+    found = set(values)  # type: ignore[call-overload]  # any iterable of hashables
+    return found.pop() if len(found) == 1 else None
+
+
+def _swapped(answers: Sequence[AnyAnswer]) -> Swapped:
+    swaps = [messages.result_of(answer, Swapped) if isinstance(answer, Done) else None for answer in answers]
+    known = [swap for swap in swaps if swap is not None]
+    texts = [
+        f"engine {number}: " + (f"{swap.verdict} {swap.reason}".strip() if swap else getattr(answer, "message", ""))
+        for number, (swap, answer) in enumerate(zip(swaps, answers, strict=True))
+    ]
+    agreed = len(known) == len(swaps) and len({swap.verdict for swap in known}) == 1
+    verdict = known[0].verdict if agreed else Verdict.BEGUN
+    return Swapped(
+        txn=known[0].txn,
+        verdict=verdict,
+        version=_common(swap.version for swap in known) if agreed else None,
+        serving=all(swap.serving for swap in known) and len(known) == len(swaps),
+        pause=max(swap.pause for swap in known),
+        tries=max(swap.tries for swap in known),
+        reason="" if verdict is Verdict.COMMITTED else "; ".join(texts),
+    )
+
+
+def _status(engines: Sequence[EngineStatus]) -> EngineStatus:
+    return EngineStatus(
+        incarnation="+".join(engine.incarnation for engine in engines),
+        version=_common(engine.version for engine in engines),
+        serving=all(engine.serving for engine in engines),
+        prepared=next((engine.prepared for engine in engines if engine.prepared), None),
+        begun=next((engine.begun for engine in engines if engine.begun), None),
+    )
+
+
+def _report(engines: Sequence[Report]) -> Report:
+    """Ranks of all engines side by side; a tensor's sum is shown only where all engines agree."""
+    tensors = []
+    for rows in zip(*(engine.tensors for engine in engines), strict=True):
+        agreed = len({row.sum for row in rows}) == 1
+        tensors.append(
+            msgspec.structs.replace(
+                rows[0],
+                held=[count for row in rows for count in row.held],
+                sum=rows[0].sum if agreed else "",
+                reason=rows[0].reason if agreed else "the engines hold different values",
+            )
+        )
+    return Report(
+        incarnation="+".join(engine.incarnation for engine in engines),
+        version=_common(engine.version for engine in engines),
+        serving=all(engine.serving for engine in engines),
+        tensors=tensors,
+    )
