@@ -112,7 +112,7 @@ class Layout:
         """Read `encoded` back. Raises `Corrupt` unless re-encoding gives the same bytes."""
         try:
             layout = cls(TensorSpec(str(n), str(d), tuple(int(x) for x in s)) for n, d, s in json.loads(body))
-        except (ValueError, TypeError, UnicodeError) as error:
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
             raise Corrupt(f"layout object does not parse: {error}") from error
         if layout.encoded != body:
             raise Corrupt("layout object is not in canonical form")

@@ -1,0 +1,74 @@
+"""Boxes: bounds against a tensor, injectivity, ordinals to canonical elements."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcr_daemon.canonical.box import Box
+
+
+def elements_of(box: Box) -> list[int]:
+    """Canonical elements in row-major order, the slow and obvious way."""
+    axes = [range(n) for n in box.shape]
+    return [box.dst + sum(i * s for i, s in zip(at, box.strides, strict=True)) for at in itertools.product(*axes)]
+
+
+boxes = st.integers(1, 4).flatmap(
+    lambda rank: st.builds(
+        Box,
+        st.integers(0, 40),
+        st.tuples(*[st.integers(1, 4)] * rank),
+        st.tuples(*[st.integers(1, 30)] * rank),
+    )
+)
+
+
+@given(boxes)
+def test_ordinals_name_elements_in_row_major_order(box: Box) -> None:
+    slow = elements_of(box)
+    assert box.canonical(np.arange(box.elements, dtype=np.int64)).tolist() == slow
+    assert box.last == max(slow)
+    assert box.elements == len(slow)
+
+
+@given(boxes, st.integers(0, 200))
+def test_a_box_that_fits_is_inside_and_visits_nothing_twice(box: Box, elements: int) -> None:
+    slow = elements_of(box)
+    if box.fits(elements):
+        assert max(slow) < elements
+        assert len(set(slow)) == len(slow)
+    else:
+        by_stride = sorted((s, n) for s, n in zip(box.strides, box.shape, strict=True) if n > 1)
+        nested = all(s > sum((n - 1) * t for t, n in by_stride[:i]) for i, (s, _) in enumerate(by_stride))
+        assert max(slow) >= elements or not nested
+
+
+@pytest.mark.parametrize("strides", list(itertools.permutations((1, 3, 12))))
+def test_every_transposition_of_a_dense_tensor_fits(strides: tuple[int, ...]) -> None:
+    sizes = {1: 3, 3: 4, 12: 5}
+    box = Box(0, tuple(sizes[s] for s in strides), strides)
+    assert box.fits(60)
+    assert not box.fits(59)
+    assert sorted(elements_of(box)) == list(range(60))
+
+
+def test_elements_beyond_32_bits() -> None:
+    columns = Box(5_000_000_000, (3, 2), (1 << 33, 1))
+    assert columns.fits(1 << 36)
+    assert not columns.fits(1 << 34)
+    found = columns.canonical(np.array([0, 1, 2, 5], dtype=np.int64))
+    assert found.tolist() == [5_000_000_000, 5_000_000_001, 5_000_000_000 + (1 << 33), 5_000_000_001 + (1 << 34)]
+
+
+@pytest.mark.parametrize(
+    ("dst", "shape", "strides"),
+    [(0, (), ()), (0, (1,) * 5, (1,) * 5), (0, (2,), (1, 1)), (-1, (2,), (1,)), (0, (0,), (1,)), (0, (2,), (0,))],
+)
+def test_nonsense_is_no_box(dst: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="a box has"):
+        Box(dst, shape, strides)
