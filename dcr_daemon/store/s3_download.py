@@ -68,6 +68,8 @@ class Download:
             self._restart()
             if begin:
                 raise Transient("the object changed while it was read")
+        if "ContentLength" not in answer:
+            raise Transient("the answer does not tell its length, so that a cut could not be seen")
         self._etag = etag
         total = int(size) if begin else int(answer["ContentLength"])
         if total > self._limit:

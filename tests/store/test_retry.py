@@ -1,0 +1,99 @@
+"""The retry loop, on a clock that only moves when it sleeps."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import nullcontext
+
+import pytest
+
+from dcr_daemon.errors import StoreUnavailable
+from dcr_daemon.store.retry import PROGRESS_BYTES, Patience, Transient, persist
+
+PATIENCE = Patience(seconds=10.0, first=0.4, longest=2.0)
+
+
+async def fail(_: float) -> None:
+    raise Transient("503 SlowDown")
+
+
+async def test_the_budget_bounds_pauses_and_the_error_tells_the_story(clock) -> None:
+    with pytest.raises(StoreUnavailable, match=r"get x: 503 SlowDown \(tried \d+ times, 10 s"):
+        await persist(fail, what="get x", patience=PATIENCE, gate=nullcontext())
+    assert sum(clock.slept) <= 10.0
+    assert clock.slept[:4] == pytest.approx([0.3, 0.6, 1.2, 1.5])
+    assert max(clock.slept) == pytest.approx(1.5)
+
+
+async def test_time_spent_trying_counts(clock) -> None:
+    given: list[float] = []
+
+    async def slow(seconds: float) -> None:
+        given.append(seconds)
+        clock.time += 4.0
+        raise Transient("no answer")
+
+    with pytest.raises(StoreUnavailable):
+        await persist(slow, what="get x", patience=PATIENCE, gate=nullcontext())
+    assert given == pytest.approx([10.0, 5.7, 1.1])
+
+
+async def test_progress_renews_the_patience(clock) -> None:
+    arrived, tries = 0, 0
+
+    async def some(_: float) -> str:
+        nonlocal arrived, tries
+        tries += 1
+        if tries == 100:
+            return "all"
+        arrived += PROGRESS_BYTES
+        raise Transient("cut")
+
+    assert await persist(some, what="get", patience=PATIENCE, gate=nullcontext(), progress=lambda: arrived) == "all"
+    assert sum(clock.slept) > 10 * PATIENCE.seconds / 4
+
+
+async def test_a_trickle_is_not_progress(clock) -> None:
+    arrived = 0
+
+    async def drop(_: float) -> None:
+        nonlocal arrived
+        arrived += 1
+        raise Transient("cut")
+
+    with pytest.raises(StoreUnavailable):
+        await persist(drop, what="get", patience=PATIENCE, gate=nullcontext(), progress=lambda: arrived)
+
+
+async def test_waiting_for_a_place_costs_no_patience_and_a_pause_holds_none(clock) -> None:
+    gate = asyncio.Semaphore(1)
+    free_during_pause: list[bool] = []
+    sleep = clock.sleep
+
+    async def look(seconds: float) -> None:
+        free_during_pause.append(not gate.locked())
+        await sleep(seconds)
+
+    clock.sleep = look
+    await gate.acquire()
+    task = asyncio.create_task(persist(fail, what="get", patience=PATIENCE, gate=gate))
+    await asyncio.sleep(0)
+    clock.time += 1000.0
+    gate.release()
+    with pytest.raises(StoreUnavailable, match=r"tried ([5-9]|\d\d) times"):
+        await task
+    assert all(free_during_pause)
+
+
+async def test_only_transient_faults_are_tried_again(clock) -> None:
+    async def broken(_: float) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await persist(broken, what="get", patience=PATIENCE, gate=nullcontext())
+    assert clock.slept == []
+
+
+def test_throttling_begins_higher() -> None:
+    assert PATIENCE.pause(1, throttled=True) > PATIENCE.pause(1, throttled=False)
+    assert PATIENCE.pause(10_000, throttled=True) <= PATIENCE.longest
