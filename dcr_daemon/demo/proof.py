@@ -40,7 +40,8 @@ def checksums(socket: Path) -> list[dict[str, str]]:
     async def ask() -> list[dict[str, str]]:
         engine = VllmEngine(socket)
         try:
-            return await engine.checksums()
+            ranks = sorted(await engine.checksums(), key=lambda rank: rank.rank)
+            return [rank.parameters | {f"buffer {n}": sha for n, sha in rank.buffers.items()} for rank in ranks]
         finally:
             await engine.close()
 

@@ -3,15 +3,21 @@
 It stands for the training side of a run: `publish(trainer.weights())` in process, or `trainer.save(dir)` for a
 watched directory, as any framework writes. The reward is a toy (lower-case letters); everything
 about the weights is real: float32 masters, AdamW, a small learning rate, one cast to BF16.
+
+    python -m dcr_daemon.demo.trainer MODEL OUT --steps 100 --every 10
 """
 
 from __future__ import annotations
 
+import argparse
+import asyncio
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dcr_daemon import runtime
 from dcr_daemon.demo.models import copy_side_files, write_sharded
 
 if TYPE_CHECKING:
@@ -153,3 +159,24 @@ def _spread(master: torch.Tensor, random: torch.Generator) -> None:
     bits = master.view(torch.int32)
     noise = torch.randint(-0x7FFF, 0x8000, bits.shape, generator=random, dtype=torch.int32)
     bits.add_(torch.where((master != 0) & master.isfinite(), noise, torch.zeros_like(noise)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train, and save a checkpoint below OUT after every step.")
+    parser.add_argument("model", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--every", type=float, default=0.0, help="seconds between two steps")
+    parser.add_argument("--learning-rate", type=float, default=1e-6)
+    given = parser.parse_args()
+    trainer = Trainer(given.model, learning_rate=given.learning_rate)
+    for _ in range(given.steps):
+        step = trainer.step()
+        trainer.save(given.out / f"step-{step.number:06d}", shard_bytes=64 << 20)
+        sys.stdout.write(f"step {step.number} reward {step.reward:.3f} loss {step.loss:.4f}\n")
+        sys.stdout.flush()
+        asyncio.run(runtime.sleep(given.every))
+
+
+if __name__ == "__main__":
+    main()

@@ -50,7 +50,7 @@ def test_nothing_heavy_is_imported_for_help(arguments: list[str]) -> None:
 def test_reading_a_file_stream_loads_neither_torch_nor_the_aws_sdk(tmp_path: Path) -> None:
     probe = (
         "import sys; from dcr_daemon.cli.app import run; run(sys.argv[1:]); "
-        f"print([m for m in ('torch', 'vllm', 'botocore') if m in sys.modules], file=sys.stderr)"
+        "print([m for m in ('torch', 'vllm', 'botocore') if m in sys.modules], file=sys.stderr)"
     )
     arguments = ["log", f"file://{tmp_path}/none", "--json"]
     done = subprocess.run([sys.executable, "-c", probe, *arguments], capture_output=True, text=True, check=True)
@@ -106,7 +106,15 @@ def test_publishing_to_no_stream_exits_11(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize("url", ["vllm://host/x", "dir:relative", "http://x", "vllm:///"])
 def test_a_wrong_engine_url_exits_2(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = outcome(
-        capsys, "subscribe", "--from", f"file://{tmp_path}/s", "--engine", url, "--state", str(tmp_path / "st"), "--once"
+        capsys,
+        "subscribe",
+        "--from",
+        f"file://{tmp_path}/s",
+        "--engine",
+        url,
+        "--state",
+        str(tmp_path / "st"),
+        "--once",
     )
     assert code == 2
     assert url in err
