@@ -33,6 +33,14 @@ class ShardTaken(Event, frozen=True, kw_only=True):
     seconds: float
 
 
+class Rounded(Event, frozen=True, kw_only=True):
+    """The input is wider than the model: fp32 masters of a bf16 model, say. Told once per pair of dtypes."""
+
+    tensors: int
+    given: str
+    canonical: str
+
+
 class ChunkPut(Event, frozen=True, kw_only=True):
     version: int
     attempt: int

@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import UTC, datetime
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -150,8 +150,26 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` on the loop and wait for its result. Not to be called on the loop's own thread."""
-        return self.start(work).result()
+        """Run `work` on the loop and wait for its result. Not to be called on the loop's own thread.
+
+        A caller that is interrupted (Ctrl-C) cancels `work` and waits for its end first: nothing goes on behind.
+        """
+        ended: Future[T] = Future()
+        tasks: list[asyncio.Task[T]] = []
+
+        def begin() -> None:
+            task = self._loop.create_task(work)
+            tasks.append(task)
+            task.add_done_callback(lambda task: _hand_over(task, ended))
+
+        self._loop.call_soon_threadsafe(begin)
+        try:
+            return ended.result()
+        except BaseException:
+            if not ended.done():
+                self._loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
+                wait([ended])
+            raise
 
     def close(self) -> None:
         """Cancel what still runs, then end the thread."""
@@ -159,6 +177,15 @@ class LoopThread:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+def _hand_over(task: asyncio.Task[T], to: Future[T]) -> None:
+    if task.cancelled():
+        to.set_exception(asyncio.CancelledError())
+    elif error := task.exception():
+        to.set_exception(error)
+    else:
+        to.set_result(task.result())
 
 
 async def _cancel_all() -> None:

@@ -15,7 +15,7 @@ import msgspec
 from dcr_daemon.canonical.box import Box
 from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import Layout, TensorSpec
-from dcr_daemon.checkpoint.safetensors import SafetensorsFile
+from dcr_daemon.checkpoint.safetensors import SafetensorsBytes, SafetensorsFile
 from dcr_daemon.errors import Corrupt
 
 FILE_BYTES = 1 << 30  #: of tensors in one anchor file, at most
@@ -68,7 +68,7 @@ def piece_metadata(layout: Layout, pieces: list[Piece]) -> dict[str, str]:
     return table
 
 
-def read_pieces(file: SafetensorsFile, layout: Layout) -> Iterator[tuple[int, Box | None, Bits]]:
+def read_pieces(file: SafetensorsFile | SafetensorsBytes, layout: Layout) -> Iterator[tuple[int, Box | None, Bits]]:
     """Every entry of an anchor file as `(tensor, box, bits)`; `box` is None for an empty tensor.
 
     Raises:
@@ -90,7 +90,7 @@ def read_pieces(file: SafetensorsFile, layout: Layout) -> Iterator[tuple[int, Bo
         yield tensor, box, file.bits(entry.name)
 
 
-def _place(file: SafetensorsFile, entry: TensorSpec, placed: str) -> tuple[str, Box]:
+def _place(file: SafetensorsFile | SafetensorsBytes, entry: TensorSpec, placed: str) -> tuple[str, Box]:
     try:
         name, dst, shape, strides = msgspec.json.decode(placed, type=tuple[str, int, tuple[int, ...], tuple[int, ...]])
         return name, Box(dst, shape, strides)

@@ -233,6 +233,32 @@ class SafetensorsFile:
         self.close()
 
 
+class SafetensorsBytes:
+    """A whole file in memory, already checked to be what it should be; `name` is for errors.
+
+    Raises:
+        Corrupt: the bytes are no consistent safetensors file.
+    """
+
+    def __init__(self, body: bytes | bytearray | memoryview, name: str) -> None:
+        self.path = Path(name)
+        self._body = memoryview(body)
+        length = int.from_bytes(self._body[:8], "little")
+        if not 2 <= length <= min(HEADER_LIMIT, len(self._body) - 8):
+            raise Corrupt(f"{name} is not a safetensors file: it claims a header of {length} bytes")
+        try:
+            self.header = parse_header(bytes(self._body[8 : 8 + length]), len(self._body) - 8 - length)
+        except (ValueError, RecursionError) as error:
+            raise Corrupt(f"{name} is damaged: {error}") from error
+        self.specs, self.metadata = self.header.specs, self.header.metadata
+
+    def bits(self, name: str) -> Bits:
+        """Unsigned lanes [elements] of a tensor, a view over the bytes."""
+        spec = next(spec for spec in self.specs if spec.name == name)
+        begin, _ = self.header.spans[name]
+        return np.frombuffer(self._body, dtype=lane_dtype(spec.width), count=spec.elements, offset=begin)
+
+
 def encode_header(specs: Sequence[TensorSpec], metadata: dict[str, str]) -> bytes:
     """Length and JSON of a file that holds `specs` in this order; padded so that the data begin 8-aligned."""
     table: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
@@ -264,24 +290,36 @@ def write_safetensors(
     Raises:
         Exhausted: the disk is full; the partial file is removed.
     """
+    parts = _parts(items, metadata)
+    try:
+        with path.open("xb", buffering=0) as file:
+            for part in parts:
+                _write_all(file.fileno(), part)
+            os.fsync(file.fileno())
+    except OSError as error:
+        if not isinstance(error, FileExistsError):
+            path.unlink(missing_ok=True)
+        raise exhausted(error, path) from error
+    return sum(len(part) for part in parts)
+
+
+def pack_safetensors(items: Sequence[tuple[TensorSpec, Bits]], metadata: dict[str, str] | None = None) -> bytearray:
+    """The bytes that `write_safetensors` would write: a copy of every tensor."""
+    body = bytearray()
+    for part in _parts(items, metadata):
+        body += part
+    return body
+
+
+def _parts(items: Sequence[tuple[TensorSpec, Bits]], metadata: dict[str, str] | None) -> list[memoryview]:
     by_name = {spec.name: bits for spec, bits in items}
     specs = aligned([spec for spec, _ in items])
     for spec in specs:
         bits = by_name[spec.name]
         if bits.size != spec.elements or bits.itemsize != spec.width:
             raise ValueError(f"{spec.name}: {bits.size} lanes of {bits.itemsize} bytes for {spec}")
-    header = encode_header(specs, metadata or {})
-    try:
-        with path.open("xb", buffering=0) as file:
-            _write_all(file.fileno(), memoryview(header))
-            for spec in specs:
-                _write_all(file.fileno(), np.ascontiguousarray(by_name[spec.name]).view("u1").data)
-            os.fsync(file.fileno())
-    except OSError as error:
-        if not isinstance(error, FileExistsError):
-            path.unlink(missing_ok=True)
-        raise exhausted(error, path) from error
-    return len(header) + sum(spec.nbytes for spec in specs)
+    lanes = [np.ascontiguousarray(by_name[spec.name]).view("u1").data for spec in specs]
+    return [memoryview(encode_header(specs, metadata or {})), *lanes]
 
 
 def _write_all(descriptor: int, left: memoryview) -> None:

@@ -1,45 +1,103 @@
-"""`Publisher`: a training process publishes its own weights; one call of `publish` is one update."""
+"""`Publisher`: a training process publishes its own weights; one call of `publish` is one update.
+
+`publish` returns when the weights may change again; encoding of the last chunks, uploads, the seal and anchors go on
+behind, on a loop of their own. One update is undecided at a time: the next call waits for its fate (must P7). An
+error of the work behind is raised once: by `wait_sealed`, or else by the next call.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
-from dcr_daemon.events import Emit, discard
+from dcr_daemon.errors import DcrError, Fenced, Misuse, StoreUnavailable
+from dcr_daemon.events import Emit, Rounded, Waiting, discard
+from dcr_daemon.publish.attempt import Attempt
+from dcr_daemon.publish.intake import Intake
+from dcr_daemon.publish.opening import open_session
+from dcr_daemon.publish.options import PublishOptions, default_state, parse_codec
+from dcr_daemon.publish.session import Session
+from dcr_daemon.publish.sources import Source, TensorSource, settle_devices
+from dcr_daemon.publish.versions import SealedVersion, checked_metadata
+from dcr_daemon.publish.weights import as_stream, as_table, check_kind
+from dcr_daemon.runtime import LoopThread
+from dcr_daemon.store import Store, open_store
 
-
-@dataclass(frozen=True, slots=True)
-class SealedVersion:
-    """A version that exists: `seq` is its place in the ledger, `changed` counts elements, sizes are in bytes."""
-
-    version: int
-    step: int | None
-    seq: int
-    changed: int
-    elements: int
-    bytes: int
-    dense_bytes: int
+T = TypeVar("T")
 
 
 class Update:
     """One call of `publish`: an attempt, later a version."""
 
+    def __init__(self, version: int) -> None:
+        self._version = version
+        self._fate: Future[SealedVersion] = Future()
+        self._told = False
+
     @property
     def version(self) -> int:
-        raise NotImplementedError
+        """The version that this update is, or would have been."""
+        return self._version
 
     @property
     def sealed(self) -> bool:
-        raise NotImplementedError
+        """Whether the version exists now."""
+        return self._fate.done() and self._fate.exception() is None
 
     def wait_sealed(self, timeout: float | None = None) -> SealedVersion:
-        raise NotImplementedError
+        """Wait until the version exists.
+
+        Raises:
+            TimeoutError: not within `timeout` seconds; it may still be.
+            Fenced, StoreUnavailable, ...: it does not exist and never will; publish again.
+        """
+        try:
+            return self._fate.result(timeout)
+        except TimeoutError:
+            raise TimeoutError(f"version {self._version} was not sealed within {timeout} s") from None
+        except DcrError:
+            self._told = True
+            raise
+
+    def _ended(self, behind: Future[None]) -> None:
+        """Nobody waits for ever, even for work that died of a bug or of the interpreter's end."""
+        if not self._fate.done():
+            error = None if behind.cancelled() else behind.exception()
+            self._fate.set_exception(error or DcrError(f"version {self._version} was given up: the publisher ended"))
+
+    def _raise_untold(self) -> None:
+        error = self._fate.exception()
+        if error and (not self._told or isinstance(error, Fenced)):
+            self._told = True
+            raise error
 
 
 class Publisher:
+    """Publishes to one stream; a context manager. Not to be used from several threads at once.
+
+    Args:
+        stream: `file:///directory` or `s3://bucket/prefix`.
+        base: the checkpoint that is version 0; needed with `create`.
+        create: make the stream if there is none; on an existing one it does nothing.
+        name: publisher name; None for one drawn at random and kept in `state`.
+        take_over: claim the stream from a publisher of another name that has not released it.
+        state: root directory of the state (a dense copy of the model among it); None for the usual place.
+        endpoint_url, region, profile: of an S3-compatible service.
+        codec: `auto`, `ulp`, `xor` or `overwrite`.
+        ignore: globs of tensor names outside the base checkpoint to drop.
+        upload_base: upload version 0 as an anchor when the stream is created.
+        anchor_every, anchor_share: see `PublishOptions`.
+        emit: listens to events, on the publisher's own thread.
+
+    Raises:
+        Fenced: another publisher holds the stream.
+        Incompatible, Misuse, NotFound, Exhausted, StoreUnavailable: with what to do next.
+    """
+
     def __init__(
         self,
         stream: str,
@@ -59,7 +117,42 @@ class Publisher:
         anchor_share: float | None = 1.0,
         emit: Emit = discard,
     ) -> None:
-        raise NotImplementedError
+        self._options = PublishOptions(
+            state=Path(state) if state else default_state(),
+            base=Path(base) if base else None,
+            create=create,
+            name=name,
+            take_over=take_over,
+            codec=parse_codec(codec),
+            ignore=tuple(ignore),
+            upload_base=upload_base,
+            anchor_every=anchor_every,
+            anchor_share=anchor_share,
+        )
+        self._emit = emit
+        self._update: Update | None = None
+        self._behind: Future[None] | None = None
+        self._told: set[tuple[str, str]] = set()
+        self._loop: LoopThread | None = LoopThread("dcr-publisher")
+
+        async def open_all() -> tuple[Store, Session]:
+            store = await open_store(stream, endpoint_url=endpoint_url, region=region, profile=profile, emit=emit)
+            try:
+                return store, await open_session(self._options, store, emit)
+            except BaseException:
+                await store.close()
+                raise
+
+        try:
+            self._store, self._session = self._loop.call(open_all())
+        except BaseException:
+            self._loop.close()
+            raise
+
+    @property
+    def version(self) -> int:
+        """The newest version that this publisher knows to be sealed."""
+        return self._session.head
 
     def publish(
         self,
@@ -68,13 +161,145 @@ class Publisher:
         step: int | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> Update:
-        raise NotImplementedError
+        """Publish one update; returns when the weights may be changed again.
+
+        Args:
+            weights: a module, a mapping, or an iterable of `(name, tensor)`; every tensor of the base checkpoint.
+            step: the trainer's own label; it may go back.
+            metadata: JSON-like data for the version's record.
+
+        Raises:
+            Incompatible: tensors added, missing, retyped or reshaped, all named; nothing is published.
+            Fenced: another publisher owns the stream.
+            StoreUnavailable: the bucket does not answer, now or for the update before.
+        """
+        check_kind(weights)
+        data = checked_metadata(metadata)
+        self._wait_behind()
+        intake = Intake(
+            f"step {step}" if step is not None else "the update", self._session.layout, self._options.ignore
+        )
+        table = as_table(weights)
+        if table is not None:
+            attempt = self._diff_table(table, intake, step)
+        else:
+            attempt = self._diff_stream(as_stream(weights), intake, step)
+        self._tell_rounded(intake)
+        self._update = update = Update(attempt.version)
+        self._behind = self._running.start(self._complete(attempt, update, data))
+        self._behind.add_done_callback(update._ended)
+        return update
+
+    def _diff_table(self, table: list[TensorSource], intake: Intake, step: int | None) -> Attempt:
+        """Everything is at hand: judge it before an attempt is opened."""
+        settle_devices(table)
+        inputs = {index: source for source in table if (index := intake.take(source)) is not None}
+        layout = self._session.layout
+        intake.finish(
+            lambda i, start, count: inputs[i].read(start, count, layout[i].dtype),
+            lambda extra, i: i in inputs and isinstance(extra, TensorSource) and extra.aliases(inputs[i]),
+        )
+        attempt = self._running.call(self._session.begin(step=step))
+        self._guard(attempt, self._diff_all(attempt, ((i, source.contiguous()) for i, source in inputs.items())))
+        return attempt
+
+    def _diff_stream(self, stream: Iterable[TensorSource], intake: Intake, step: int | None) -> Attempt:
+        """Tensors come one by one: each is diffed before the next is asked for."""
+        attempt = self._running.call(self._session.begin(step=step))
+        try:
+            for source in stream:
+                index = intake.take(source)
+                intake.check()
+                if index is not None:
+                    settle_devices([source])
+                    self._running.call(attempt.diff([(index, source.contiguous())]))
+            intake.finish(self._session.read)
+        except BaseException as error:
+            self._abort(error)
+            raise
+        self._guard(attempt, attempt.finish())
+        return attempt
+
+    async def _diff_all(self, attempt: Attempt, inputs: Iterable[tuple[int, Source]]) -> None:
+        await attempt.diff(inputs)
+        await attempt.finish()
+
+    def _guard(self, attempt: Attempt, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            self._running.call(work)
+        except BaseException as error:
+            self._abort(error)
+            raise
+
+    def _abort(self, error: BaseException) -> None:
+        """The update failed: abort and undo now if the bucket answers, else before the next one begins."""
+        with contextlib.suppress(StoreUnavailable):
+            self._running.call(self._session.settle(f"{type(error).__name__}: {error}"))
+
+    async def _complete(self, attempt: Attempt, update: Update, metadata: dict[str, Any]) -> None:
+        """Behind `publish`: seal, then an anchor if one is due."""
+        try:
+            sealed = await self._session.seal(attempt, metadata=metadata)
+        except DcrError as error:
+            update._fate.set_exception(error)
+            # The caller learns the first error; a second one here only means that the fate is settled later.
+            with contextlib.suppress(DcrError):
+                await self._session.settle(f"{type(error).__name__}: {error}")
+            return
+        update._fate.set_result(sealed)
+        try:
+            await self._session.anchor_if_due()
+        except StoreUnavailable as error:
+            self._emit(Waiting(what=f"the anchor of version {attempt.version}, tried again later: {error.message}"))
+
+    def _wait_behind(self) -> None:
+        """Wait for the fate of the update before, and raise what nobody was told yet."""
+        if self._behind:
+            behind, update = self._behind, self._update
+            error = behind.exception()
+            self._behind = self._update = None
+            if update:
+                update._raise_untold()
+            if error:
+                raise error
+
+    def _tell_rounded(self, intake: Intake) -> None:
+        for (given, canonical), tensors in intake.rounded.items():
+            if (given, canonical) not in self._told:
+                self._told.add((given, canonical))
+                self._emit(Rounded(tensors=tensors, given=given, canonical=canonical))
+
+    @property
+    def _running(self) -> LoopThread:
+        if self._loop is None:
+            raise Misuse("the publisher is closed", hint="make a new one")
+        return self._loop
 
     def close(self) -> None:
-        raise NotImplementedError
+        """Wait for the update under way, release the stream, and stop. Raises what nobody was told yet."""
+        if self._loop is None:
+            return
+        try:
+            self._wait_behind()
+        finally:
+            loop, self._loop = self._loop, None
+            try:
+                loop.call(self._close_all())
+            finally:
+                loop.close()
+
+    async def _close_all(self) -> None:
+        try:
+            await self._session.close()
+        finally:
+            await self._store.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
+        try:
+            self.close()
+        except DcrError:
+            if error is None:
+                raise

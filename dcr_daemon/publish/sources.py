@@ -5,6 +5,7 @@ A source is read in slices from worker threads and always answers in the canonic
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -55,12 +56,28 @@ class TensorSource:
         if dtype is None:
             raise Incompatible(f"{name} has dtype {tensor.dtype}, which no safetensors checkpoint holds")
         self.given = TensorSpec(name, dtype, tuple(int(n) for n in tensor.shape))
-        self._flat = tensor.reshape(-1)  # a view, except of non-contiguous tensors
+        self._tensor = tensor
+
+    @property
+    def device(self) -> Any:
+        return self._tensor.device
+
+    def contiguous(self) -> TensorSource:
+        """This source, with its elements side by side: a copy if they are not. For use right before reading."""
+        return self if self._tensor.is_contiguous() else TensorSource(self.given.name, self._tensor.contiguous())
+
+    def aliases(self, other: TensorSource) -> bool:
+        """Whether both are the same memory, read the same way."""
+        return self._memory() == other._memory()
+
+    def _memory(self) -> tuple[object, ...]:
+        t = self._tensor
+        return t.device, t.data_ptr(), t.dtype, tuple(t.shape), t.stride()
 
     def read(self, start: int, count: int, dtype: str) -> Bits:
         import torch
 
-        piece = self._flat[start : start + count].to(torch_dtype(dtype))
+        piece = self._tensor.reshape(-1)[start : start + count].to(torch_dtype(dtype))
         if piece.device.type == "cuda":
             piece = _to_host(piece)
         lanes = piece.contiguous().view(torch.uint8).numpy()
@@ -103,9 +120,9 @@ def local_tensor(name: str, tensor: Any) -> Any:
     return tensor.resolve_conj().resolve_neg()
 
 
-def settle_devices(tensors: list[Any]) -> None:
-    """Wait for work that the calling thread has queued on the devices of `tensors`: other threads read them next."""
-    devices = {t.device for t in tensors if getattr(getattr(t, "device", None), "type", "") == "cuda"}
+def settle_devices(sources: Iterable[TensorSource]) -> None:
+    """Wait for work that the calling thread has queued on the devices of `sources`: other threads read them next."""
+    devices = {source.device for source in sources if source.device.type == "cuda"}
     if devices:
         import torch
 

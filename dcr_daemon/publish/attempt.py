@@ -1,0 +1,224 @@
+"""One try at building a version: diff as tensors come, encode, spool, upload; then a part that a seal can name.
+
+    diff ... diff ─► finish ─► upload ─► (the session seals) ─► forget
+       └───────────────┴─────────┴────────► cancel ─► undo
+
+Diffing runs on all workers, one encoder each, and full chunks leave while later tensors are still being written.
+Until the fate is known everything that `undo` needs is in the spool. Vectors are carried along: a version's is its
+base's plus what the segments say (must P3).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from dcr_daemon.canonical.box import Box
+from dcr_daemon.canonical.fingerprint import Vector, advance
+from dcr_daemon.codec.chunk import ChunkId, Codec, Segment
+from dcr_daemon.codec.decode import open_chunk
+from dcr_daemon.codec.encode import ChunkEncoder, EncodedChunk
+from dcr_daemon.codec.undo import undo_chunk
+from dcr_daemon.errors import DcrError, Exhausted
+from dcr_daemon.ledger import names, records
+from dcr_daemon.ledger.records import ChunkRef, ObjectRef, Open, Part
+from dcr_daemon.publish.baseline import Baseline, Slice, slices
+from dcr_daemon.publish.sources import Source
+from dcr_daemon.publish.spool import Spool
+from dcr_daemon.publish.uploads import Uploads
+from dcr_daemon.runtime import Workers
+from dcr_daemon.store.once import create_once
+from dcr_daemon.store.port import Store
+from dcr_daemon.store.retry import Patience
+
+RANK = 0  #: this writer's; a process group of one
+BATCH_ELEMENTS = 2 << 20  #: elements that go to a worker at once, at least
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """What a finished, durable attempt offers to its seal. Sizes in bytes, `changed` in elements."""
+
+    part: ObjectRef
+    fingerprint: ObjectRef
+    vector: Vector
+    changed: int
+    bytes: int
+
+
+class Attempt:
+    """The attempt that `record` opened. One at a time; owned by one session."""
+
+    def __init__(
+        self,
+        record: Open,
+        nonce: str,
+        baseline: Baseline,
+        spool: Spool,
+        uploads: Uploads,
+        workers: Workers,
+        codec: Codec,
+    ) -> None:
+        self.record = record
+        self.id = record.seq
+        self.version = record.version
+        self._nonce, self._baseline, self._spool = nonce, baseline, spool
+        self._uploads, self._workers = uploads, workers
+        self._encoders = [ChunkEncoder(baseline.layout, codec=codec) for _ in range(workers.count)]
+        self._number = itertools.count()
+        self._segments: list[Segment] = []
+        self._stopped = self._torn = False
+        self.changed = 0
+        baseline.begin()
+
+    async def diff(self, inputs: Iterable[tuple[int, Source]]) -> None:
+        """Take up whole tensors, `(layout index, source)` each; returns when none of the sources is needed any more.
+
+        Raises:
+            Exhausted: the spool's disk is full.
+            StoreUnavailable, Corrupt: an upload failed; the attempt is to be cancelled and undone.
+        """
+        work = _batches((piece, source) for t, source in inputs for piece in slices(t, self._baseline.layout[t]))
+        await self._on_all_lanes([self._lane(encoder, work) for encoder in self._encoders])
+
+    async def finish(self) -> None:
+        """No more tensors will come: close the chunks that are begun."""
+        await self._on_all_lanes([self._flush(encoder) for encoder in self._encoders])
+
+    async def _on_all_lanes(self, lanes: Sequence[Awaitable[None]]) -> None:
+        """Run to the end of every lane, whatever happens: a thread that still diffs must not outlive its attempt."""
+        ended = asyncio.gather(*lanes, return_exceptions=True)
+        try:
+            results = await asyncio.shield(ended)
+        except asyncio.CancelledError:
+            self._stopped = True
+            await ended
+            raise
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+
+    async def _lane(self, encoder: ChunkEncoder, work: Iterator[Batch]) -> None:
+        try:
+            for batch in work:
+                if self._stopped:
+                    return
+                for chunk, ref in await self._workers.run(self._take, encoder, batch):
+                    await self._admit(chunk, ref)
+        except BaseException:
+            self._stopped = True  # the other lanes need not go on
+            raise
+
+    async def _flush(self, encoder: ChunkEncoder) -> None:
+        if encoder.changed:
+            await self._admit(*await self._workers.run(self._close, encoder))
+
+    def _take(self, encoder: ChunkEncoder, batch: Batch) -> list[tuple[EncodedChunk, ChunkRef]]:
+        layout, full = self._baseline.layout, []
+        for piece, source in batch:
+            new = source.read(piece.start, piece.count, layout[piece.tensor].dtype)
+            base = self._baseline[piece.tensor][piece.start : piece.start + piece.count]
+            try:
+                encoder.add(piece.tensor, Box.flat(piece.start, piece.count), base, new)
+            except BaseException:
+                self._torn = True  # the baseline may have moved without a segment that says so
+                raise
+            if encoder.full:
+                full.append(self._close(encoder))
+        return full
+
+    def _close(self, encoder: ChunkEncoder) -> tuple[EncodedChunk, ChunkRef]:
+        r, n = self.record, next(self._number)
+        identity = ChunkId(
+            stream=r.stream, attempt=r.seq, base=r.base, version=r.version, group=r.group, rank=RANK,
+            nonce=self._nonce, n=n,
+        )  # fmt: skip
+        chunk = encoder.finish(identity)
+        key = names.chunk(r.version, r.seq, r.group, RANK, self._nonce, n)
+        digest = records.digest(chunk.data)
+        return chunk, ChunkRef(key, len(chunk.data), digest, len(chunk.segments), chunk.changed)
+
+    async def _admit(self, chunk: EncodedChunk, ref: ChunkRef) -> None:
+        n = chunk.id.n
+        await self._spool.put(chunk)
+        self._segments.extend(chunk.segments)
+        self.changed += chunk.changed
+        if not self._stopped:
+            await self._uploads.admit(n, ref, lambda: self._spool.data(n))
+
+    async def upload(self, patience: float) -> Contribution:
+        """Wait for the chunks, then put the sums, the part and the new vector: all that the seal will name (must L4).
+
+        Raises:
+            StoreUnavailable, Corrupt: as from `diff`.
+        """
+        r, store = self.record, self._uploads.store
+        chunks = await self._uploads.finish()
+        before = self._baseline.vector
+        after = advance(before, self._segments)
+        address = (r.version, r.seq, r.group, RANK, self._nonce)
+        sums = await _put(store, names.sums(*address), before.astype("<u8").tobytes(), patience)
+        part = Part(
+            stream=r.stream, group=r.group, call=r.call, attempt=r.seq, base=r.base, version=r.version, rank=RANK,
+            nonce=self._nonce, chunks=chunks, sums=sums, changed=self.changed, bytes=sum(c.size for c in chunks),
+        )  # fmt: skip
+        body = records.encode(part)
+        part_ref = await _put(store, names.part(*address), body, patience)
+        fingerprint = await _put(store, names.vector(r.version, r.seq), after.astype("<u8").tobytes(), patience)
+        return Contribution(part_ref, fingerprint, after, self.changed, part.bytes)
+
+    async def cancel(self) -> None:
+        """Stop uploading. What is in the bucket stays there, named by nothing."""
+        self._stopped = True
+        await self._uploads.cancel()
+
+    async def undo(self) -> None:
+        """Bring the baseline back to the version it held (must P7). If that fails it is lost, never half undone."""
+        undone = False
+        try:
+            await self.cancel()
+            with contextlib.suppress(Exhausted):  # the spool holds such a chunk all the same
+                await self.finish()
+            for n in self._spool.numbers:
+                data, old = await self._spool.data(n), await self._spool.undo(n)
+                await self._workers.run(self._undo, data, old)
+            undone = not self._torn
+        except (DcrError, OSError, ValueError, MemoryError):
+            pass  # whatever the undo lacks, the bytes can be had again from anchor and chain
+        finally:
+            if undone:
+                self._baseline.restored()
+            else:
+                self._baseline.lose()
+            self._spool.clear()
+
+    def _undo(self, data: bytes, old: bytes) -> None:
+        undo_chunk(open_chunk(data, self._baseline.layout), old, self._baseline)
+
+    def forget(self) -> None:
+        """The version is sealed: nothing will be undone."""
+        self._spool.clear()
+
+
+Batch = list[tuple[Slice, Source]]
+
+
+def _batches(work: Iterable[tuple[Slice, Source]]) -> Iterator[Batch]:
+    """Small tensors together, so that a hop to a worker thread pays."""
+    batch, elements = [], 0
+    for piece, source in work:
+        batch.append((piece, source))
+        elements += piece.count
+        if elements >= BATCH_ELEMENTS:
+            yield batch
+            batch, elements = [], 0
+    if batch:
+        yield batch
+
+
+async def _put(store: Store, key: str, body: bytes, patience: float) -> ObjectRef:
+    await create_once(store, key, body, patience=Patience(patience))
+    return ObjectRef(key, len(body), records.digest(body))

@@ -1,0 +1,223 @@
+"""The canonical values of the last sealed version, in one file-backed map (DESIGN 4).
+
+The map outlives the process, but nobody believes it: at start it counts only if its full fingerprint is that of a
+sealed version (must P3). While an attempt is being diffed the map runs ahead of its version; only `commit` moves the
+version, only undo brings the bytes back. The JSON beside it is a hint written at clean points.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import mmap
+import os
+from collections.abc import AsyncIterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from dcr_daemon.canonical.dtypes import lane_dtype
+from dcr_daemon.canonical.fingerprint import MASK, Bits, Vector, sum_run
+from dcr_daemon.canonical.layout import Layout, TensorSpec
+from dcr_daemon.checkpoint.directory import Checkpoint
+from dcr_daemon.checkpoint.safetensors import exhausted
+from dcr_daemon.codec.chunk import SEGMENT_BYTES
+from dcr_daemon.codec.decode import Chunk
+from dcr_daemon.errors import Corrupt, Exhausted, Incompatible
+from dcr_daemon.publish.intake import differences
+from dcr_daemon.runtime import Workers
+
+ALIGNMENT = 64  #: bytes; every tensor begins on a cache line of its own
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """`count` consecutive elements of one tensor from number `start`; at most `SEGMENT_BYTES` of weights."""
+
+    tensor: int
+    start: int
+    count: int
+
+
+def slices(tensor: int, spec: TensorSpec) -> Iterator[Slice]:
+    """Cut a tensor into pieces that one segment may span; none for an empty tensor."""
+    step = SEGMENT_BYTES // spec.width
+    for start in range(0, spec.elements, step):
+        yield Slice(tensor, start, min(step, spec.elements - start))
+
+
+class _Clean(msgspec.Struct, frozen=True, kw_only=True):
+    """The hint: what the map held when it was last known to hold a sealed version."""
+
+    stream: str
+    layout: str
+    version: int
+    vector: str
+
+
+class Baseline:
+    """Bytes of one version, in memory that is shared with a file.
+
+    Args:
+        directory: of the state; `baseline.bin` and `baseline.json` lie in it.
+        layout: the stream's.
+        stream: its random id.
+        workers: for passes over all bytes.
+
+    Raises:
+        Exhausted: the disk cannot hold a dense copy of the model.
+    """
+
+    def __init__(self, directory: Path, layout: Layout, stream: str, workers: Workers) -> None:
+        self.layout = layout
+        self.version: int | None = None
+        self.stream, self._workers = stream, workers
+        self._hint = directory / "baseline.json"
+        self._vector = np.zeros(len(layout), dtype=np.uint64)
+        offsets, size = _offsets(layout)
+        self._map = _map_file(directory / "baseline.bin", max(size, mmap.PAGESIZE))
+        self._bits = [
+            np.frombuffer(self._map, dtype=lane_dtype(spec.width), count=spec.elements, offset=offset)
+            for spec, offset in zip(layout, offsets, strict=True)
+        ]
+
+    def __getitem__(self, tensor: int) -> Bits:
+        """Unsigned lanes [elements] of a tensor by layout index; writable, shared with the file."""
+        return self._bits[tensor]
+
+    @property
+    def vector(self) -> Vector:
+        """Fingerprint of `version`, carried along by commits. A copy."""
+        return self._vector.copy()
+
+    def hint(self) -> tuple[int, Vector] | None:
+        """Version and vector the map last held cleanly, if a hint says so. To be proved by `fingerprint`."""
+        try:
+            clean = msgspec.json.decode(self._hint.read_bytes(), type=_Clean)
+            vector = np.frombuffer(bytes.fromhex(clean.vector), dtype="<u8")
+        except (OSError, ValueError):
+            return None
+        if (clean.stream, clean.layout, vector.size) != (self.stream, self.layout.digest, len(self.layout)):
+            return None
+        return clean.version, vector
+
+    def begin(self) -> None:
+        """The map is about to run ahead of its version."""
+        self._hint.unlink(missing_ok=True)
+
+    def commit(self, version: int, vector: Vector) -> None:
+        """The map holds `version`, proved or sealed, and its fingerprint is `vector`."""
+        self.version, self._vector = version, vector.astype(np.uint64)
+        self._write_hint()
+
+    def restored(self) -> None:
+        """An attempt was undone: the map holds `version` again."""
+        if self.version is not None:
+            self._write_hint()
+
+    def _write_hint(self) -> None:
+        assert self.version is not None
+        body = self._vector.astype("<u8").tobytes().hex()
+        clean = _Clean(stream=self.stream, layout=self.layout.digest, version=self.version, vector=body)
+        temporary = self._hint.with_suffix(".new")
+        try:
+            temporary.write_bytes(msgspec.json.encode(clean))
+            temporary.replace(self._hint)
+        except OSError as error:
+            # Without the hint the next start rebuilds: slower, never wrong.
+            temporary.unlink(missing_ok=True)
+            if not isinstance(exhausted(error, self._hint), Exhausted):
+                raise
+
+    def lose(self) -> None:
+        """Nothing is known of the bytes any more; they are to be loaded anew."""
+        self.version = None
+        self.begin()
+
+    async def fingerprint(self) -> Vector:
+        """The vector of the bytes as they are now: a full pass, on the workers."""
+        pieces = [piece for tensor, spec in enumerate(self.layout) for piece in slices(tensor, spec)]
+        sums = await asyncio.gather(*(self._workers.run(self._sum, piece) for piece in pieces))
+        vector = [0] * len(self.layout)
+        for piece, value in zip(pieces, sums, strict=True):
+            vector[piece.tensor] = (vector[piece.tensor] + value) & MASK
+        return np.array(vector, dtype=np.uint64)
+
+    def _sum(self, piece: Slice) -> int:
+        bits = self._bits[piece.tensor][piece.start : piece.start + piece.count]
+        return sum_run(bits, int(self.layout.keys[piece.tensor]), piece.start)
+
+    async def load(self, checkpoint: Checkpoint) -> None:
+        """Copy a checkpoint into the map; no version is claimed by that.
+
+        Raises:
+            Incompatible: its layout is another, with the names that differ.
+            Corrupt: a file shrinks while it is read.
+        """
+        self.lose()
+        if checkpoint.layout != self.layout:
+            raise Incompatible(
+                f"{checkpoint.path} does not have the stream's layout: {differences(self.layout, checkpoint.layout)}",
+                hint="give the checkpoint that the stream was created from",
+            )
+        pieces = [piece for tensor, spec in enumerate(self.layout) for piece in slices(tensor, spec)]
+        await asyncio.gather(*(self._workers.run(self._copy, checkpoint, piece) for piece in pieces))
+
+    def _copy(self, checkpoint: Checkpoint, piece: Slice) -> None:
+        name = self.layout[piece.tensor].name
+        bits = checkpoint.file(name).read(name, piece.start, piece.count)
+        self._bits[piece.tensor][piece.start : piece.start + piece.count] = bits
+
+    async def apply(self, chunks: AsyncIterable[Chunk]) -> None:
+        """Move the map one version forward; `chunks` are all of that version's, verified and decoded.
+
+        Raises:
+            Corrupt: the map does not hold what a chunk changes.
+        """
+        self.lose()
+        async for chunk in chunks:
+            await self._workers.run(self._apply, chunk)
+
+    def _apply(self, chunk: Chunk) -> None:
+        for i, segment in enumerate(chunk.segments):
+            changes, bits = chunk.changes(i), self._bits[segment.tensor]
+            where = segment.box.canonical(changes.positions)
+            bits[where] = changes.resolve(bits[where])
+
+    def close(self) -> None:
+        """Unmap. The kernel writes the pages back; after a crash of the host the fingerprint tells."""
+        self._bits = []
+        with contextlib.suppress(BufferError):  # somebody still holds a view; the map goes with it
+            self._map.close()
+
+
+def _offsets(layout: Layout) -> tuple[list[int], int]:
+    offsets, place = [], 0
+    for spec in layout:
+        offsets.append(place)
+        place += -(-spec.nbytes // ALIGNMENT) * ALIGNMENT
+    return offsets, place
+
+
+def _map_file(path: Path, size: int) -> mmap.mmap:
+    """Map a file of exactly `size` bytes whose disk space is reserved: a full disk must show here, not as SIGBUS."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        if os.fstat(descriptor).st_size != size:
+            os.ftruncate(descriptor, 0)
+        os.posix_fallocate(descriptor, 0, size)
+        return mmap.mmap(descriptor, size)
+    except OSError as error:
+        raise exhausted(error, path) from error
+    finally:
+        os.close(descriptor)
+
+
+def check_vector(want: Vector, have: Vector, layout: Layout, what: str, hint: str) -> None:
+    """Raise `Corrupt` that names the tensors in which two fingerprints differ."""
+    wrong = [layout[int(i)].name for i in np.flatnonzero(want != have)]
+    if wrong:
+        more = f" and {len(wrong) - 10} more" if len(wrong) > 10 else ""
+        raise Corrupt(f"{what}: the fingerprint differs in {', '.join(wrong[:10])}{more}", hint=hint)

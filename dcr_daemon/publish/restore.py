@@ -1,0 +1,168 @@
+"""Bringing a baseline to the head of the ledger: cache, base checkpoint, or anchor, then the chain (must P5).
+
+Whatever the start, the end is proved: the full fingerprint of the bytes equals the vector that the ledger names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+
+from dcr_daemon.canonical.fingerprint import Vector
+from dcr_daemon.checkpoint.directory import Checkpoint
+from dcr_daemon.checkpoint.pieces import read_pieces
+from dcr_daemon.checkpoint.safetensors import SafetensorsBytes
+from dcr_daemon.codec.decode import Chunk, open_chunk
+from dcr_daemon.errors import Corrupt, Incompatible, NotFound
+from dcr_daemon.events import Emit, Waiting
+from dcr_daemon.ledger.ledger import Ledger
+from dcr_daemon.ledger.objects import Objects
+from dcr_daemon.ledger.records import ChunkRef, Seal
+from dcr_daemon.ledger.route import NoRoute, Route
+from dcr_daemon.publish.baseline import Baseline, check_vector
+from dcr_daemon.runtime import Workers
+
+PREFETCH = 4  #: chunks under way while one is applied
+
+
+class Restorer:
+    """Reads one stream into one baseline. The ledger has been read up to this process's claim."""
+
+    def __init__(
+        self, ledger: Ledger, objects: Objects, baseline: Baseline, base: Path | None, workers: Workers, emit: Emit
+    ) -> None:
+        self._ledger, self._objects, self._baseline = ledger, objects, baseline
+        self._base, self._workers, self._emit = base, workers, emit
+
+    async def restore(self) -> None:
+        """Bring the baseline to the newest sealed version.
+
+        Raises:
+            NotFound: nothing in the bucket leads there, and no base was given.
+            Incompatible: the base is not the stream's version 0.
+            Corrupt: what the bucket holds does not have the fingerprint of its seal.
+        """
+        head = self._ledger.state.seal.version
+        if self._baseline.version == head:
+            return
+        have = await self._cached(head)
+        if have == head:
+            return
+        self._emit(Waiting(what=f"the baseline: building version {head} from {_start(have)}"))
+        route = await self._route(have, head)
+        try:
+            if route.anchor is not None:
+                await self._load_anchor(route.anchor)
+            elif have is None:
+                await self.load_base()
+            for version in route.hops:
+                await self._baseline.apply(self._chunks(await self._ledger.history.seal(version)))
+            await self._prove(head, f"version {head} built from {self._ledger.store.url}")
+        except BaseException:
+            self._baseline.lose()
+            raise
+
+    async def _cached(self, head: int) -> int | None:
+        """The sealed version that the map holds, proved by its full fingerprint; None if it holds none."""
+        hint = self._baseline.hint()
+        if hint is None or hint[0] > head:
+            return None
+        version, vector = hint
+        want = await self.vector(version)
+        if not np.array_equal(vector, want) or not np.array_equal(await self._baseline.fingerprint(), want):
+            return None
+        self._baseline.commit(version, want)
+        return version
+
+    async def _route(self, have: int | None, head: int) -> Route:
+        """With a base at hand version 0 is a place to start from that costs no download."""
+        try:
+            return await self._ledger.history.route(0 if have is None and self._base else have, head)
+        except NoRoute as error:
+            hint = "give --base with the checkpoint that the stream was created from"
+            raise NotFound(error.message, hint="" if self._base else hint) from error
+
+    async def load_base(self) -> None:
+        """Version 0 from the base checkpoint, which must have its fingerprint."""
+        assert self._base is not None
+        with Checkpoint(self._base) as checkpoint:
+            await self._baseline.load(checkpoint)
+        try:
+            await self._prove(0, f"base {self._base}")
+        except Corrupt as error:
+            raise Incompatible(
+                f"base {self._base} is not version 0 of {self._ledger.store.url}: {error.message}",
+                hint="give the very checkpoint that the stream was created from",
+            ) from error
+
+    async def vector(self, version: int) -> Vector:
+        """The fingerprint that the ledger names for a sealed version."""
+        record = self._ledger.stream if version == 0 else await self._ledger.history.seal(version)
+        return await self._objects.read_vector(record, self._baseline.layout)
+
+    async def _prove(self, version: int, what: str) -> None:
+        want = await self.vector(version)
+        found = await self._baseline.fingerprint()
+        check_vector(want, found, self._baseline.layout, what, "`dcr verify` tells which object is damaged")
+        self._baseline.commit(version, want)
+
+    async def extras(self) -> dict[str, bytes]:
+        """Side files of the newest anchor; none if there is no anchor."""
+        for anchor in await self._ledger.history.anchors():
+            index = await self._objects.read_anchor_index(anchor)
+            return {Path(ref.key).name: await self._objects.read_file(ref, anchor.version) for ref in index.extras}
+        return {}
+
+    async def _load_anchor(self, version: int) -> None:
+        anchor = next(a for a in await self._ledger.history.anchors() if a.version == version)
+        index = await self._objects.read_anchor_index(anchor)
+        filled = [0] * len(self._baseline.layout)
+        self._baseline.lose()
+        for ref in index.files:
+            body = await self._objects.read_file(ref, version)
+            for tensor, elements in await self._workers.run(self._place, body, ref.key):
+                filled[tensor] += elements
+        short = [s.name for s, n in zip(self._baseline.layout, filled, strict=True) if n != s.elements]
+        if short:
+            raise Corrupt(f"the anchor of version {version} does not hold all of {', '.join(short[:10])}")
+
+    def _place(self, body: bytes, name: str) -> list[tuple[int, int]]:
+        placed = []
+        for tensor, box, bits in read_pieces(SafetensorsBytes(body, name), self._baseline.layout):
+            if box is not None:
+                target = self._baseline[tensor]
+                if box.contiguous:
+                    target[box.dst : box.dst + box.elements] = bits
+                else:
+                    target[box.canonical(np.arange(box.elements, dtype=np.int64))] = bits
+                placed.append((tensor, box.elements))
+        return placed
+
+    async def _chunks(self, seal: Seal) -> AsyncIterator[Chunk]:
+        """Every chunk of a version, verified and opened; a few are fetched ahead."""
+        refs = [ref for part in await self._objects.read_parts(seal) for ref in part.chunks]
+        ahead = [asyncio.create_task(self._open(ref, seal)) for ref in refs[:PREFETCH]]
+        try:
+            for n in range(len(refs)):
+                if n + PREFETCH < len(refs):
+                    ahead.append(asyncio.create_task(self._open(refs[n + PREFETCH], seal)))
+                yield await ahead.pop(0)
+        finally:
+            for task in ahead:
+                task.cancel()
+            await asyncio.gather(*ahead, return_exceptions=True)
+
+    async def _open(self, ref: ChunkRef, seal: Seal) -> Chunk:
+        data = await self._objects.read_chunk(ref, seal.version)
+        chunk = await self._workers.run(open_chunk, data, self._baseline.layout)
+        found = (chunk.id.stream, chunk.id.attempt, chunk.id.base, chunk.id.version)
+        if found != (seal.stream, seal.attempt, seal.base, seal.version):
+            raise Corrupt(f"{ref.key} belongs to another attempt: {found}")
+        return chunk
+
+
+def _start(have: int | None) -> str:
+    return "an anchor or the base" if have is None else f"version {have}"

@@ -1,0 +1,257 @@
+"""One publisher's hold on a stream, from claim to release: what may happen when (musts P3-P7, L1, L4, L5).
+
+    open: claim ─► read everything ─► baseline          (P5)
+    begin ─► diff ... ─► seal      ─► baseline commits   only when the seal is known to be in the ledger
+                └──────► abort     ─► baseline undone    only when it is known not to be
+
+An attempt whose fate is open stays with the session; `settle` learns it from the ledger, and everything that could
+depend on it settles first. A session is used by one task at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from dcr_daemon import runtime
+from dcr_daemon.canonical.fingerprint import Bits, total
+from dcr_daemon.checkpoint.directory import read_extras
+from dcr_daemon.errors import Fenced, StoreUnavailable
+from dcr_daemon.events import Aborted, Alarm, Emit, Opened, Sealed, Waiting
+from dcr_daemon.ledger.ledger import Header, Ledger
+from dcr_daemon.ledger.records import Abort, Open, Seal, show_u64
+from dcr_daemon.publish.anchors import AnchorPolicy, write_anchor
+from dcr_daemon.publish.attempt import Attempt, Contribution
+from dcr_daemon.publish.baseline import Baseline
+from dcr_daemon.publish.options import PublishOptions
+from dcr_daemon.publish.restore import Restorer
+from dcr_daemon.publish.spool import Spool
+from dcr_daemon.publish.state import StateDirectory
+from dcr_daemon.publish.uploads import Uploads
+from dcr_daemon.publish.versions import SealedVersion
+from dcr_daemon.runtime import Workers
+
+SETTLE_PAUSE = 2.0  #: seconds between two looks for the fate of a record
+
+
+class Session:
+    """Made by `open_session`. `layout` is the stream's."""
+
+    def __init__(
+        self,
+        options: PublishOptions,
+        ledger: Ledger,
+        baseline: Baseline,
+        restorer: Restorer,
+        state: StateDirectory,
+        workers: Workers,
+        emit: Emit,
+    ) -> None:
+        self.ledger, self.layout = ledger, baseline.layout
+        self._options, self._baseline, self._restorer = options, baseline, restorer
+        self._state, self._workers, self._emit = state, workers, emit
+        self._spool = Spool(state.spool, options.spool_memory, workers)
+        self._policy = AnchorPolicy(options.anchor_every, options.anchor_share)
+        # One value for this incarnation of the process group; a leftover of another one answers to nobody (must P1).
+        self._group, self._nonce = runtime.nonce(), runtime.nonce()
+        self._call = 0
+        self._attempt: Attempt | None = None
+        self._contribution: Contribution | None = None
+
+    @property
+    def head(self) -> int:
+        """The newest sealed version, as far as the ledger was read."""
+        return self.ledger.state.seal.version
+
+    def read(self, tensor: int, start: int, count: int) -> Bits:
+        """The bits of a layout tensor as the attempt under way has left them."""
+        return self._baseline[tensor][start : start + count]
+
+    async def begin(self, *, step: int | None = None) -> Attempt:
+        """Open an attempt at the next version; an undecided one is settled first (must P7).
+
+        Raises:
+            Fenced: another publisher owns the stream.
+            StoreUnavailable: the fate of the previous attempt cannot be learnt now.
+        """
+        await self.settle("the next update began")
+        if self._baseline.version != self.head:
+            await self._restorer.restore()
+        self._call += 1
+
+        def make(header: Header) -> Open:
+            base = header.state.seal.version
+            assert base == self._baseline.version
+            return Open(**header.fields, version=base + 1, base=base, group=self._group, call=self._call, step=step)
+
+        record = await self.ledger.append(make)
+        runtime.failpoint("publish.open")
+        uploads = Uploads(
+            self.ledger.store,
+            version=record.version,
+            attempt=record.seq,
+            backlog=self._options.upload_backlog,
+            concurrency=self._options.uploads,
+            patience=self._options.patience,
+            emit=self._emit,
+        )
+        self._attempt = Attempt(
+            record, self._nonce, self._baseline, self._spool, uploads, self._workers, self._options.codec
+        )
+        self._emit(Opened(version=record.version, attempt=record.seq, step=step))
+        return self._attempt
+
+    async def seal(
+        self,
+        attempt: Attempt,
+        *,
+        source: dict[str, Any] | None = None,
+        metadata: dict[str, Any] | None = None,
+    ) -> SealedVersion:
+        """Wait for the uploads of a finished attempt, seal it, and move the baseline.
+
+        Raises:
+            Fenced: another publisher owns the stream; the attempt is not a version and never will be.
+            StoreUnavailable: the bucket did not answer within the patience. `settle` tells the fate.
+        """
+        started, open_ = runtime.monotonic(), attempt.record
+        contribution = await attempt.upload(self._options.patience)
+        self._contribution = contribution
+        before = show_u64(total(self._baseline.vector))
+        runtime.failpoint("publish.uploaded")
+
+        def make(header: Header) -> Seal:
+            return Seal(
+                **header.fields, version=open_.version, base=open_.base, attempt=attempt.id,
+                parts=[contribution.part], fingerprint=contribution.fingerprint, before=before,
+                after=show_u64(total(contribution.vector)), previous=header.state.seal.seq,
+                changed=contribution.changed, elements=sum(spec.elements for spec in self.layout),
+                bytes=contribution.bytes, dense_bytes=self.layout.nbytes, step=open_.step, source=source,
+                metadata=metadata or {},
+            )  # fmt: skip
+
+        seal = await self._append_seal(attempt, make)
+        runtime.failpoint("publish.sealed")
+        return self._commit(attempt, seal, runtime.monotonic() - started)
+
+    async def _append_seal(self, attempt: Attempt, make: Callable[[Header], Seal]) -> Seal:
+        """Append until the seal is known to be in the ledger; its slot alone decides that (must L1)."""
+        deadline = runtime.monotonic() + self._options.patience
+        while True:
+            try:
+                if self.ledger.undecided:
+                    await self.ledger.settle()
+                    await self.ledger.read()
+                return await self._seal_of(attempt) or await self.ledger.append(make)
+            except StoreUnavailable as error:
+                if runtime.monotonic() > deadline:
+                    raise
+                self._emit(Waiting(what=f"the fate of version {attempt.version}: {error.message}"))
+                await runtime.sleep(SETTLE_PAUSE)
+
+    async def _seal_of(self, attempt: Attempt) -> Seal | None:
+        """The seal of an attempt, if the ledger as read has it."""
+        if self.head < attempt.version:
+            return None
+        seal = await self.ledger.history.seal(attempt.version)
+        return seal if seal.attempt == attempt.id else None
+
+    def _commit(self, attempt: Attempt, seal: Seal, seconds: float) -> SealedVersion:
+        """Version and baseline move together: the seal is in the ledger."""
+        assert self._contribution is not None
+        self._baseline.commit(attempt.version, self._contribution.vector)
+        attempt.forget()
+        self._attempt = self._contribution = None
+        self._emit(
+            Sealed(
+                version=seal.version, attempt=seal.attempt, step=seal.step, seq=seal.seq, changed=seal.changed,
+                elements=seal.elements, bytes=seal.bytes, dense_bytes=seal.dense_bytes, seconds=seconds,
+            )
+        )  # fmt: skip
+        return SealedVersion.of(seal)
+
+    async def settle(self, reason: str) -> SealedVersion | None:
+        """Decide what is undecided: a sealed attempt is committed (and returned), any other aborted and undone.
+
+        Raises:
+            Fenced: another publisher owns the stream; the attempt is undone all the same.
+            StoreUnavailable: its fate cannot be learnt now; nothing is changed.
+        """
+        attempt = self._attempt
+        if attempt:
+            await attempt.cancel()
+        if attempt is None and not self.ledger.undecided and self.ledger.state.open is None:
+            return None
+        await self.ledger.settle()
+        state = await self.ledger.read()
+        if attempt and (seal := await self._seal_of(attempt)):
+            return self._commit(attempt, seal, 0.0)
+        ours = state.epoch is not None and state.epoch.seq == self.ledger.epoch
+        opened = (state.open.seq, state.open.version) if state.open else (0, 0)
+        try:
+            if state.open or not ours:  # under a newer epoch this says who fenced us, and writes nothing
+                await self.ledger.append(
+                    lambda header: Abort(**header.fields, attempt=opened[0], version=opened[1], reason=reason[:500])
+                )
+        except Fenced:
+            await self._undo(attempt, "another publisher claimed the stream")
+            raise
+        await self._undo(attempt, reason)
+        return None
+
+    async def _undo(self, attempt: Attempt | None, reason: str) -> None:
+        """The attempt is known not to be a version, and never to become one."""
+        self._attempt = self._contribution = None
+        if attempt:
+            await attempt.undo()
+            self._emit(Aborted(version=attempt.version, attempt=attempt.id, reason=reason))
+
+    async def anchor_if_due(self, *, at_once: bool = False) -> None:
+        """Write an anchor of the head if the policy asks for one. No attempt may be under way.
+
+        Raises:
+            Corrupt: the baseline is damaged and could not be rebuilt (must P4).
+        """
+        state = self.ledger.state
+        newest = state.anchor.version if state.anchor else None
+        if self._attempt or newest == self.head:
+            return
+        if not at_once:
+            since = await self.ledger.history.between((newest or 0) + 1)
+            if not self._policy.due(len(since), sum(seal.bytes for seal in since), self.layout.nbytes):
+                return
+        await self._prove_baseline()
+        extras = await self._extras()
+        await write_anchor(self.ledger, self._baseline, extras, self._workers, self._options.patience, self._emit)
+
+    async def _prove_baseline(self) -> None:
+        """Recompute the baseline's fingerprint; damage is an alarm and a rebuild, never an anchor (must P4)."""
+        if self._baseline.version == self.head:
+            if bool((await self._baseline.fingerprint() == self._baseline.vector).all()):
+                return
+            self._emit(Alarm(must="P4", what=f"the baseline of version {self.head} is damaged; rebuilding"))
+            self._baseline.lose()
+        await self._restorer.restore()
+
+    async def _extras(self) -> dict[str, bytes]:
+        """Side files for an anchor: the base's, else those of the anchor before."""
+        base = self._options.base
+        if base and base.is_dir():
+            return read_extras(base)
+        return await self._restorer.extras()
+
+    async def close(self) -> None:
+        """Settle, release the claim, give the state directory back. Safe to call after any error."""
+        try:
+            with contextlib.suppress(StoreUnavailable, Fenced):
+                await self.settle("the publisher closed")
+                if self.ledger.epoch is not None:
+                    await self.ledger.release()
+        finally:
+            if self._attempt:
+                await self._attempt.cancel()
+                self._baseline.lose()
+            self._baseline.close()
+            self._state.close()
+            self._workers.close()

@@ -1,0 +1,71 @@
+"""A publisher's own directory: who it is, and that it is the only process that is it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+from dcr_daemon import runtime
+from dcr_daemon.checkpoint.safetensors import exhausted
+from dcr_daemon.errors import Misuse
+
+
+class StateDirectory:
+    """The state of the publisher of one stream, locked while this process lives.
+
+    Layout: `lock`, `name`, `mark.json` (high-water mark), `baseline.bin`, `baseline.json`, `spool/`.
+
+    Raises:
+        Misuse: another process holds it, or it cannot be made.
+        Exhausted: the disk is full.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            cause = exhausted(error, path)
+            if cause is not error:
+                raise cause from error
+            raise Misuse(
+                f"state directory {path} cannot be used: {error.strerror}", hint="name one with --state"
+            ) from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._lock)
+            raise Misuse(
+                f"another publisher process uses the state directory {path}",
+                hint="one process publishes to a stream; stop the other, or give this one its own --state",
+            ) from error
+
+    @property
+    def mark(self) -> Path:
+        return self.path / "mark.json"
+
+    @property
+    def spool(self) -> Path:
+        return self.path / "spool"
+
+    def name(self, given: str | None) -> str:
+        """The publisher's name: `given`, else the one kept here, else a new one; kept for the next start."""
+        kept = self.path / "name"
+        known = kept.read_text().strip() if kept.exists() else None
+        name = given or known or f"publisher-{runtime.nonce(4)}"
+        if name != known:
+            temporary = kept.with_suffix(".new")
+            try:
+                temporary.write_text(name)
+                temporary.replace(kept)
+            except OSError as error:
+                raise exhausted(error, kept) from error
+        return name
+
+    def close(self) -> None:
+        """Let the next process have it."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1

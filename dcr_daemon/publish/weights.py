@@ -1,0 +1,53 @@
+"""What a training script may hand to `publish`, as named sources."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from dcr_daemon.errors import Misuse
+from dcr_daemon.publish.sources import TensorSource
+
+
+def as_table(weights: Any) -> list[TensorSource] | None:
+    """Sources of a module or a mapping, all of whose tensors exist at once; None for a stream of pairs.
+
+    A module gives its `state_dict`, so that tied parameters and buffers are there under every name; wrappers that
+    only add a prefix (DistributedDataParallel, torch.compile) are looked through.
+    """
+    if callable(getattr(weights, "state_dict", None)):
+        weights = _unwrapped(weights).state_dict()
+    if isinstance(weights, Mapping):
+        return [TensorSource(str(name), tensor) for name, tensor in weights.items()]
+    return None
+
+
+def as_stream(weights: Iterable[Any]) -> Iterator[TensorSource]:
+    """Sources of an iterable of `(name, tensor)`, one at a time: the producer may reuse memory between them."""
+    for pair in weights:
+        if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise _misuse(pair)
+        yield TensorSource(pair[0], pair[1])
+
+
+def check_kind(weights: Any) -> None:
+    """`Misuse` for something that cannot be weights at all."""
+    if not callable(getattr(weights, "state_dict", None)) and not isinstance(weights, Iterable):
+        raise _misuse(weights)
+
+
+def _unwrapped(module: Any) -> Any:
+    while True:
+        inner = getattr(module, "_orig_mod", None)
+        if inner is None and type(module).__name__ in ("DistributedDataParallel", "DataParallel"):
+            inner = module.module
+        if inner is None:
+            return module
+        module = inner
+
+
+def _misuse(value: Any) -> Misuse:
+    return Misuse(
+        f"publish() was given a {type(value).__name__}",
+        hint="give a module, a state_dict, or an iterable of (name, tensor)",
+    )

@@ -1,0 +1,463 @@
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dcr_daemon.canonical.layout import Layout, TensorSpec
+from dcr_daemon.checkpoint.directory import Checkpoint
+from dcr_daemon.errors import Corrupt, Exhausted, Fenced, Incompatible, Misuse, NotFound, StoreUnavailable
+from dcr_daemon.events import Aborted, Alarm, AnchorPut, ChunkPut, Sealed
+from dcr_daemon.publish.opening import open_session
+from dcr_daemon.publish.options import PublishOptions, stream_state
+from dcr_daemon.publish.session import Session
+from dcr_daemon.publish.sources import FileSource
+from dcr_daemon.store.port import Outcome
+
+
+def options(world: Any, **more: Any) -> PublishOptions:
+    defaults: dict[str, Any] = {"state": world.state, "base": world.base, "create": True, "patience": 1.0, "workers": 2}
+    return PublishOptions(**defaults | more)
+
+
+async def opened(world: Any, store: Any = None, **more: Any) -> Session:
+    return await open_session(options(world, **more), store or world.store(), world.events)
+
+
+async def diff(session: Session, weights: Any, world: Any, step: int | None = None) -> Any:
+    """Open an attempt and diff a whole checkpoint of `weights`; the uploads may still be under way."""
+    attempt = await session.begin(step=step)
+    await diff_into(attempt, session, weights, world)
+    return attempt
+
+
+async def diff_into(attempt: Any, session: Session, weights: Any, world: Any) -> None:
+    place = world.root / f"checkpoint-{attempt.id}-{len(list(world.root.iterdir()))}"
+    with Checkpoint(world.write(place, weights, shard_bytes=2000)) as checkpoint:
+        await attempt.diff(
+            (session.layout.index(spec.name), FileSource(file, spec))
+            for file in checkpoint.files
+            for spec in file.specs
+        )
+    await attempt.finish()
+
+
+async def publish(session: Session, weights: Any, world: Any, step: int | None = None) -> Any:
+    return await session.seal(await diff(session, weights, world, step))
+
+
+def test_a_chain_rebuilds_every_checkpoint_bit_for_bit(world: Any, toolbox: Any) -> None:
+    chain = [world.weights]
+
+    async def run() -> None:
+        session = await opened(world)
+        for n in range(4):
+            chain.append(toolbox.step_weights(chain[-1], seed=n))
+            sealed = await publish(session, chain[-1], world, step=10 - n)
+            assert (sealed.version, sealed.step) == (n + 1, 10 - n)
+            assert sealed.changed == sum(int((chain[-1][k] != chain[-2][k]).sum()) for k in chain[-1])
+        await session.close()
+
+    asyncio.run(run())
+    versions = world.reader.versions()
+    assert len(versions) == 5
+    assert all(toolbox.same(versions[n], weights) for n, weights in enumerate(chain))
+    assert [a.version for a in world.events.of(AnchorPut)] == [0]
+    assert world.reader.kinds() == ["Stream", "Epoch", "Anchor", *["Open", "Seal"] * 4, "Release"]
+
+
+def test_signs_of_zero_and_nan_payloads_are_changes(world: Any, toolbox: Any) -> None:
+    first = {name: bits.copy() for name, bits in world.weights.items()}
+    first["embed.weight"][:4] = [0x0000, 0x7FC0, 0x7F80, 0x0001]
+    second = {name: bits.copy() for name, bits in first.items()}
+    second["embed.weight"][:4] = [0x8000, 0x7FC1, 0xFF80, 0x8001]
+
+    async def run() -> None:
+        session = await opened(world)
+        await publish(session, first, world)
+        assert (await publish(session, second, world)).changed == 4
+        assert (await publish(session, second, world)).changed == 0
+        await session.close()
+
+    asyncio.run(run())
+    versions = world.reader.versions()
+    assert toolbox.same(versions[2], second)
+    assert toolbox.same(versions[3], second)
+
+
+@pytest.mark.parametrize("codec", ["AUTO", "ULP", "XOR", "OVERWRITE"])
+@pytest.mark.parametrize("spool_memory", [0, 1 << 20])
+def test_an_abort_brings_the_baseline_back_exactly(world: Any, toolbox: Any, codec: str, spool_memory: int) -> None:
+    from dcr_daemon.codec.chunk import Codec
+
+    one = toolbox.step_weights(world.weights, seed=1)
+
+    async def run() -> None:
+        session = await opened(world, codec=Codec[codec], spool_memory=spool_memory)
+        baseline = session._baseline
+        before, bits = await baseline.fingerprint(), [baseline[i].copy() for i in range(len(world.layout))]
+        for finished in (True, False):
+            attempt = await session.begin()
+            await diff_into(attempt, session, toolbox.make_weights(world.layout, seed=9), world)
+            assert not np.array_equal(await baseline.fingerprint(), before)
+            if finished:
+                await attempt.upload(1.0)
+            await session.settle("test")
+            assert baseline.version == 0
+            assert np.array_equal(await baseline.fingerprint(), before)
+            assert np.array_equal(baseline.vector, before)
+            assert all(np.array_equal(baseline[i], old) for i, old in enumerate(bits))
+        await publish(session, one, world)
+        await session.close()
+
+    asyncio.run(run())
+    assert len(world.events.of(Aborted)) == 2
+    assert not list(stream_state(world.state, world.url).glob("spool/*"))
+    assert toolbox.same(world.reader.versions()[1], one)
+
+
+def test_a_clean_restart_uses_the_cache_and_a_lost_one_the_bucket(world: Any, toolbox: Any) -> None:
+    chain = [world.weights]
+
+    async def run(**more: Any) -> None:
+        session = await opened(world, **more)
+        chain.append(toolbox.step_weights(chain[-1], seed=len(chain)))
+        await publish(session, chain[-1], world)
+        await session.close()
+
+    def rebuilt() -> bool:
+        found = any("building version" in str(event) for event in world.events)
+        world.events.clear()
+        return found
+
+    asyncio.run(run(anchor_every=2))
+    assert not rebuilt()
+    asyncio.run(run(create=False, base=None))
+    assert not rebuilt()
+    state = stream_state(world.state, world.url)
+    baseline = state / "baseline.bin"
+    with baseline.open("r+b") as file:  # a page that never reached the disk
+        file.seek(100)
+        file.write(b"\x55\xaa")
+    asyncio.run(run(create=False, base=None))
+    assert rebuilt()
+    (state / "baseline.json").unlink()
+    asyncio.run(run(create=False))
+    assert rebuilt()
+    versions = world.reader.versions()
+    assert all(toolbox.same(versions[n], weights) for n, weights in enumerate(chain))
+
+
+def test_a_publisher_without_state_starts_from_the_newest_anchor(world: Any, toolbox: Any) -> None:
+    chain = [world.weights]
+
+    async def first() -> None:
+        session = await opened(world, anchor_every=2, name="a")
+        for n in range(3):
+            chain.append(toolbox.step_weights(chain[-1], seed=n))
+            await publish(session, chain[-1], world)
+            await session.anchor_if_due()
+        await session.close()
+
+    async def second() -> None:
+        session = await opened(world, state=world.root / "elsewhere", base=None, create=False, name="b")
+        assert session.head == 3
+        chain.append(toolbox.step_weights(chain[-1], seed=7))
+        await publish(session, chain[-1], world)
+        await session.anchor_if_due(at_once=True)
+        await session.close()
+
+    asyncio.run(first())
+    assert [a.version for a in world.events.of(AnchorPut)] == [0, 2]
+    asyncio.run(second())
+    versions = world.reader.versions()
+    assert all(toolbox.same(versions[n], weights) for n, weights in enumerate(chain))
+    extras = sorted(path.name for path in (world.root / "bucket/anchors/4").glob("*/*.json"))
+    assert extras == ["config.json", "index.json", "tokenizer.json"]
+
+
+def test_without_anchor_or_base_nothing_is_guessed(world: Any) -> None:
+    async def run() -> None:
+        await (await opened(world, upload_base=False)).close()
+        with pytest.raises(NotFound, match="base"):
+            await opened(world, state=world.root / "elsewhere", base=None, create=False)
+
+    asyncio.run(run())
+    assert "Anchor" not in world.reader.kinds()
+
+
+def test_another_base_or_layout_is_refused(world: Any, toolbox: Any) -> None:
+    other = world.write(world.root / "other", toolbox.make_weights(world.layout, seed=5))
+    layout = Layout([*world.layout.specs[:-1], TensorSpec("extra", "BF16", (3,))])
+    foreign = world.write(world.root / "foreign", toolbox.make_weights(layout), layout=layout)
+
+    async def run() -> None:
+        await (await opened(world, upload_base=False)).close()
+        with pytest.raises(Incompatible, match="not version 0"):
+            await opened(world, state=world.root / "elsewhere", base=other)
+        with pytest.raises(Incompatible, match=r"missing: tiny; added: extra"):
+            await opened(world, base=foreign)
+        await (await opened(world, state=world.root / "elsewhere")).close()
+
+    asyncio.run(run())
+
+
+def test_create_is_asked_for_and_needs_a_base(world: Any) -> None:
+    async def run() -> None:
+        with pytest.raises(NotFound, match="--create"):
+            await opened(world, create=False)
+        with pytest.raises(Misuse, match="base"):
+            await opened(world, base=None)
+        await (await opened(world)).close()
+        await (await opened(world)).close()
+
+    asyncio.run(run())
+    assert world.reader.kinds().count("Stream") == 1
+
+
+def test_a_ledger_that_is_gone_is_not_made_anew(world: Any) -> None:
+    import shutil
+
+    async def run() -> None:
+        await (await opened(world)).close()
+        shutil.rmtree(world.root / "bucket")
+        with pytest.raises(Corrupt, match="gone"):
+            await opened(world)
+
+    asyncio.run(run())
+
+
+def test_a_second_publisher_waits_for_release_or_takes_over(world: Any, toolbox: Any) -> None:
+    one = toolbox.step_weights(world.weights, seed=1)
+    two = toolbox.step_weights(world.weights, seed=2)
+
+    async def run() -> None:
+        first = await opened(world, name="a")
+        elsewhere = {"state": world.root / "elsewhere", "name": "b"}
+        with pytest.raises(Fenced, match="take"):
+            await opened(world, **elsewhere)
+        attempt = await diff(first, one, world)
+        second = await opened(world, **elsewhere, take_over=True)
+        before = first._baseline.vector
+        with pytest.raises(Fenced):
+            await first.seal(attempt)
+        with pytest.raises(Fenced):
+            await first.settle("fenced")
+        assert np.array_equal(await first._baseline.fingerprint(), before)
+        await publish(second, two, world)
+        await first.close()
+        await second.close()
+        third = await opened(world, name="a")  # released: anybody may claim
+        assert third.head == 1
+        await third.close()
+
+    asyncio.run(run())
+    assert toolbox.same(world.reader.versions()[1], two)
+
+
+def test_a_crashed_publisher_claims_again_under_its_name_and_voids_its_attempt(world: Any, toolbox: Any) -> None:
+    one = toolbox.step_weights(world.weights, seed=1)
+
+    async def run() -> None:
+        first = await opened(world)
+        await diff(first, toolbox.make_weights(world.layout, seed=3), world)
+        first._state.close()  # what the kernel does for a process that is killed
+        second = await opened(world)
+        assert second.head == 0
+        await publish(second, one, world)
+        await second.close()
+
+    asyncio.run(run())
+    assert toolbox.same(world.reader.versions()[1], one)
+    assert world.reader.kinds() == ["Stream", "Epoch", "Anchor", "Open", "Epoch", "Open", "Seal", "Release"]
+
+
+def test_one_process_at_a_time_uses_a_state_directory(world: Any) -> None:
+    async def run() -> None:
+        first = await opened(world)
+        with pytest.raises(Misuse, match="another publisher process"):
+            await opened(world)
+        await first.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("landed", [True, False])
+def test_a_lost_answer_to_the_seal_is_decided_by_its_slot(world: Any, toolbox: Any, landed: bool) -> None:
+    """Whether the PUT arrived or not, one version comes of it and the baseline follows."""
+
+    class Lossy(toolbox.WrappedStore):
+        lost = 0
+
+        async def create(self, key: str, body: bytes | memoryview) -> Outcome:
+            if key.startswith("ledger/") and b'"kind":"seal"' in bytes(body) and not self.lost:
+                self.lost += 1
+                if landed:
+                    await self.inner.create(key, body)
+                return Outcome.UNKNOWN
+            return await self.inner.create(key, body)  # type: ignore[no-any-return]
+
+    one = toolbox.step_weights(world.weights, seed=1)
+    two = toolbox.step_weights(one, seed=2)
+
+    async def run() -> None:
+        store = Lossy(world.store())
+        session = await opened(world, store)
+        assert (await publish(session, one, world)).version == 1
+        assert store.lost == 1
+        await publish(session, two, world)
+        await session.close()
+
+    asyncio.run(run())
+    versions = world.reader.versions()
+    assert len(versions) == 3
+    assert toolbox.same(versions[1], one)
+    assert toolbox.same(versions[2], two)
+
+
+def test_a_bucket_that_fails_for_a_while_costs_an_attempt_not_the_publisher(world: Any, toolbox: Any) -> None:
+    class Flaky(toolbox.WrappedStore):
+        down = False
+
+        async def create(self, key: str, body: bytes | memoryview) -> Outcome:
+            return Outcome.UNKNOWN if self.down else await self.inner.create(key, body)
+
+        async def get(self, key: str, *, limit: int) -> bytes:
+            if self.down:
+                raise StoreUnavailable("the bucket is down")
+            return await self.inner.get(key, limit=limit)  # type: ignore[no-any-return]
+
+    one = toolbox.step_weights(world.weights, seed=1)
+
+    async def run() -> None:
+        store = Flaky(world.store())
+        session = await opened(world, store, patience=0.2)
+        attempt = await diff(session, toolbox.make_weights(world.layout, seed=3), world)
+        store.down = True
+        with pytest.raises(StoreUnavailable):
+            await session.seal(attempt)
+        with pytest.raises(StoreUnavailable):
+            await session.settle("the bucket is down")
+        with pytest.raises(StoreUnavailable):
+            await session.begin()
+        store.down = False
+        await publish(session, one, world)
+        await session.close()
+
+    asyncio.run(run())
+    assert toolbox.same(world.reader.versions()[1], one)
+    assert len(world.events.of(Aborted)) == 1
+
+
+def test_a_full_disk_of_the_spool_ends_the_attempt_and_undoes_it(
+    world: Any, toolbox: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import errno
+
+    from dcr_daemon.publish import spool
+
+    one = toolbox.step_weights(world.weights, seed=1)
+
+    async def run() -> None:
+        session = await opened(world, spool_memory=0)
+        before = session._baseline.vector
+        attempt = await session.begin()
+
+        def full(*args: Any) -> None:
+            raise spool.exhausted(OSError(errno.ENOSPC, "no space"), Path("spool"))
+
+        monkeypatch.setattr(session._spool, "_write", full)
+        with pytest.raises(Exhausted, match="no space"):
+            await diff_into(attempt, session, toolbox.make_weights(world.layout, seed=3), world)
+        await session.settle("disk full")
+        assert session._baseline.version == 0
+        assert np.array_equal(await session._baseline.fingerprint(), before)
+        monkeypatch.undo()
+        await publish(session, one, world)
+        await session.close()
+
+    asyncio.run(run())
+    assert toolbox.same(world.reader.versions()[1], one)
+
+
+def test_a_foreign_object_under_a_chunks_name_aborts_the_attempt(world: Any, toolbox: Any) -> None:
+    class Squatted(toolbox.WrappedStore):
+        squat = True
+
+        async def create(self, key: str, body: bytes | memoryview) -> Outcome:
+            if key.endswith(".dcr") and self.squat:
+                await self.inner.create(key, b"not ours")
+            return await self.inner.create(key, body)  # type: ignore[no-any-return]
+
+    one = toolbox.step_weights(world.weights, seed=1)
+
+    async def run() -> None:
+        store = Squatted(world.store())
+        session = await opened(world, store)
+        with pytest.raises(Corrupt, match="other bytes"):
+            await publish(session, one, world)
+        await session.settle("squatted")
+        store.squat = False
+        await publish(session, one, world)
+        await session.close()
+
+    asyncio.run(run())
+    assert toolbox.same(world.reader.versions()[1], one)
+
+
+def test_a_baseline_damaged_in_memory_is_found_before_an_anchor(world: Any, toolbox: Any) -> None:
+    one = toolbox.step_weights(world.weights, seed=1)
+
+    async def run() -> None:
+        session = await opened(world)
+        await publish(session, one, world)
+        session._baseline[0][3] ^= 0x40
+        await session.anchor_if_due(at_once=True)
+        await session.close()
+
+    asyncio.run(run())
+    assert [alarm.must for alarm in world.events.of(Alarm)] == ["P4"]
+    assert world.events.of(AnchorPut)[-1].version == 1
+    assert toolbox.same(world.reader.versions()[1], one)
+
+
+def test_anchors_come_when_the_chain_outweighs_its_share(world: Any, toolbox: Any) -> None:
+    async def run() -> None:
+        session = await opened(world, anchor_share=0.5)
+        for n in range(4):
+            await publish(session, toolbox.make_weights(world.layout, seed=n + 1), world)
+            await session.anchor_if_due()
+        await session.close()
+
+    asyncio.run(run())
+    assert [a.version for a in world.events.of(AnchorPut)] == [0, 1, 2, 3, 4]
+
+
+def test_chunks_leave_while_the_diff_goes_on(world: Any, toolbox: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dcr_daemon.publish import attempt as module
+
+    class SmallChunks(module.ChunkEncoder):
+        def __init__(self, *args: Any, **more: Any) -> None:
+            super().__init__(*args, **more, target=500)
+
+    monkeypatch.setattr(module, "ChunkEncoder", SmallChunks)
+    new = toolbox.make_weights(world.layout, seed=4)
+
+    async def run() -> None:
+        session = await opened(world, upload_backlog=1000, uploads=2)
+        attempt = await session.begin()
+        with Checkpoint(world.write(world.root / "c", new)) as checkpoint:
+            for spec in checkpoint.files[0].specs:
+                await attempt.diff([(session.layout.index(spec.name), FileSource(checkpoint.files[0], spec))])
+            assert world.events.of(ChunkPut), "nothing was uploaded before the last tensor was diffed"
+        await attempt.finish()
+        await session.seal(attempt)
+        await session.close()
+
+    asyncio.run(run())
+    assert len(world.events.of(ChunkPut)) >= 3
+    assert len(world.events.of(Sealed)) == 1
+    assert toolbox.same(world.reader.versions()[1], new)
