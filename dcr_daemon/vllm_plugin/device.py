@@ -20,7 +20,7 @@ import torch
 
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.vllm_plugin import faults
-from dcr_daemon.vllm_plugin.memory import I64, U32, U64, Bits, Group, Homes, HostTables, Side, Tick
+from dcr_daemon.vllm_plugin.memory import U32, U64, Bits, Group, Homes, HostTables, Side, Tick
 from dcr_daemon.vllm_plugin.placement import Placement, Row
 
 LANES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -203,7 +203,7 @@ def _lane_view(tensor: torch.Tensor) -> torch.Tensor:
     """The whole storage as flat signed lanes of the tensor's width."""
     lane = LANES[tensor.element_size()]
     flat = torch.empty(0, dtype=lane, device=tensor.device)
-    return flat.set_(tensor.untyped_storage())  # type: ignore[call-overload]
+    return flat.set_(tensor.untyped_storage())
 
 
 def _totals(batch: Batch) -> torch.Tensor:

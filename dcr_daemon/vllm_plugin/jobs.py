@@ -76,18 +76,12 @@ class Background:
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        self._cpus: set[int] = set()
+        self._cpus = allowed_cpus()
         self._native = 0
-        self._ready = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="dcr-background", daemon=True)
         self.job: Job | None = None
-
-    def launch(self) -> None:
-        """Start the thread; repeatable."""
-        if not self._thread.ident:
-            self._cpus = allowed_cpus()
-            self._thread.start()
-            self._ready.wait()
+        ready = threading.Event()
+        threading.Thread(target=self._run, args=(ready,), name="dcr-background", daemon=True).start()
+        ready.wait()
 
     def use_cpus(self, cpus: list[int] | None) -> None:
         """Move the thread to these cores; None: all that the engine may use."""
@@ -107,11 +101,11 @@ class Background:
             self.job.cancelled.set()
             self.job.done.wait()
 
-    def _run(self) -> None:
+    def _run(self, ready: threading.Event) -> None:
         self._native = threading.get_native_id()
         os.setpriority(os.PRIO_PROCESS, self._native, 19)
         self.use_cpus(None)
-        self._ready.set()
+        ready.set()
         while True:
             job = self._queue.get()
             job.state = JobState.RUNNING

@@ -75,10 +75,6 @@ class Rank:
 
     # -- facts ---------------------------------------------------------------------------------------------------
 
-    def hello(self) -> calls.Status:
-        self._background.launch()
-        return self.status()
-
     def status(self) -> calls.Status:
         job = self._background.job
         return calls.Status(

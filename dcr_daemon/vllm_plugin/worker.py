@@ -89,7 +89,7 @@ def answer(rank: Rank, env: dict[str, Any]) -> dict[str, Any]:
 
 def _dispatch(rank: Rank, op: Op, message: calls.Call) -> Any:
     simple: dict[Op, Callable[[], Any]] = {
-        Op.HELLO: rank.hello,
+        Op.HELLO: rank.status,
         Op.STATUS: rank.status,
         Op.CHECKSUMS: rank.checksums,
         Op.PLACEMENT: rank.placement,

@@ -1,0 +1,62 @@
+"""A vLLM model in this very process, on CPU, loaded by vLLM's own loader; no engine, no worker, no server."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+os.environ.update(
+    HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="ERROR", VLLM_PLUGINS=""
+)
+
+
+def load(path: Path, **options: Any) -> tuple[torch.nn.Module, Any]:
+    """The model of a checkpoint directory with the CPU rig in place, and its `VllmConfig`."""
+    from vllm.config import set_current_vllm_config
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader import get_model
+
+    from dcr_daemon.vllm_plugin import cpu_rig
+
+    torch.accelerator.empty_cache = lambda: None  # as vLLM's CPU worker does
+    arguments = {"dtype": "bfloat16", "enforce_eager": True, "max_model_len": 512, **options}
+    config = EngineArgs(model=str(path), **arguments).create_engine_config()
+    cpu_rig.install()
+    _distributed()
+    with set_current_vllm_config(config):
+        return get_model(vllm_config=config), config
+
+
+def _distributed() -> None:
+    """One rank, once per process; without a model vLLM makes every group that any model may want."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+    from vllm.distributed.parallel_state import model_parallel_is_initialized
+
+    if model_parallel_is_initialized():
+        return
+    handle, path = tempfile.mkstemp()
+    os.close(handle)
+    Path(path).unlink()
+    with set_current_vllm_config(VllmConfig()):
+        init_distributed_environment(1, 0, f"file://{path}", 0, "gloo")
+        ensure_model_parallel_initialized(1, 1)
+
+
+def state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A copy of every parameter and buffer."""
+    return {name: tensor.detach().clone() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+
+def differing(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> list[str]:
+    """Names whose bits differ."""
+    assert one.keys() == two.keys()
+
+    def bits(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+    return [name for name in one if not torch.equal(bits(one[name]), bits(two[name]))]
