@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
+import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -222,11 +223,12 @@ def fake_s3(monkeypatch: pytest.MonkeyPatch) -> OpenFake:
         concurrency: int = 8,
         patience: Patience = Patience(seconds=20, first=0.001, longest=0.002),  # noqa: B008 (frozen)
         emit: Callable[[object], None] = lambda _: None,
+        tls: ssl.SSLContext | None = None,
         **fields: object,
     ) -> AsyncIterator[tuple[FakeS3, S3Store]]:
         fake = FakeS3(**fields)  # type: ignore[arg-type]
-        server = await asyncio.start_server(fake.serve, "127.0.0.1", 0, limit=1 << 20)
-        fake.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        server = await asyncio.start_server(fake.serve, "127.0.0.1", 0, limit=1 << 20, ssl=tls)
+        fake.url = f"{'https' if tls else 'http'}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         store = await S3Store.open(
             "bucket", "run", endpoint_url=fake.url, concurrency=concurrency, patience=patience, emit=emit
         )

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import os
+import shutil
 import socket
+import ssl
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from dcr_daemon.errors import Corrupt, Incompatible, Missing, StoreUnavailable
 from dcr_daemon.store import Entry, Outcome, create_once
 from dcr_daemon.store.retry import Patience
-from dcr_daemon.store.s3 import S3Store
+from dcr_daemon.store.s3 import LARGE_BYTES, S3Store
 
 BRIEF = Patience(seconds=0.3, first=0.001, longest=0.01)
 REFUSALS = ["denied", "bad-key", "expired", "archived", "no-bucket", "not-implemented", "moved", "invalid"]
@@ -101,6 +107,50 @@ async def test_no_credentials_are_an_operators_matter(fake_s3, monkeypatch: pyte
         with pytest.raises(Incompatible, match="credentials"):
             await store.create("ledger/1", b"one")
         assert server.seen == []
+
+
+# TLS.
+
+
+@pytest.fixture
+def tls(tmp_path: Path) -> tuple[ssl.SSLContext, Path]:
+    """A server's context, and the file of the authority that a client must trust."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the openssl command to make a certificate")
+    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=fake"),
+            *("-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    return context, certificate
+
+
+async def test_a_certificate_nobody_vouches_for_is_an_operators_matter(fake_s3, tls) -> None:
+    async with fake_s3(tls=tls[0]) as (server, store):
+        for request in (store.create("ledger/1", b"one"), store.get("ledger/1", limit=9)):
+            with pytest.raises(Incompatible, match="not trusted") as refused:
+                await request
+            assert "AWS_CA_BUNDLE" in refused.value.hint
+        assert server.seen == []
+
+
+async def test_a_large_body_over_tls_is_protected_without_holding_up_the_loop(fake_s3, tls, monkeypatch) -> None:
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(tls[1]))
+    small, large = os.urandom(1000), os.urandom(LARGE_BYTES)
+    async with fake_s3(tls=tls[0]) as (server, store):
+        assert await store.create("data/small", small) is Outcome.WON
+        assert await store.create("data/large", large) is Outcome.WON
+        first, second = server.seen
+        assert first.headers["x-amz-content-sha256"] == hashlib.sha256(small).hexdigest()
+        assert second.headers["x-amz-content-sha256"] == "UNSIGNED-PAYLOAD"
+        assert base64.b64decode(second.headers["content-md5"]) == hashlib.md5(large).digest()
+        assert await store.get("data/large", limit=LARGE_BYTES) == large
 
 
 # create_once: the fate of a data object.
