@@ -84,7 +84,7 @@ format: $(VENV)/.tools
 	$(BIN)/ruff check --fix .
 
 bench: $(VENV)/.installed
-	@for file in benchmarks/bench_*$(ARGS)*.py; do echo "== $$file"; $(BIN)/python -P "$$file" || exit 1; done
+	@set -e; for file in $(wildcard benchmarks/bench_*$(ARGS)*.py); do echo "== $$file"; $(BIN)/python -P "$$file"; done
 
 clean:
 	rm -rf dist build .demo $(VENV)

@@ -229,6 +229,11 @@ class VllmServer:
     model: Path
     process: Process
 
+    @property
+    def engine(self) -> str:
+        """What `dcr subscribe --engine` takes."""
+        return f"vllm://{self.socket}"
+
     def healthy(self) -> bool:
         """True once the public port is open and the engine answers."""
         try:

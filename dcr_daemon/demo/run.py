@@ -81,7 +81,8 @@ def run_demo(options: DemoOptions) -> Generator[Stage | Row | Finished]:
     model = write_model(work / "model", tiny=options.tiny)
     with ExitStack() as stack:
         s3 = stack.enter_context(seaweedfs(work / "s3")) if options.s3 else None
-        scene = stack.enter_context(Scene(work, model, s3=s3))
+        where = {"stream": f"s3://{s3.bucket}/demo", "env": s3.env} if s3 else {}
+        scene = stack.enter_context(Scene(work, model, **where))
         yield Stage("starting publisher and vLLM")
         scene.publisher()
         server = scene.vllm(model)
@@ -90,7 +91,7 @@ def run_demo(options: DemoOptions) -> Generator[Stage | Row | Finished]:
         scene.wait(scene.published.has("Claimed"), "the publisher's claim")
         yield Stage("waiting for vLLM to load, and for the subscriber to prove version 0")
         scene.wait(server.socket_open, "the engine's socket")
-        subscribed = scene.subscriber(server)
+        subscribed = scene.subscriber(server.engine)
         scene.wait(server.healthy, "the public port")
         server.complete("Hello", max_tokens=2, timeout=_FIRST_ANSWER)
         traffic = scene.traffic(server)
@@ -160,7 +161,7 @@ def _prove(scene: Scene, served: VllmServer) -> Proof:
     fresh = scene.vllm(out, name="fresh")
     scene.wait(fresh.socket_open, "the fresh engine's socket")
     # The fresh server is proved like any other: its own subscriber finds it at the newest version, and lets it serve.
-    scene.subscriber(fresh, name="prover")
+    scene.subscriber(fresh.engine, name="prover")
     scene.wait(fresh.healthy, "the fresh server's public port")
     fresh.complete("Hello", max_tokens=2, timeout=_FIRST_ANSWER)
     return compare(served, fresh)

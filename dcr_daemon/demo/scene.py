@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from dcr_daemon import runtime
-from dcr_daemon.demo.processes import Process, ProcessDied, SeaweedFS, VllmServer, executable, seaweedfs, vllm_server
+from dcr_daemon.demo.processes import Process, ProcessDied, VllmServer, executable, vllm_server
 from dcr_daemon.demo.record import EventTail
 
 
@@ -31,15 +31,18 @@ class Scene:
     Args:
         work: a directory for everything, kept afterwards. Its path must be short: unix sockets lie below it.
         model: version 0.
-        s3: a running server, or None for a `file://` bucket in `work`.
+        stream: where to publish; None for a `file://` bucket in `work`.
+        env: what every process of the scene needs, such as the bucket's credentials.
     """
 
-    def __init__(self, work: Path, model: Path, *, s3: SeaweedFS | None = None, prefix: str = "demo") -> None:
+    def __init__(
+        self, work: Path, model: Path, *, stream: str | None = None, env: Mapping[str, str] | None = None
+    ) -> None:
         self.work, self.model = work, model
         self.checkpoints = work / "checkpoints"
         self.checkpoints.mkdir(parents=True, exist_ok=True)
-        self.env: Mapping[str, str] = s3.env if s3 else {}
-        self.stream = f"s3://{s3.bucket}/{prefix}" if s3 else f"file://{work / 'bucket'}"
+        self.env: Mapping[str, str] = env or {}
+        self.stream = stream or f"file://{work / 'bucket'}"
         self.published = EventTail(work / "publisher.events.jsonl")
         self.processes: list[Process] = []
         self._stack = contextlib.ExitStack()
@@ -49,13 +52,6 @@ class Scene:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._stack.close()
-
-    @classmethod
-    @contextlib.contextmanager
-    def on_s3(cls, work: Path, model: Path) -> Any:
-        """A scene on a SeaweedFS of its own."""
-        with seaweedfs(work / "s3") as server, cls(work, model, s3=server) as scene:
-            yield scene
 
     def start(self, name: str, argv: Sequence[str], env: Mapping[str, str] | None = None) -> Process:
         """Start a process that ends with the scene."""
@@ -74,13 +70,13 @@ class Scene:
             ),
         )  # fmt: skip
 
-    def subscriber(self, server: VllmServer, *extra: str, name: str = "subscriber") -> EventTail:
-        """`dcr subscribe` for a server; returns what it emits."""
+    def subscriber(self, engine: str, *extra: str, name: str = "subscriber") -> EventTail:
+        """`dcr subscribe` for the engine of this URL; returns what it emits."""
         events = self.work / f"{name}.events.jsonl"
         self.start(
             name,
             dcr(
-                "subscribe", "--from", self.stream, "--engine", f"vllm://{server.socket}", "--replica", name,
+                "subscribe", "--from", self.stream, "--engine", engine, "--replica", name,
                 "--state", str(self.work / name), "--staging", str(self.work / name / "staging"), "--poll", "0.1",
                 "--events", str(events), *extra,
             ),
