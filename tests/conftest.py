@@ -19,7 +19,7 @@ from uuid import uuid4
 import pytest
 
 sys.path.append(str(Path(__file__).parent / "support"))
-pytest_plugins = ["versions"]
+pytest_plugins = ["versions", "streams"]
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,39 +1,37 @@
 """`dcr subscribe`: one replica kept at the newest sealed version, until told to stop.
 
-Durable order: high-water mark, staged and verified, prepared, swapped, status. The supervisor that restarts what
-may be restarted lives here; what one version takes is in `drive`.
+Durable order: high-water mark, staged and verified, prepared, swapped, status. This module makes the parts and lets
+them run together; what one version takes is in `drive`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+import contextlib
+import fcntl
+import os
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from pathlib import Path
+from typing import Any
 
+from dcr_daemon import runtime
 from dcr_daemon.engine.port import Engine
-from dcr_daemon.events import Emit
+from dcr_daemon.errors import DcrError, Fenced, Misuse, NotFound, StoreUnavailable
+from dcr_daemon.events import Emit, FencedOut, Waiting
+from dcr_daemon.ledger.follow import Polling
+from dcr_daemon.ledger.ledger import Ledger
+from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.store.port import Store
+from dcr_daemon.subscribe.anchors import AnchorFiles
+from dcr_daemon.subscribe.drive import Driver, Place
+from dcr_daemon.subscribe.follow import Feed
+from dcr_daemon.subscribe.options import STAGING_LIMIT, SubscribeOptions, subscriber_state
+from dcr_daemon.subscribe.stage import Stage, default_staging, open_staging
+from dcr_daemon.subscribe.status import Reporter
 
-STAGING_LIMIT = 8 << 30
+__all__ = ["STAGING_LIMIT", "SubscribeOptions", "run_subscribe"]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SubscribeOptions:
-    """What an operator may choose.
-
-    `state`: directory of the high-water marks and of staging if there is no tmpfs. `staging`: where chunks wait,
-    None for `/dev/shm/dcr-<replica>` where that exists. `staging_limit`: bytes staged at most. `once`: reach the
-    newest seal read at the start, then return. `pin`: serve this version and never a newer one. `poll`: seconds
-    between looks at the ledger's tail. `patience`: seconds an absent engine is waited for with `once`.
-    """
-
-    replica: str
-    state: Path
-    staging: Path | None = None
-    staging_limit: int = STAGING_LIMIT
-    once: bool = False
-    pin: int | None = None
-    poll: float = 1.0
-    patience: float = 60.0
+IDLE = 5.0  #: times `poll`, between looks at a ledger that stands still
 
 
 async def run_subscribe(options: SubscribeOptions, store: Store, engine: Engine, emit: Emit) -> None:
@@ -47,5 +45,116 @@ async def run_subscribe(options: SubscribeOptions, store: Store, engine: Engine,
         Incompatible: the stream has another format or layout than engine or state know.
         NotFound: with `once`, there is no stream.
         Corrupt: the ledger does not extend the one remembered here (must T1).
+        Misuse: another subscriber runs with the same state and replica id.
     """
-    raise NotImplementedError
+    home = subscriber_state(options.state, store.url, options.replica)
+    workers = runtime.Workers()
+    try:
+        with _only_one(home):
+            ledger = Ledger(store, memory=home / "seen.json", emit=emit, polling=_polling(options))
+            await _wait_for_stream(ledger, options, emit)
+            await _run(options, home, ledger, engine, workers, emit)
+    finally:
+        workers.close()
+
+
+async def _run(
+    options: SubscribeOptions, home: Path, ledger: Ledger, engine: Engine, workers: runtime.Workers, emit: Emit
+) -> None:
+    objects = Objects(ledger.store, floor=lambda: ledger.state.floor, emit=emit, workers=workers)
+    layout = await objects.read_layout(ledger.stream)
+    staging = open_staging((options.staging or default_staging(home)) / ledger.stream.stream)
+    stage = Stage(
+        staging,
+        limit=options.staging_limit,
+        objects=objects,
+        stream=ledger.stream,
+        layout=layout,
+        workers=workers,
+        emit=emit,
+    )
+    reporter = Reporter(ledger.store, options.replica, ledger.stream.stream, emit=emit)
+    place = Place(
+        options=options,
+        ledger=ledger,
+        objects=objects,
+        layout=layout,
+        stage=stage,
+        anchors=AnchorFiles(home, objects, workers),
+        feed=Feed(ledger, stage, poll=options.poll, emit=emit),
+        reporter=reporter,
+    )
+    driver = Driver(place, engine, emit)
+    async with _beside(reporter.run()):
+        try:
+            await _until_first(driver.run(), place.feed.run())
+        except Fenced as error:
+            emit(FencedOut(what="the engine", by=error.message))
+            reporter.set(state="fenced", serving=False, detail=error.message)
+            raise
+        except DcrError as error:
+            reporter.set(state="failed", serving=False, detail=error.message)
+            raise
+        else:
+            reporter.set(state="stopped", detail="reached the newest version")
+
+
+async def _wait_for_stream(ledger: Ledger, options: SubscribeOptions, emit: Emit) -> None:
+    """Read the ledger for the first time; no stream yet is waited for, unless `once`."""
+    while True:
+        try:
+            await ledger.read()
+        except (NotFound, StoreUnavailable) as error:
+            if options.once:
+                raise
+            emit(Waiting(what=error.message))
+            await runtime.sleep(options.poll * IDLE * (0.75 + runtime.jitter() / 2))
+        else:
+            return
+
+
+def _polling(options: SubscribeOptions) -> Polling:
+    return Polling(active=options.poll, idle=options.poll * IDLE)
+
+
+@contextlib.contextmanager
+def _only_one(home: Path) -> Iterator[None]:
+    """Keep a second subscriber with the same state and replica id out; a lock that dies with the process."""
+    home.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(home / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Misuse(
+                f"another subscriber runs as replica {home.name} on {home}",
+                hint="give each engine a subscriber of its own --replica id",
+            ) from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.asynccontextmanager
+async def _beside(job: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run something that never fails beside the body, and end it with the body."""
+    task = asyncio.create_task(job)
+    try:
+        yield
+    finally:
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def _until_first(*jobs: Coroutine[Any, Any, None]) -> None:
+    """Run jobs together until one ends or fails; then the others are cancelled, and its failure is raised."""
+    tasks = [asyncio.create_task(job) for job in jobs]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()

@@ -1,12 +1,38 @@
-"""`dcr materialize`: a plain Hugging Face checkpoint of one version, in a new directory, proved by its fingerprint."""
+"""`dcr materialize`: a plain Hugging Face checkpoint of one version, in a new directory, proved by its fingerprint.
+
+It drives the directory engine, so that what it builds goes through the same checks as a served replica, in a
+directory beside the target that gets the target's name when it is proved.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from dcr_daemon.events import Emit, discard
+from dcr_daemon import runtime
+from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.checkpoint.directory import Checkpoint, shard_paths, sync_directory
+from dcr_daemon.engine.assemble import gather_vector, plan_slices, sum_slice
+from dcr_daemon.engine.checkout import describe_difference
+from dcr_daemon.engine.directory import DirectoryEngine
+from dcr_daemon.engine.port import Swapped, TensorClass, Transaction, Verdict
+from dcr_daemon.errors import Corrupt, EngineRefused, Exhausted, Incompatible, Misuse, NotFound
+from dcr_daemon.events import Committed, Emit, discard
+from dcr_daemon.ledger.ledger import Ledger
+from dcr_daemon.ledger.objects import Objects
+from dcr_daemon.ledger.records import Seal, Stream
+from dcr_daemon.ledger.route import NoRoute, Route
 from dcr_daemon.store.port import Store
+from dcr_daemon.subscribe.anchors import AnchorFiles
+from dcr_daemon.subscribe.locate import locate, record_of
+from dcr_daemon.subscribe.stage import Stage
+
+BUDGET = 1 << 30  #: bytes of chunks staged and composed at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,5 +59,163 @@ async def materialize(
         NotFound: no such stream or version, or nothing to start from and no `base` given.
         Incompatible: `base` is not a version this can start from.
         Corrupt: objects of the stream do not give the fingerprint of the seal.
+        Exhausted: no room on disk.
     """
-    raise NotImplementedError
+    out = _new_directory(out)
+    ledger = Ledger(store, emit=emit)
+    await ledger.read()
+    record = await record_of(ledger, ledger.state.seal.version if version is None else version)
+    workers = runtime.Workers()
+    try:
+        with _workshop(out) as shop:
+            await _Builder(ledger, shop, workers, emit).build(_version(record), base)
+            (shop / "out").rename(out)
+            sync_directory(out.parent)
+            layout = Layout.decode((shop / "layout.json").read_bytes())
+    finally:
+        workers.close()
+    total = record.total if isinstance(record, Stream) else record.after
+    step = record.step if isinstance(record, Seal) else None
+    return Materialized(out, _version(record), step, len(layout), layout.nbytes, total)
+
+
+def _new_directory(out: Path) -> Path:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise Misuse(f"{out} is not empty", hint="name a new directory")
+    return out.absolute()
+
+
+def _version(record: Stream | Seal) -> int:
+    return 0 if isinstance(record, Stream) else record.version
+
+
+@contextlib.contextmanager
+def _workshop(out: Path) -> Iterator[Path]:
+    """A directory beside `out`, on its file system, that is gone afterwards whatever happens."""
+    shop = out.parent / f".{out.name}.dcr-{os.getpid()}-{runtime.nonce(2)}"
+    try:
+        shop.mkdir(parents=True)
+    except OSError as error:
+        raise Exhausted(f"cannot write beside {out}: {error.strerror}", hint="name another --out") from error
+    try:
+        yield shop
+    finally:
+        shutil.rmtree(shop, ignore_errors=True)
+
+
+class _Builder:
+    """Builds `shop/out` with everything that it needs below `shop`."""
+
+    def __init__(self, ledger: Ledger, shop: Path, workers: runtime.Workers, emit: Emit) -> None:
+        self._ledger, self._shop, self._workers, self._emit = ledger, shop, workers, emit
+        self._objects = Objects(ledger.store, floor=lambda: ledger.state.floor, emit=emit, workers=workers)
+        self._transactions = 0
+
+    async def build(self, target: int, base: Path | None) -> None:
+        layout = await self._objects.read_layout(self._ledger.stream)
+        (self._shop / "layout.json").write_bytes(layout.encoded)
+        stage = Stage(
+            self._shop / "staging",
+            limit=BUDGET,
+            objects=self._objects,
+            stream=self._ledger.stream,
+            layout=layout,
+            workers=self._workers,
+            emit=self._emit,
+        )
+        facts = await stage.facts()
+        engine = DirectoryEngine(self._shop / "out", budget=BUDGET)
+        try:
+            await engine.attach(facts)
+            await self._fill(engine, stage, target, base)
+            if (await engine.attach(facts)).version != target:
+                raise Corrupt(f"what was built does not read back as version {target}", hint="check this disk")
+        except EngineRefused as error:
+            raise Corrupt(error.message, hint="`dcr verify` tells which objects are damaged") from error
+        finally:
+            await engine.close()
+        shutil.rmtree(self._shop / "out" / ".dcr")
+
+    async def _fill(self, engine: DirectoryEngine, stage: Stage, target: int, base: Path | None) -> None:
+        held = None if base is None else await self._version_of(base, stage.layout)
+        route = await self._route(held if held is None or held <= target else None, target)
+        if route.anchor is not None:
+            await self._load_anchor(engine, stage, route.anchor)
+        elif base is not None and held is not None:
+            files = [str(path) for path in shard_paths(base)]
+            await self._load(engine, stage, held, files, "base")
+        hops = list(route.hops)
+        while hops:
+            done = await self._apply(engine, stage, hops)
+            hops = [version for version in hops if version > done]
+
+    async def _route(self, held: int | None, target: int) -> Route:
+        try:
+            return await self._ledger.history.route(held, target)
+        except NoRoute as error:
+            hint = "give --base with the checkpoint that the stream was created from"
+            raise NotFound(error.message, hint=hint) from error
+
+    async def _version_of(self, base: Path, layout: Layout) -> int:
+        """Which version of the stream `base` is, by content."""
+        with Checkpoint(base) as checkpoint:
+            if difference := describe_difference(checkpoint.layout, layout):
+                raise Incompatible(f"{base} does not hold the stream's tensors: {difference}")
+            places = list(plan_slices(layout))
+            sums = [self._workers.run(sum_slice, checkpoint, layout, place) for place in places]
+            vector = gather_vector(layout, places, await asyncio.gather(*sums))
+        newest = self._ledger.state.seal.version
+        found = await locate(
+            self._ledger,
+            self._objects,
+            layout,
+            vector,
+            [TensorClass.EXACT] * len(layout),
+            highest=newest,
+            emit=self._emit,
+        )
+        if found is None:
+            raise Incompatible(
+                f"{base} is no version of {self._ledger.store.url}",
+                hint="give the checkpoint that the stream was created from, or a materialised version",
+            )
+        return found
+
+    async def _load_anchor(self, engine: DirectoryEngine, stage: Stage, version: int) -> None:
+        anchors = AnchorFiles(self._shop, self._objects, self._workers)
+        anchor = next(anchor for anchor in await self._ledger.history.anchors() if anchor.version == version)
+        await self._load(engine, stage, version, await anchors.fetch(anchor), "anchor")
+        anchors.forget()
+
+    async def _load(self, engine: DirectoryEngine, stage: Stage, version: int, files: list[str], route: str) -> None:
+        began = runtime.monotonic()
+        vector = await stage.vector(await record_of(self._ledger, version))
+        ended = await engine.load(version, files, vector, str(version))
+        self._tell(version, ended, route, began)
+
+    async def _apply(self, engine: DirectoryEngine, stage: Stage, hops: list[int]) -> int:
+        """One transaction; the version it leads to."""
+        began = runtime.monotonic()
+        seals = await self._ledger.history.between(hops[0], hops[-1])
+        staged = await stage.hops(seals, await record_of(self._ledger, hops[0] - 1))
+        self._transactions += 1
+        txn = Transaction(id=f"build-{self._transactions}", hops=staged, label=str(staged[-1].version))
+        await engine.prepare(txn)
+        ended = await engine.swap(txn.id)
+        if ended.verdict is not Verdict.COMMITTED or ended.version is None:
+            raise EngineRefused(f"version {txn.version} cannot be applied: {ended.reason}")
+        stage.forget(ended.version)
+        self._tell(txn.base, ended, "chain", began)
+        return ended.version
+
+    def _tell(self, base: int, ended: Swapped, route: str, began: float) -> None:
+        assert ended.version is not None
+        self._emit(
+            Committed(
+                base=base,
+                version=ended.version,
+                route=route,
+                pause_seconds=ended.pause,
+                seconds=runtime.monotonic() - began,
+            )
+        )

@@ -1,0 +1,71 @@
+"""Anchors on their way to an engine: files on disk, each verified, thrown away when they are loaded.
+
+They lie in the state directory, not in staging: a whole model does not belong in tmpfs. An interrupted download goes
+on with the files that are there.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path, PurePosixPath
+
+from dcr_daemon.checkpoint.safetensors import exhausted
+from dcr_daemon.errors import Corrupt, Exhausted
+from dcr_daemon.ledger.objects import Objects
+from dcr_daemon.ledger.records import Anchor, ObjectRef
+from dcr_daemon.runtime import Workers
+from dcr_daemon.subscribe.files import file_digest, write_whole
+
+
+class AnchorFiles:
+    """Fetches anchors into directories below `path`."""
+
+    def __init__(self, path: Path, objects: Objects, workers: Workers) -> None:
+        self.path = path
+        self._objects = objects
+        self._workers = workers
+
+    async def fetch(self, anchor: Anchor) -> list[str]:
+        """The safetensors files of an anchor, local and verified; its side files lie beside them.
+
+        Raises:
+            Corrupt: a file has other bytes than the index says, twice, or a name that is no plain file name.
+            Exhausted: there is no room for it on disk.
+            NotYet, BelowFloor, StoreUnavailable: it cannot be fetched (now, or any more).
+        """
+        index = await self._objects.read_anchor_index(anchor)
+        place = self.path / f"anchor-{anchor.version}-{anchor.seq}"
+        wanted = {place / _file_name(ref): ref for ref in [*index.files, *index.extras]}
+        if len(wanted) != len(index.files) + len(index.extras):
+            raise Corrupt(f"the index of anchor {anchor.version} names a file twice")
+        self._check_room(place, wanted)
+        for path, ref in wanted.items():
+            if await self._workers.run(file_digest, path) != ref.sha256:
+                body = await self._objects.read_file(ref, anchor.version)
+                await self._workers.run(write_whole, path, body)
+        return [str(place / _file_name(ref)) for ref in index.files]
+
+    def _check_room(self, place: Path, wanted: dict[Path, ObjectRef]) -> None:
+        try:
+            place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise exhausted(error, place) from error
+        needed = sum(ref.size for path, ref in wanted.items() if not path.exists())
+        free = shutil.disk_usage(place).free
+        if needed > free:
+            raise Exhausted(
+                f"an anchor of {needed} bytes does not fit into the {free} bytes free at {place}",
+                hint="free space there, or name another --state directory",
+            )
+
+    def forget(self) -> None:
+        """Throw away all anchors that lie here."""
+        for place in self.path.glob("anchor-*"):
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def _file_name(ref: ObjectRef) -> str:
+    name = PurePosixPath(ref.key).name
+    if not name or name.startswith("."):
+        raise Corrupt(f"{ref.key} is no name for a file of an anchor")
+    return name

@@ -1,0 +1,40 @@
+"""Small file operations of staging: whole or not at all, digests in bounded memory."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from dcr_daemon.checkpoint.safetensors import exhausted
+
+_BLOCK = 1 << 20
+
+
+def write_whole(path: Path, body: bytes) -> None:
+    """Write a file under its name only when all of it is there; its directory is made for this user only.
+
+    Not fsynced: what is staged is judged by its digest whenever it is used.
+
+    Raises:
+        Exhausted: the file system is full.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        partial.write_bytes(body)
+        partial.rename(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise exhausted(error, path) from error
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 in hex; empty if there is no such file."""
+    seen = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while block := file.read(_BLOCK):
+                seen.update(block)
+    except FileNotFoundError:
+        return ""
+    return seen.hexdigest()

@@ -1,0 +1,84 @@
+"""From ledger records to what a replica does about them: prefetch what opens, wake the driver for what is sealed.
+
+The ledger has remembered a record on disk before it is seen here (must T1).
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from dcr_daemon import runtime
+from dcr_daemon.events import Emit, OpenSeen, SealSeen
+from dcr_daemon.ledger.follow import Follower
+from dcr_daemon.ledger.ledger import Ledger
+from dcr_daemon.ledger.records import Abort, AnyRecord, Epoch, Open, OpenRef, Release, Seal
+from dcr_daemon.subscribe.prefetch import Prefetch
+from dcr_daemon.subscribe.stage import Stage
+
+
+class Feed:
+    """Follows the ledger in the background. Make it after the first `read`, before anything else reads on."""
+
+    def __init__(self, ledger: Ledger, stage: Stage, *, poll: float, emit: Emit) -> None:
+        self._ledger, self._stage, self._poll, self._emit = ledger, stage, poll, emit
+        self._records: Follower = ledger.follow()
+        self._changed = asyncio.Event()
+        self._prefetch: Prefetch | None = None
+        self._skip = 0
+        if opened := ledger.state.open:
+            self._begin(opened)
+
+    def skip_to(self, version: int) -> None:
+        """Versions up to this one are not needed any more: do not prefetch them."""
+        self._skip = max(self._skip, version)
+
+    async def run(self) -> None:
+        """Follow until cancelled. Raises what reading a ledger raises (`Corrupt`, `Incompatible`)."""
+        try:
+            async for record in self._records:
+                await self._see(record)
+                self._changed.set()
+        finally:
+            if self._prefetch:
+                await self._prefetch.cancel()
+
+    async def _see(self, record: AnyRecord) -> None:
+        match record:
+            case Open():
+                self._emit(OpenSeen(version=record.version, attempt=record.seq))
+                await self._end()
+                self._begin(OpenRef(record.seq, record.version, record.base, record.group, record.call))
+            case Seal():
+                self._emit(SealSeen(version=record.version, seq=record.seq, step=record.step))
+                await self._end()
+            case Abort() | Epoch() | Release():
+                if self._prefetch:
+                    await self._prefetch.cancel()
+                    self._stage.forget_attempt(self._prefetch.opened.seq)
+                    self._prefetch = None
+
+    def _begin(self, opened: OpenRef) -> None:
+        # A reader that lags behind the ledger sees opens whose seals are there already.
+        if opened.version > max(self._skip, self._ledger.state.seal.version):
+            self._prefetch = Prefetch(self._ledger.store, self._stage, opened, poll=self._poll, emit=self._emit)
+
+    async def _end(self) -> None:
+        if self._prefetch:
+            await self._prefetch.stop()
+            self._prefetch = None
+
+    async def settle(self, attempt: int) -> None:
+        """Let the prefetch of a sealed attempt end before its set is completed."""
+        if self._prefetch and self._prefetch.opened.seq == attempt:
+            await self._end()
+
+    async def wait_change(self, seconds: float | None = None) -> None:
+        """Wait for the next record, or `seconds` if they are over sooner."""
+        changed = asyncio.ensure_future(self._changed.wait())
+        waits = [changed] if seconds is None else [changed, asyncio.ensure_future(runtime.sleep(seconds))]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        self._changed.clear()

@@ -1,0 +1,96 @@
+"""Which version are these weights? Told by content, never by a label (musts E2, F3)."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+
+import numpy as np
+
+from dcr_daemon.canonical.fingerprint import Vector, total
+from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.engine.port import TensorClass
+from dcr_daemon.errors import Corrupt, NotFound
+from dcr_daemon.events import Emit, Waiting
+from dcr_daemon.ledger.ledger import Ledger
+from dcr_daemon.ledger.objects import BelowFloor, Objects
+from dcr_daemon.ledger.records import Seal, Stream, show_u64
+
+BATCH = 64  #: seals read between two looks
+REPORT = 512  #: seals read between two words about it
+
+
+async def record_of(ledger: Ledger, version: int) -> Stream | Seal:
+    """The record that sealed `version`; for 0 that is the stream record itself. Raises `NotFound`."""
+    return ledger.stream if version == 0 else await ledger.history.seal(version)
+
+
+async def is_version(
+    record: Stream | Seal, vector: Vector, classes: Sequence[TensorClass], objects: Objects, layout: Layout
+) -> bool:
+    """Whether live sums are those of a version, on every tensor that the engine holds exactly (F3).
+
+    An engine that holds all tensors is told apart by the record's total; the whole vector is fetched only then.
+    """
+    exact = np.array([kind is TensorClass.EXACT for kind in classes], dtype=bool)
+    if exact.all() and show_u64(total(vector)) != _total(record):
+        return False
+    try:
+        expected = await objects.read_vector(record, layout)
+    except BelowFloor:
+        return False
+    return bool(np.array_equal(expected[exact], vector[exact]))
+
+
+async def locate(
+    ledger: Ledger,
+    objects: Objects,
+    layout: Layout,
+    vector: Vector,
+    classes: Sequence[TensorClass],
+    *,
+    highest: int,
+    hint: int | None = None,
+    emit: Emit,
+) -> int | None:
+    """The newest version up to `highest` whose vector the live weights have; None if they are of no version.
+
+    Args:
+        hint: what the engine itself says it was last proved at; taken if its content agrees, since a version of
+            equal content is then one empty step of the chain away.
+
+    Raises:
+        Corrupt: the engine was proved at a version that this ledger does not have (must T1).
+    """
+    if hint is not None and hint > highest:
+        try:
+            await record_of(ledger, hint)
+        except NotFound as error:
+            raise Corrupt(
+                f"the engine is at version {hint}, which {ledger.store.url} does not have",
+                hint="is this the stream that it was following? A bucket that was rolled back needs an operator",
+            ) from error
+    if hint is not None and await is_version(await record_of(ledger, hint), vector, classes, objects, layout):
+        return hint
+    if not vector.any():
+        return None
+    looked = 0
+    async for record in _newest_first(ledger, highest):
+        if await is_version(record, vector, classes, objects, layout):
+            return 0 if isinstance(record, Stream) else record.version
+        looked += 1
+        if looked % REPORT == 0:
+            emit(Waiting(what=f"which version the engine holds: {looked} versions compared"))
+    return None
+
+
+async def _newest_first(ledger: Ledger, highest: int) -> AsyncIterator[Stream | Seal]:
+    version = highest
+    while version > 0:
+        for seal in reversed(await ledger.history.between(max(1, version - BATCH + 1), version)):
+            yield seal
+        version -= BATCH
+    yield ledger.stream
+
+
+def _total(record: Stream | Seal) -> str:
+    return record.total if isinstance(record, Stream) else record.after

@@ -1,0 +1,107 @@
+"""Fetching an open version while it is still being built.
+
+LIST of the attempt's prefix is only a hint (must L6), and so is all that comes of it: a chunk is taken if its header
+says that it belongs to the attempt, and judged again by the seal's parts. Running out of room, a store that does not
+answer or a strange object only end or delay the prefetch, never the replica.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import PurePosixPath
+
+from dcr_daemon import runtime
+from dcr_daemon.codec.chunk import CHUNK_LIMIT
+from dcr_daemon.codec.decode import read_id
+from dcr_daemon.errors import Corrupt, Exhausted, Missing, StoreUnavailable
+from dcr_daemon.events import ChunkFetched, Emit, Waiting
+from dcr_daemon.ledger import names
+from dcr_daemon.ledger.records import OpenRef
+from dcr_daemon.store.port import Entry, Store
+from dcr_daemon.subscribe.stage import CONCURRENCY, Stage
+
+
+class Prefetch:
+    """One attempt being fetched in the background. `stop` lets what is under way arrive."""
+
+    def __init__(self, store: Store, stage: Stage, opened: OpenRef, *, poll: float, emit: Emit) -> None:
+        self.opened = opened
+        self._store, self._stage, self._poll, self._emit = store, stage, poll, emit
+        self._prefix = names.attempt(opened.version, opened.seq)
+        self._place = stage.place(opened.version, opened.seq)
+        self._refused: set[str] = set()
+        self._stopped = asyncio.Event()
+        self._task = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        self._stopped.set()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def cancel(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while not self._stopped.is_set():
+            try:
+                await self._look()
+            except Exhausted as error:
+                self._emit(Waiting(what=f"prefetch of version {self.opened.version} ends early: {error.message}"))
+                return
+            except StoreUnavailable as error:
+                self._emit(Waiting(what=f"prefetch of version {self.opened.version}: {error.message}"))
+            await self._pause()
+
+    async def _pause(self) -> None:
+        stopped, slept = asyncio.ensure_future(self._stopped.wait()), asyncio.ensure_future(runtime.sleep(self._poll))
+        try:
+            await asyncio.wait((stopped, slept), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopped.cancel()
+            slept.cancel()
+
+    async def _look(self) -> None:
+        """Fetch what is listed and not here yet."""
+        fresh = [entry async for entry in self._store.list(self._prefix) if self._wanted(entry)]
+        for first in range(0, len(fresh), CONCURRENCY):
+            if self._stopped.is_set():
+                return
+            await asyncio.gather(*(self._fetch(entry) for entry in fresh[first : first + CONCURRENCY]))
+
+    def _wanted(self, entry: Entry) -> bool:
+        name = PurePosixPath(entry.key).name
+        return (
+            entry.key == self._prefix + name
+            and name.endswith(".dcr")
+            and not name.startswith(".")
+            and entry.size <= CHUNK_LIMIT
+            and entry.key not in self._refused
+            and not self._stage.has(self._place / name)
+        )
+
+    async def _fetch(self, entry: Entry) -> None:
+        began = runtime.monotonic()
+        try:
+            body = await self._store.get(entry.key, limit=CHUNK_LIMIT)
+            found = read_id(body)
+        except Missing:
+            return
+        except Corrupt:
+            self._refused.add(entry.key)
+            return
+        opened = self.opened
+        of = (self._stage.stream.stream, opened.seq, opened.base, opened.version, opened.group)
+        if (found.stream, found.attempt, found.base, found.version, found.group) != of:
+            self._refused.add(entry.key)
+            return
+        await self._stage.keep(self._place / PurePosixPath(entry.key).name, body)
+        self._emit(
+            ChunkFetched(
+                version=opened.version,
+                attempt=opened.seq,
+                key=entry.key,
+                bytes=len(body),
+                sealed=False,
+                seconds=runtime.monotonic() - began,
+            )
+        )

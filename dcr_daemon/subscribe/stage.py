@@ -1,0 +1,252 @@
+"""Where the bytes of versions wait until an engine has taken them: verified, bounded, thrown away in time.
+
+It promises: a `Hop` that leaves here consists of exactly the chunks that the seal's parts name, each with its SHA-256
+(must F1); what a prefetch brought is judged again then; never more than `limit` bytes lie in the directory. What is
+left over from an earlier run is used if its digest is right, so that a restart fetches only what was in flight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import shutil
+import stat
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from dcr_daemon import runtime
+from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.codec.chunk import ChunkId
+from dcr_daemon.codec.decode import read_id
+from dcr_daemon.engine.port import Hop, StreamFacts
+from dcr_daemon.errors import Corrupt, DcrError, Exhausted, Incompatible
+from dcr_daemon.events import ChunkFetched, Emit, Staged
+from dcr_daemon.ledger.objects import Objects
+from dcr_daemon.ledger.records import ChunkRef, Part, Seal, Stream
+from dcr_daemon.subscribe.files import file_digest, write_whole
+
+CONCURRENCY = 8  #: objects fetched at a time
+SHARED = Path("/dev/shm")  #: Linux's tmpfs for everybody
+
+
+def open_staging(path: Path) -> Path:
+    """Make the staging directory, for this user only.
+
+    Raises:
+        Incompatible: it is a link, or belongs to somebody else (`/dev/shm` is everybody's).
+        Exhausted: it cannot be written.
+    """
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.lstat()
+    except OSError as error:
+        raise Exhausted(f"staging directory {path} cannot be made: {error.strerror}", hint="name another") from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise Incompatible(f"staging directory {path} belongs to somebody else", hint="name another with --staging")
+    return path
+
+
+def default_staging(state: Path) -> Path:
+    """tmpfs where there is one, since staged bytes need not survive the machine; one place per state directory."""
+    name = hashlib.sha256(str(state.absolute()).encode()).hexdigest()[:12]
+    return SHARED / f"dcr-{state.name}-{name}" if os.access(SHARED, os.W_OK) else state / "staging"
+
+
+class Stage:
+    """The staged versions of one stream below `path`.
+
+    Args:
+        path: a directory from `open_staging`; only this stream's staging lies in it.
+        limit: bytes of chunks staged at most.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        limit: int,
+        objects: Objects,
+        stream: Stream,
+        layout: Layout,
+        workers: runtime.Workers,
+        emit: Emit,
+    ) -> None:
+        self.path = path
+        self.limit = limit
+        self.objects = objects
+        self.layout = layout
+        self.stream = stream
+        self._workers = workers
+        self._emit = emit
+        self._fetching = asyncio.Semaphore(CONCURRENCY)
+        self._sizes: dict[Path, int] = {
+            file: file.stat().st_size for file in path.glob("*-*/*.dcr") if not file.name.startswith(".")
+        }
+
+    @property
+    def used(self) -> int:
+        """Bytes of chunks that lie here."""
+        return sum(self._sizes.values())
+
+    def place(self, version: int, attempt: int) -> Path:
+        """Directory of one attempt's chunks."""
+        return self.path / f"{version}-{attempt}"
+
+    async def facts(self) -> StreamFacts:
+        """What an engine is told at attach; the layout is put where it can read it."""
+        path = self.path / f"layout-{self.layout.digest}.json"
+        await self.write(path, self.layout.encoded)
+        return StreamFacts(stream=self.stream.stream, layout=str(path), layout_digest=self.layout.digest)
+
+    async def vector(self, record: Stream | Seal) -> str:
+        """File of a version's whole fingerprint vector, verified."""
+        vector = await self.objects.read_vector(record, self.layout)
+        path = self.path / f"vector-{record.fingerprint.sha256}.bin"
+        await self.write(path, vector.astype("<u8").tobytes())
+        return str(path)
+
+    async def hops(self, seals: Sequence[Seal], before: Stream | Seal) -> list[Hop]:
+        """Complete consecutive sealed versions, as many as fit, one at least; `before` is the version they start at.
+
+        Raises:
+            Corrupt: an object has other bytes than its seal says, twice.
+            Exhausted: the first version alone is larger than the limit, or the file system is full.
+            NotYet, BelowFloor, StoreUnavailable: it cannot be fetched (now, or any more).
+        """
+        ready, kept = list[Hop](), set[Path]()
+        for seal in seals:
+            place = self.place(seal.version, seal.attempt)
+            held = sum(size for path, size in self._sizes.items() if path.parent in kept)
+            if ready and held + seal.bytes > self.limit:
+                break
+            try:
+                ready.append(await self._hop(seal, before, kept | {place}))
+            except DcrError:
+                if not ready:
+                    raise
+                break  # what is ready is a way on; the next call meets the reason again
+            kept.add(place)
+            before = seal
+        return ready
+
+    async def _hop(self, seal: Seal, before: Stream | Seal, kept: set[Path]) -> Hop:
+        """One version: everything its parts name is here and verified, and nothing else of its attempt."""
+        parts = await self.objects.read_parts(seal)
+        place = self.place(seal.version, seal.attempt)
+        wanted = {place / PurePosixPath(chunk.key).name: (chunk, part) for part in parts for chunk in part.chunks}
+        size = sum(chunk.size for chunk, _ in wanted.values())
+        self._drop([path for path in self._sizes if path.parent == place and path not in wanted])
+        self._make_room(wanted.keys(), size, kept)
+        await _all([self._complete(path, chunk, part, seal) for path, (chunk, part) in wanted.items()])
+        self._emit(Staged(version=seal.version, bytes=size, chunks=len(wanted)))
+        return Hop(
+            version=seal.version,
+            base=seal.base,
+            attempt=seal.attempt,
+            chunks=[str(path) for path in wanted],
+            before=await self.vector(before),
+            after=await self.vector(seal),
+        )
+
+    def _make_room(self, wanted: Collection[Path], size: int, kept: set[Path]) -> None:
+        """What was prefetched for later versions gives way to one that is sealed."""
+        if size > self.limit:
+            raise Exhausted(
+                f"a version of {size} bytes does not fit into {self.limit} bytes of staging at {self.path}",
+                hint="raise --staging-limit, or name a larger --staging directory",
+            )
+        missing = size - sum(self._sizes.get(path, 0) for path in wanted)
+        others = sorted((path for path in self._sizes if path.parent not in kept), key=_version)
+        while others and self.used + missing > self.limit:
+            self._drop([others.pop()])
+
+    async def _complete(self, path: Path, chunk: ChunkRef, part: Part, seal: Seal) -> None:
+        async with self._fetching:
+            if self._sizes.get(path) == chunk.size:
+                if await self._workers.run(file_digest, path) == chunk.sha256:
+                    return
+                self._drop([path])
+            began = runtime.monotonic()
+            body = await self.objects.read_chunk(chunk, seal.version)
+            self._check(body, chunk, part)
+            await self.keep(path, body)
+            seconds = runtime.monotonic() - began
+        self._emit(
+            ChunkFetched(
+                version=seal.version,
+                attempt=seal.attempt,
+                key=chunk.key,
+                bytes=len(body),
+                sealed=True,
+                seconds=seconds,
+            )
+        )
+
+    def _check(self, body: bytes, chunk: ChunkRef, part: Part) -> None:
+        """A chunk must say of itself what its place and its part say of it."""
+        found = read_id(body)
+        same = ChunkId(
+            stream=part.stream,
+            attempt=part.attempt,
+            base=part.base,
+            version=part.version,
+            group=part.group,
+            rank=part.rank,
+            nonce=part.nonce,
+            n=found.n,
+        )
+        if found != same:
+            raise Corrupt(f"{chunk.key} holds a chunk of {found}, its part is of {same}", hint="run `dcr verify`")
+
+    async def keep(self, path: Path, body: bytes) -> None:
+        """Put a chunk here. Raises `Exhausted` above the limit or when the file system is full."""
+        if self.used + len(body) > self.limit:
+            raise Exhausted(f"staging {self.path} is full ({self.limit} bytes)", hint="raise --staging-limit")
+        await self.write(path, body)
+        self._sizes[path] = len(body)
+
+    async def write(self, path: Path, body: bytes) -> None:
+        """Write a file whole or not at all."""
+        await self._workers.run(write_whole, path, body)
+
+    def has(self, path: Path) -> bool:
+        return path in self._sizes
+
+    def forget(self, served: int) -> None:
+        """Throw away every attempt at versions up to `served`, and all vectors."""
+        self._remove(lambda version, _: version <= served)
+        for path in self.path.glob("vector-*.bin"):
+            path.unlink(missing_ok=True)
+
+    def forget_attempt(self, attempt: int) -> None:
+        """Throw away what was prefetched of an attempt that came to nothing."""
+        self._remove(lambda _, found: found == attempt)
+
+    def _remove(self, done: Callable[[int, int], bool]) -> None:
+        for place in self.path.glob("*-*"):
+            version, _, attempt = place.name.partition("-")
+            if version.isdigit() and attempt.isdigit() and done(int(version), int(attempt)):
+                self._drop([path for path in self._sizes if path.parent == place])
+                shutil.rmtree(place, ignore_errors=True)
+
+    def _drop(self, paths: list[Path]) -> None:
+        for path in paths:
+            path.unlink(missing_ok=True)
+            self._sizes.pop(path, None)
+
+
+def _version(path: Path) -> int:
+    return int(path.parent.name.partition("-")[0])
+
+
+async def _all(jobs: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Await all; the first failure cancels the rest and is raised as it is."""
+    tasks = [asyncio.ensure_future(job) for job in jobs]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,108 @@
+"""What a replica tells the world: one small object, overwritten, that nothing depends on for safety (must L7).
+
+Written at every change and every now and then; a store that does not take it is no reason to stop. An incarnation
+nonce and a counter tell writers apart: another incarnation whose counter moves after my first write shares my id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+
+from dcr_daemon import runtime
+from dcr_daemon.errors import Corrupt, DcrError, Missing
+from dcr_daemon.events import Alarm, Emit, Waiting
+from dcr_daemon.ledger import names
+from dcr_daemon.store.port import Store
+
+FORMAT = 1
+LIMIT = 64 << 10  #: bytes
+REFRESH = 30.0  #: seconds between two writes when nothing changes
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """A replica's status object. `state` is one word, `detail` a sentence; `head` is the newest version it knows."""
+
+    format: int = FORMAT
+    id: str
+    stream: str
+    incarnation: str
+    counter: int
+    at: str
+    state: str
+    version: int | None = None
+    step: int | None = None
+    head: int | None = None
+    engine: str = ""
+    serving: bool = False
+    detail: str = ""
+
+
+class Reporter:
+    """Writes the report in the background; `set` is cheap and never waits."""
+
+    def __init__(self, store: Store, replica: str, stream: str, *, emit: Emit, refresh: float = REFRESH) -> None:
+        self._store, self._emit, self._refresh = store, emit, refresh
+        self._key = names.replica(replica)
+        self._incarnation = runtime.nonce()
+        self._report = Report(
+            id=replica, stream=stream, incarnation=self._incarnation, counter=0, at="", state="starting"
+        )
+        self._changed = asyncio.Event()
+        self._foreign: tuple[str, int] | None = None
+        self._silenced = False
+
+    def set(self, **fields: Any) -> None:
+        """Change fields of the report; written soon if that changes anything."""
+        fresh = msgspec.structs.replace(self._report, **fields)
+        if fresh != self._report:
+            self._report = fresh
+            self._changed.set()
+
+    async def run(self) -> None:
+        """Write until cancelled; once more on the way out, if the state has changed."""
+        try:
+            while True:
+                self._changed.clear()
+                await self._write()
+                await self._wait()
+        finally:
+            if self._changed.is_set():
+                await asyncio.shield(self._write())
+
+    async def _wait(self) -> None:
+        waits = [asyncio.ensure_future(self._changed.wait()), asyncio.ensure_future(runtime.sleep(self._refresh))]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def _write(self) -> None:
+        self._report = msgspec.structs.replace(
+            self._report, counter=self._report.counter + 1, at=runtime.now().isoformat(timespec="milliseconds")
+        )
+        try:
+            await self._look()
+            await self._store.overwrite(self._key, msgspec.json.encode(self._report))
+        except DcrError as error:
+            if not self._silenced:
+                self._emit(Waiting(what=f"status object {self._key} cannot be written: {error.message}"))
+            self._silenced = True
+        else:
+            self._silenced = False
+
+    async def _look(self) -> None:
+        """Alarm if another incarnation writes under this id: its counter moved since it was first seen."""
+        try:
+            found = msgspec.json.decode(await self._store.get(self._key, limit=LIMIT), type=Report)
+        except (Missing, Corrupt, msgspec.MsgspecError):
+            return
+        if found.incarnation == self._incarnation:
+            return
+        seen, self._foreign = self._foreign, (found.incarnation, found.counter)
+        if self._report.counter > 1 and (seen is None or seen != self._foreign):
+            what = f"another process reports as replica {self._report.id}: give each replica its own --replica"
+            self._emit(Alarm(must="L7", what=what))

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from dcr_daemon.errors import Corrupt, Incompatible, Misuse, NotFound
+from dcr_daemon.events import Committed
+from dcr_daemon.subscribe.materialize import materialize
+
+
+def left_over(path):
+    return [entry.name for entry in path.parent.iterdir() if entry.name.startswith(".")]
+
+
+async def test_any_version_is_built_from_a_base_and_the_chain(make_stream, tmp_path):
+    stream = await make_stream(3)
+    await stream.publish(1, 2, 3)
+    base = stream.versions.save(tmp_path / "base")
+    for version in (0, 2, 3):
+        out = tmp_path / f"out-{version}"
+        built = await materialize(stream.store, version=version, out=out, base=base)
+        assert stream.versions.version_of(out) == version
+        assert (built.version, built.step, built.out) == (version, 100 + version if version else None, out)
+        assert (built.tensors, built.bytes) == (len(stream.versions.layout), stream.versions.layout.nbytes)
+        assert built.total == f"{int(stream.versions.vector(version).sum(dtype='u8')):016x}"
+        assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+        assert not left_over(out)
+
+
+async def test_the_newest_version_is_built_from_the_nearest_anchor(make_stream, tmp_path):
+    stream = await make_stream(3)
+    await stream.anchor(0)
+    await stream.publish(1, 2)
+    await stream.anchor(2)
+    await stream.publish(3)
+    events = []
+    built = await materialize(stream.store, out=tmp_path / "out", emit=events.append)
+    assert built.version == 3
+    assert stream.versions.version_of(tmp_path / "out") == 3
+    told = [(event.route, event.version) for event in events if isinstance(event, Committed)]
+    assert told == [("anchor", 2), ("chain", 3)]
+
+
+async def test_a_materialised_version_is_a_base_too(make_stream, tmp_path):
+    stream = await make_stream(2)
+    await stream.publish(1, 2)
+    base = stream.versions.save(tmp_path / "base")
+    await materialize(stream.store, version=1, out=tmp_path / "one", base=base)
+    await materialize(stream.store, out=tmp_path / "two", base=tmp_path / "one")
+    assert stream.versions.version_of(tmp_path / "two") == 2
+
+
+async def test_nothing_to_start_from_is_said_so(make_stream, tmp_path):
+    stream = await make_stream(1)
+    await stream.publish(1)
+    with pytest.raises(NotFound, match="--base"):
+        await materialize(stream.store, out=tmp_path / "out")
+    with pytest.raises(NotFound, match="not sealed"):
+        await materialize(stream.store, version=9, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert not left_over(tmp_path / "out")
+
+
+async def test_a_base_that_is_no_version_is_refused(make_stream, make_versions, tmp_path):
+    stream = await make_stream(1)
+    await stream.publish(1)
+    wrong = make_versions(seed=3).save(tmp_path / "wrong")
+    with pytest.raises(Incompatible, match="is no version of"):
+        await materialize(stream.store, out=tmp_path / "out", base=wrong)
+    assert not (tmp_path / "out").exists()
+
+
+async def test_a_directory_in_use_is_refused(make_stream, tmp_path):
+    stream = await make_stream()
+    await stream.anchor(0)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    with pytest.raises(Misuse, match="not empty"):
+        await materialize(stream.store, out=out)
+    (out / "notes.txt").unlink()
+    await materialize(stream.store, out=out)
+    assert stream.versions.version_of(out) == 0
+
+
+async def test_a_damaged_stream_builds_nothing(make_stream, tmp_path):
+    stream = await make_stream(1)
+    await stream.anchor(0)
+    await stream.publish(1)
+    chunk = sorted((stream.home / "data" / "1").rglob("*.dcr"))[0]
+    chunk.write_bytes(chunk.read_bytes()[:-1])
+    with pytest.raises(Corrupt):
+        await materialize(stream.store, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert not left_over(tmp_path / "out")
+
+
+async def test_an_interrupted_build_leaves_nothing(make_stream, tmp_path):
+    stream = await make_stream(2)
+    await stream.anchor(0)
+    await stream.publish(1, 2)
+    for delay in (0.0, 0.01, 0.03, 0.06):
+        task = asyncio.create_task(materialize(stream.store, out=tmp_path / f"out-{delay}"))
+        await asyncio.sleep(delay)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert not left_over(tmp_path / "out")
+        if task.cancelled():
+            assert not (tmp_path / f"out-{delay}").exists()

@@ -1,0 +1,143 @@
+"""A publisher for tests that sit below the real one: it writes versions to a stream step by step, or wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from versions import EXTRAS, Versions
+
+from dcr_daemon.checkpoint.pieces import piece_metadata, plan_files
+from dcr_daemon.checkpoint.safetensors import write_safetensors
+from dcr_daemon.codec.encode import EncodedChunk
+from dcr_daemon.ledger import names, records
+from dcr_daemon.ledger.ledger import Ledger
+from dcr_daemon.ledger.records import Abort, Anchor, AnchorIndex, ChunkRef, ObjectRef, Open, Part, Seal
+from dcr_daemon.store import create_once, open_store
+from dcr_daemon.store.port import Store
+
+SUMS = ObjectRef("data/none.sums", 0, records.digest(b""))
+
+
+class StreamWriter:
+    """Writes `versions` to the stream at `url`."""
+
+    def __init__(self, url: str, versions: Versions, store: Store) -> None:
+        self.url, self.versions, self.store = url, versions, store
+        self.ledger = Ledger(store)
+        self.attempt = 0
+
+    @property
+    def home(self) -> Path:
+        """The stream's directory, for tests that spoil objects."""
+        return Path(self.url.removeprefix("file://"))
+
+    async def create(self) -> None:
+        await self.ledger.create_stream(self.versions.layout, self.versions.vector(0))
+        self.versions.stream = self.ledger.stream.stream
+        await self.ledger.claim("test")
+
+    async def open(self, version: int) -> int:
+        """Open an attempt at `version`; its id."""
+        record = await self.ledger.append(
+            lambda header: Open(**header.fields, version=version, base=version - 1, group="g", call=version)
+        )
+        self.attempt = record.seq
+        return record.seq
+
+    def chunks(self, version: int) -> list[EncodedChunk]:
+        return self.versions.encode(version, self.attempt)
+
+    async def put(self, version: int, chunk: EncodedChunk) -> ChunkRef:
+        key = names.chunk(version, self.attempt, "g", 0, "a0", chunk.id.n)
+        await create_once(self.store, key, chunk.data)
+        return ChunkRef(key, len(chunk.data), records.digest(chunk.data), len(chunk.segments), chunk.changed)
+
+    async def seal(self, version: int, chunks: list[ChunkRef], *, step: int | None = None) -> Seal:
+        """Seal the open attempt with these chunks."""
+        changed, size = sum(chunk.changed for chunk in chunks), sum(chunk.size for chunk in chunks)
+        part = Part(
+            stream=self.versions.stream,
+            group="g",
+            call=version,
+            attempt=self.attempt,
+            base=version - 1,
+            version=version,
+            rank=0,
+            nonce="a0",
+            chunks=chunks,
+            sums=SUMS,
+            changed=changed,
+            bytes=size,
+        )
+        place = await self._object(names.part(version, self.attempt, "g", 0, "a0"), records.encode(part))
+        vector = self.versions.vector(version).astype("<u8").tobytes()
+        sums = await self._object(names.vector(version, self.attempt), vector)
+        total = [records.show_u64(int(self.versions.vector(v).sum(dtype="u8"))) for v in (version - 1, version)]
+        return await self.ledger.append(
+            lambda header: Seal(
+                **header.fields,
+                version=version,
+                base=version - 1,
+                attempt=self.attempt,
+                parts=[place],
+                fingerprint=sums,
+                before=total[0],
+                after=total[1],
+                previous=header.state.seal.seq,
+                changed=changed,
+                elements=sum(spec.elements for spec in self.versions.layout),
+                bytes=size,
+                dense_bytes=self.versions.layout.nbytes,
+                step=100 + version if step is None else step,
+            )
+        )
+
+    async def publish(self, *versions: int) -> None:
+        """Open, upload and seal each version."""
+        for version in versions:
+            await self.open(version)
+            await self.seal(version, [await self.put(version, chunk) for chunk in self.chunks(version)])
+
+    async def abort(self, version: int) -> None:
+        await self.ledger.append(
+            lambda header: Abort(**header.fields, attempt=self.attempt, version=version, reason="test")
+        )
+
+    async def anchor(self, version: int, *, limit: int = 30_000) -> Anchor:
+        """Upload a complete version as an anchor."""
+        layout, values, prefix = self.versions.layout, self.versions.values[version], names.anchor(version, 1)
+        files = []
+        for n, pieces in enumerate(plan_files(layout, limit)):
+            path = self.versions.home / f"anchor-{version}-{n}.safetensors"
+            path.unlink(missing_ok=True)
+            items = [(p.entry, values[layout[p.tensor].name][p.start : p.start + p.count]) for p in pieces]
+            write_safetensors(path, items, piece_metadata(layout, pieces))
+            files.append(await self._object(f"{prefix}model-{n}.safetensors", path.read_bytes()))
+        extras = [await self._object(prefix + name, body) for name, body in EXTRAS.items()]
+        index = AnchorIndex(stream=self.versions.stream, version=version, files=files, extras=extras)
+        place = await self._object(f"{prefix}index.json", records.encode(index))
+        total = records.show_u64(int(self.versions.vector(version).sum(dtype="u8")))
+        size = sum(ref.size for ref in [*files, *extras])
+        return await self.ledger.append(
+            lambda header: Anchor(**header.fields, version=version, index=place, total=total, bytes=size)
+        )
+
+    async def _object(self, key: str, body: bytes) -> ObjectRef:
+        await create_once(self.store, key, body)
+        return ObjectRef(key, len(body), records.digest(body))
+
+
+@pytest.fixture
+def make_stream(tmp_path: Path, make_versions: Callable[..., Versions]) -> Callable[..., object]:
+    """An async factory of streams in a directory of their own, with `count` versions to publish (none published)."""
+    number = iter(range(100))
+
+    async def make(count: int = 0, **options: object) -> StreamWriter:
+        url = f"file://{tmp_path}/stream-{next(number)}"
+        writer = StreamWriter(url, make_versions(count, **options), await open_store(url))
+        await writer.create()
+        return writer
+
+    return make
