@@ -67,7 +67,7 @@ def _planes(lanes: Bits) -> float:
     from dcr_daemon.codec import kernels
 
     counts = np.zeros((lanes.itemsize, 256), dtype=np.int64)
-    kernels.histogram(lanes, 1, counts)
+    kernels.histogram(lanes, counts)
     return sum(_entropy(plane) for plane in counts)
 
 

@@ -68,7 +68,7 @@ class ChunkEncoder:
 
     @property
     def pending(self) -> int:
-        """Bytes waiting to be finished, before entropy coding: a close upper estimate of the encoded size."""
+        """Bytes waiting to be finished, before entropy coding; the object is smaller, to about 0.7 of it."""
         return self._raw + ROW_ESTIMATE * len(self._rows)
 
     @property

@@ -122,18 +122,6 @@ def emit_gaps(where: Any, shift: Any, gaps: Any, low: Any) -> Any:
 
 
 @kernel
-def count_carries(where: Any, shift: Any) -> Any:
-    """How many carry bytes `emit_gaps` would write."""
-    carries = int64(0)
-    previous = int64(-1)
-    for i in range(where.size):
-        position = int64(where[i])
-        carries += ((position - previous - 1) >> shift) // 255
-        previous = position
-    return carries
-
-
-@kernel
 def emit_bitmask(where: Any, mask: Any) -> None:
     """One bit per element of the box, least significant first (`mask` zeroed)."""
     for i in range(where.size):
@@ -243,8 +231,8 @@ def unpack_steps(codes: Any, escapes: Any, operands: Any) -> Any:
 
 
 @kernel
-def histogram(lanes: Any, step: Any, counts: Any) -> None:
-    """Byte counts of every plane of each `step`-th lane, into counts[plane, byte]."""
-    for i in range(0, lanes.size, step):
+def histogram(lanes: Any, counts: Any) -> None:
+    """Byte counts of every plane, into counts[plane, byte]."""
+    for i in range(lanes.size):
         for plane in range(counts.shape[0]):
             counts[plane, np.uint64(lanes[i]) >> np.uint64(8 * plane) & np.uint64(255)] += 1
