@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from dcr_daemon.errors import Misuse
@@ -12,9 +12,10 @@ from dcr_daemon.store.file import FileStore
 from dcr_daemon.store.keys import is_key
 from dcr_daemon.store.port import Store
 
-_EXAMPLES = "a stream is file:///absolute/directory or s3://bucket/prefix"
+if TYPE_CHECKING:
+    from dcr_daemon.store.s3_client import Addressing
 
-Addressing = Literal["auto", "path", "virtual"]
+_EXAMPLES = "a stream is file:///absolute/directory or s3://bucket/prefix"
 
 
 async def open_store(
@@ -28,12 +29,15 @@ async def open_store(
 ) -> Store:
     """Open the store of a stream; nothing is written, and a bucket is not asked anything yet.
 
+    The AWS options mean nothing for a directory and are ignored there: environments set them for every command.
+
     Args:
         url: `file:///absolute/directory` or `s3://bucket/prefix`.
         endpoint_url: of an S3-compatible service; default from the usual AWS environment, else AWS itself.
         region: default from the AWS environment or profile, else `us-east-1`.
         profile: a profile of the AWS configuration files.
-        addressing: `path` or `virtual` (bucket in the host name); `auto` is virtual on AWS and path elsewhere.
+        addressing: `path` or `virtual` (bucket in the host name); `auto` is what the profile says, else virtual on
+            AWS and path elsewhere.
         emit: hears one `StoreRequest` per request.
 
     Raises:
@@ -41,8 +45,6 @@ async def open_store(
     """
     parts = urlsplit(url)
     if parts.scheme == "file":
-        if endpoint_url or region or profile:
-            raise Misuse(f"{url}: endpoint, region and profile mean nothing for a directory", hint=_EXAMPLES)
         return FileStore(_directory(url, parts), emit=emit)
     if parts.scheme == "s3":
         bucket, prefix = _bucket_and_prefix(url, parts)

@@ -54,7 +54,9 @@ async def open_client(
     """
     try:
         session = aioboto3.Session(profile_name=profile, region_name=region)
-        style = "path" if addressing == "auto" and endpoint_url else addressing
+        style: str = addressing
+        if addressing == "auto":
+            style = _configured_style(session) or ("path" if endpoint_url else "auto")
         client = await _client(stack, session, endpoint_url, style, connections)
         if style == "auto" and not _is_aws(client.meta.endpoint_url):
             # The endpoint came from AWS_ENDPOINT_URL or a profile, which only the finished client knows.
@@ -85,6 +87,12 @@ async def _client(
     return await stack.enter_async_context(
         session.client("s3", endpoint_url=endpoint_url, region_name=session.region_name or "us-east-1", config=config)
     )
+
+
+def _configured_style(session: aioboto3.Session) -> str | None:
+    """`s3 = addressing_style = …` of the profile, which some providers ask their users to set."""
+    section = session._session.get_scoped_config().get("s3")
+    return section.get("addressing_style") if isinstance(section, dict) else None
 
 
 def _is_aws(endpoint_url: str) -> bool:

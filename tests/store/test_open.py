@@ -63,10 +63,10 @@ async def test_a_directory_url_is_taken_as_it_is_written(tmp_path) -> None:
     await store.close()
 
 
-async def test_s3_options_mean_nothing_for_a_directory(tmp_path) -> None:
-    for option in ("endpoint_url", "region", "profile"):
-        with pytest.raises(Misuse):
-            await open_store(tmp_path.as_uri(), **{option: "x"})
+async def test_s3_options_of_the_environment_do_not_stop_a_directory(tmp_path) -> None:
+    store = await open_store(tmp_path.as_uri(), endpoint_url="http://127.0.0.1:1", region="x", profile="x")
+    assert isinstance(store, FileStore)
+    await store.close()
 
 
 @pytest.mark.parametrize("endpoint", ["", "127.0.0.1:9000", "ftp://x", "http://", "http://x?y"])
@@ -97,6 +97,18 @@ async def test_an_endpoint_that_is_not_aws_gets_the_bucket_in_the_path(
     )
     url = await store._client.generate_presigned_url("get_object", Params={"Bucket": "bucket", "Key": "k"})
     assert url.startswith("https://s3.example.com/bucket/k" if path else "https://bucket.s3.example.com/k")
+    await store.close()
+
+
+async def test_the_profile_may_ask_for_the_bucket_in_the_host(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    (tmp_path / "config").write_text(
+        "[profile there]\nregion = r1\naws_access_key_id = a\naws_secret_access_key = s\n"
+        "s3 =\n  addressing_style = virtual\n"
+    )
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    store = await open_store("s3://bucket/run", endpoint_url="https://s3.example.com", profile="there")
+    url = await store._client.generate_presigned_url("get_object", Params={"Bucket": "bucket", "Key": "k"})
+    assert url.startswith("https://bucket.s3.example.com/k")
     await store.close()
 
 
