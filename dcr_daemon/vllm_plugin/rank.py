@@ -285,8 +285,9 @@ class Rank:
         return self.status()
 
     def begin(self, arg: calls.Begin) -> calls.Status:
-        """Dirty from here on, on all ranks before any of them writes (must E1)."""
-        if self._state in OPEN:
+        """Dirty from here on, on all ranks before any of them writes (must E1). A dense load supersedes what can
+        neither go forward nor back (must E5): it writes everything, so no old value is needed any more."""
+        if self._state in OPEN and (arg.kind == "delta" or arg.txn == self._txn_id):
             self._expect(arg.txn, TxnState.BEGUN)
             return self.status()
         self._attached()

@@ -124,9 +124,6 @@ def install(worker: Any) -> Rank:
     """Make the state of a vLLM worker, guard its forward pass and watch whoever writes weights."""
     from vllm.platforms import current_platform
 
-    missing = [name for name in FORWARD if not callable(getattr(worker, name, None))]
-    if missing:
-        raise RuntimeError(f"this vLLM's worker lacks {', '.join(missing)}: it cannot be guarded")
     rank = Rank(
         rank=int(worker.rank),
         model=worker.model_runner.get_model(),
@@ -134,12 +131,20 @@ def install(worker: Any) -> Rank:
         platform=str(current_platform.device_name),
         device=worker.device,
     )
+    guard(worker, rank)
+    return rank
+
+
+def guard(worker: Any, rank: Rank) -> None:
+    """Wrap the worker's own methods, on the instance: vLLM looks them up there at each call."""
+    missing = [name for name in FORWARD if not callable(getattr(worker, name, None))]
+    if missing:
+        raise RuntimeError(f"this vLLM's worker lacks {', '.join(missing)}: it cannot be guarded")
     for name in FORWARD:
         setattr(worker, name, _guarded(getattr(worker, name), rank))
     for name in WRITERS:
         if callable(getattr(worker, name, None)):
             setattr(worker, name, _watched(getattr(worker, name), name, rank))
-    return rank
 
 
 def _guarded(forward: Callable[..., Any], rank: Rank) -> Callable[..., Any]:

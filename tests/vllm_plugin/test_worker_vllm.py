@@ -1,8 +1,7 @@
-"""The worker half against models that vLLM itself loaded (in this process, CPU): placement, deltas, repair, refusals."""
+"""The worker half against models that vLLM loaded in this process, on CPU: placement, deltas, repair, refusals."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,13 +63,13 @@ class Served:
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     path = write_tiny(tmp_path_factory.mktemp("models") / request.param, kind=request.param)
     with Checkpoint(path) as checkpoint:
         lanes = [checkpoint.bits(spec.name).reshape(-1).copy() for spec in checkpoint.layout]
         layout = checkpoint.layout
     model, config = vllm_inprocess.load(path)
-    yield Served(path, layout, lanes, model, config, vllm_inprocess.state(model))
+    return Served(path, layout, lanes, model, config, vllm_inprocess.state(model))
 
 
 def live(served: Served) -> dict[str, torch.Tensor]:

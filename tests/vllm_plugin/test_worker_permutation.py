@@ -1,0 +1,45 @@
+"""A repacked layout is found by probing, and only a permutation is believed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from dcr_daemon.vllm_plugin.permutation import probe
+from dcr_daemon.vllm_plugin.placement import Unplaceable
+
+SHAPES = {"w13_weight": (40, 32), "w2_weight": (512, 64)}  # the second needs more than one probe digit
+
+
+def test_any_permutation_with_padding_is_recovered() -> None:
+    rng = np.random.default_rng(0)
+    orders = {name: torch.from_numpy(rng.permutation(int(np.prod(s)) + 100)) for name, s in SHAPES.items()}
+
+    def repack(layer: torch.nn.Module) -> None:
+        for name, order in orders.items():
+            flat = torch.nn.functional.pad(getattr(layer, name).data.reshape(-1), (0, 100))
+            setattr(layer, name, torch.nn.Parameter(flat[order].reshape(1, -1), requires_grad=False))
+
+    found = probe(SHAPES, repack)
+    for name, shape in SHAPES.items():
+        block = int(np.prod(shape))
+        loaded = torch.arange(block) + 1
+        live = torch.nn.functional.pad(loaded, (0, 100))[orders[name]]
+        assert (found[name].block, found[name].live_block) == (block, block + 100)
+        assert torch.equal(live[torch.from_numpy(found[name].table.astype(np.int64))], loaded)
+
+
+@pytest.mark.parametrize("how", ["duplicate", "lost", "arithmetic"])
+def test_what_is_no_permutation_is_refused(how: str) -> None:
+    def repack(layer: torch.nn.Module) -> None:
+        data = layer.w13_weight.data.reshape(-1)
+        if how == "duplicate":
+            data[1] = data[0]
+        elif how == "lost":
+            data[5] = 0
+        else:
+            data.mul_(2)
+
+    with pytest.raises(Unplaceable, match="w13_weight"):
+        probe({"w13_weight": (40, 32)}, repack)

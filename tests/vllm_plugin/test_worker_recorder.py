@@ -1,0 +1,89 @@
+"""The recorder follows copies and nothing else; what it cannot follow it names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from dcr_daemon.canonical.layout import Layout, TensorSpec
+from dcr_daemon.vllm_plugin.placement import Piece
+from dcr_daemon.vllm_plugin.recorder import Recording, record
+
+LAYOUT = Layout([TensorSpec("a", "BF16", (4, 6)), TensorSpec("b", "BF16", (4, 6))])
+
+
+def watch(loader: Callable[[dict[str, torch.Tensor], torch.Tensor], None], *, dtype=torch.bfloat16) -> Recording:
+    parameter = torch.empty(8, 6, dtype=dtype, device="meta")
+
+    def load(weights) -> None:
+        loader(dict(weights), parameter)
+
+    return record(load, [("p", parameter)], LAYOUT)
+
+
+def test_a_fused_transposed_sharded_copy_is_followed_through_views_and_clones() -> None:
+    def load(w, p):
+        p[:4].copy_(w["a"])
+        p.narrow(0, 4, 2).narrow(1, 0, 3).t().copy_(w["b"].to(torch.bfloat16).narrow(0, 2, 2).t()[:3].contiguous())
+        p[6:].fill_(0)
+
+    recording = watch(load)
+    assert recording.rejected == {}
+    assert recording.fed == ["a", "b"]
+    assert recording.pieces == [
+        Piece("a", 0, (4, 6), (6, 1), "p", 0, (6, 1)),
+        Piece("b", 12, (3, 2), (1, 6), "p", 24, (1, 6)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("loader", "word"),
+    [
+        (lambda w, p: p[:4].copy_(w["a"].float()), "casts"),
+        (lambda w, p: p[:4].copy_(w["a"][0]), "broadcasts"),
+        (lambda w, p: p.copy_(torch.cat([w["a"], w["b"]])), "computes"),
+        (lambda w, p: p[:4].copy_(-w["a"]), "computes"),
+        (lambda w, p: p[:4].add_(w["a"]), "writes through"),
+    ],
+    ids=["cast", "broadcast", "cat", "arithmetic", "in place"],
+)
+def test_what_is_not_a_copy_rejects_its_tensor(loader, word: str) -> None:
+    recording = watch(loader)
+    assert word in recording.rejected["a"]
+    assert not [piece for piece in recording.pieces if piece.tensor == "a"]
+
+
+def test_a_cast_into_a_wider_parameter_is_rejected() -> None:
+    recording = watch(lambda w, p: p[:4].copy_(w["a"]), dtype=torch.float32)
+    assert "casts" in recording.rejected["a"]
+
+
+def test_a_loader_that_raises_rejects_the_model_and_says_where() -> None:
+    def load(w, p):
+        raise KeyError("no such layer")
+
+    assert "no such layer" in watch(load).rejected[""]
+
+
+def test_a_staged_copy_names_the_tensor_in_hand() -> None:
+    def load(w, p):
+        staging = torch.empty(4, 6, dtype=torch.bfloat16, device="meta")
+        staging.copy_(w["b"])
+        p[:4].copy_(staging)
+
+    assert "staged" in watch(load).rejected["b"]
+
+
+def test_live_tensors_are_never_written_while_recording() -> None:
+    live = torch.ones(4, 6, dtype=torch.bfloat16)
+
+    def load(weights) -> None:
+        for _, tensor in weights:
+            live.copy_(tensor)
+            live.fill_(0)
+            live.mul_(3)
+
+    record(load, [("live", live)], LAYOUT)
+    assert (live == 1).all()
