@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 from dcr_daemon.canonical.box import Box
 from dcr_daemon.canonical.fingerprint import Vector, advance
-from dcr_daemon.codec.chunk import ChunkId, Codec, Segment
+from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.codec.chunk import SEGMENT_BYTES, ChunkId, Codec, Segment
 from dcr_daemon.codec.decode import open_chunk
 from dcr_daemon.codec.encode import ChunkEncoder, EncodedChunk
 from dcr_daemon.codec.undo import undo_chunk
@@ -35,7 +36,6 @@ from dcr_daemon.store.port import Store
 from dcr_daemon.store.retry import Patience
 
 RANK = 0  #: this writer's; a process group of one
-BATCH_ELEMENTS = 2 << 20  #: elements that go to a worker at once, at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +61,16 @@ class Attempt:
         uploads: Uploads,
         workers: Workers,
         codec: Codec,
+        chunk_bytes: int,
     ) -> None:
         self.record = record
         self.id = record.seq
         self.version = record.version
         self._nonce, self._baseline, self._spool = nonce, baseline, spool
         self._uploads, self._workers = uploads, workers
-        self._encoders = [ChunkEncoder(baseline.layout, codec=codec) for _ in range(workers.count)]
+        self._encoders = [ChunkEncoder(baseline.layout, codec=codec, target=chunk_bytes) for _ in range(workers.count)]
+        # Weights that are diffed at one go: small against a chunk once encoded, large against a hop to a thread.
+        self._stride = min(SEGMENT_BYTES, 4 * chunk_bytes)
         self._number = itertools.count()
         self._segments: list[Segment] = []
         self._stopped = self._torn = False
@@ -81,7 +84,9 @@ class Attempt:
             Exhausted: the spool's disk is full.
             StoreUnavailable, Corrupt: an upload failed; the attempt is to be cancelled and undone.
         """
-        work = _batches((piece, source) for t, source in inputs for piece in slices(t, self._baseline.layout[t]))
+        layout, stride = self._baseline.layout, self._stride
+        pieces = ((piece, source) for t, source in inputs for piece in slices(t, layout[t], stride))
+        work = _batches(pieces, layout, stride)
         await self._on_all_lanes([self._lane(encoder, work) for encoder in self._encoders])
 
     async def finish(self) -> None:
@@ -206,15 +211,15 @@ class Attempt:
 Batch = list[tuple[Slice, Source]]
 
 
-def _batches(work: Iterable[tuple[Slice, Source]]) -> Iterator[Batch]:
+def _batches(pieces: Iterable[tuple[Slice, Source]], layout: Layout, stride: int) -> Iterator[Batch]:
     """Small tensors together, so that a hop to a worker thread pays."""
-    batch, elements = [], 0
-    for piece, source in work:
+    batch, size = [], 0
+    for piece, source in pieces:
         batch.append((piece, source))
-        elements += piece.count
-        if elements >= BATCH_ELEMENTS:
+        size += piece.count * layout[piece.tensor].width
+        if size >= stride:
             yield batch
-            batch, elements = [], 0
+            batch, size = [], 0
     if batch:
         yield batch
 

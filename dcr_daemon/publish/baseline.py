@@ -41,9 +41,9 @@ class Slice:
     count: int
 
 
-def slices(tensor: int, spec: TensorSpec) -> Iterator[Slice]:
-    """Cut a tensor into pieces that one segment may span; none for an empty tensor."""
-    step = SEGMENT_BYTES // spec.width
+def slices(tensor: int, spec: TensorSpec, limit: int = SEGMENT_BYTES) -> Iterator[Slice]:
+    """Cut a tensor into pieces of at most `limit` bytes, which one segment may span; none for an empty tensor."""
+    step = max(1, limit // spec.width)
     for start in range(0, spec.elements, step):
         yield Slice(tensor, start, min(step, spec.elements - start))
 

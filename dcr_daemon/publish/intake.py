@@ -100,6 +100,10 @@ class Intake:
             known = any(aliases(source, i) for i in twins)
             if not known and not any(is_copy(source, i, self._layout[i], read) for i in twins):
                 self._note("added", source.given.name)
+        self.check_complete()
+
+    def check_complete(self) -> None:
+        """Raise `Incompatible` for what is known to be wrong, now that no input will come any more."""
         for name in self.missing:
             self._note("missing", name)
         self.check()

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from dcr_daemon.codec.chunk import Codec
+from dcr_daemon.codec.chunk import TARGET_BYTES, Codec
 from dcr_daemon.errors import Misuse
 
 
@@ -44,6 +44,7 @@ class PublishOptions:
     `anchor_every`: versions between anchors; `anchor_share`: an anchor when the chunks since the last one outweigh
     this share of a dense checkpoint. None switches either off.
     `spool_memory`: chunks of the undecided attempt held in memory, the rest goes to files in the state.
+    `chunk_bytes`: encoded size at which a chunk is closed and leaves.
     `upload_backlog`: chunk bytes waiting for the bucket before a diff waits; `uploads`: concurrent PUTs.
     `patience`: how long an unreachable bucket is tried before the attempt is given up.
     `ignore`: globs of input names outside the layout that are dropped without a word.
@@ -60,6 +61,7 @@ class PublishOptions:
     anchor_every: int | None = None
     anchor_share: float | None = 1.0
     spool_memory: int = 1 << 30
+    chunk_bytes: int = TARGET_BYTES
     upload_backlog: int = 512 << 20
     uploads: int = 8
     patience: float = 600.0

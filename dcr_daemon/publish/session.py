@@ -50,7 +50,7 @@ class Session:
     ) -> None:
         self.ledger, self.layout = ledger, baseline.layout
         self._options, self._baseline, self._restorer = options, baseline, restorer
-        self._state, self._workers, self._emit = state, workers, emit
+        self.workers, self._state, self._emit = workers, state, emit
         self._spool = Spool(state.spool, options.spool_memory, workers)
         self._policy = AnchorPolicy(options.anchor_every, options.anchor_share)
         # One value for this incarnation of the process group; a leftover of another one answers to nobody (must P1).
@@ -97,7 +97,14 @@ class Session:
             emit=self._emit,
         )
         self._attempt = Attempt(
-            record, self._nonce, self._baseline, self._spool, uploads, self._workers, self._options.codec
+            record,
+            self._nonce,
+            self._baseline,
+            self._spool,
+            uploads,
+            self.workers,
+            self._options.codec,
+            self._options.chunk_bytes,
         )
         self._emit(Opened(version=record.version, attempt=record.seq, step=step))
         return self._attempt
@@ -108,8 +115,15 @@ class Session:
         *,
         source: dict[str, Any] | None = None,
         metadata: dict[str, Any] | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> SealedVersion:
         """Wait for the uploads of a finished attempt, seal it, and move the baseline.
+
+        Args:
+            attempt: the one that `begin` returned.
+            source: where the weights came from.
+            metadata: the user's, JSON-like.
+            check: called at the last moment before the record is made; what it raises ends the attempt.
 
         Raises:
             Fenced: another publisher owns the stream; the attempt is not a version and never will be.
@@ -122,6 +136,7 @@ class Session:
         runtime.failpoint("publish.uploaded")
 
         def make(header: Header) -> Seal:
+            check()
             return Seal(
                 **header.fields, version=open_.version, base=open_.base, attempt=attempt.id,
                 parts=[contribution.part], fingerprint=contribution.fingerprint, before=before,
@@ -223,7 +238,7 @@ class Session:
                 return
         await self._prove_baseline()
         extras = await self._extras()
-        await write_anchor(self.ledger, self._baseline, extras, self._workers, self._options.patience, self._emit)
+        await write_anchor(self.ledger, self._baseline, extras, self.workers, self._options.patience, self._emit)
 
     async def _prove_baseline(self) -> None:
         """Recompute the baseline's fingerprint; damage is an alarm and a rebuild, never an anchor (must P4)."""
@@ -254,4 +269,4 @@ class Session:
                 self._baseline.lose()
             self._baseline.close()
             self._state.close()
-            self._workers.close()
+            self.workers.close()

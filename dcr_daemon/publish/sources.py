@@ -13,7 +13,7 @@ from dcr_daemon.canonical.dtypes import lane_dtype
 from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import TensorSpec
 from dcr_daemon.checkpoint.safetensors import SafetensorsFile
-from dcr_daemon.errors import Incompatible
+from dcr_daemon.errors import Corrupt, Incompatible
 from dcr_daemon.publish.cast import cast_lanes, dtype_names, torch_dtype
 from dcr_daemon.runtime import ThreadLocal
 
@@ -29,15 +29,26 @@ class Source(Protocol):
         ...
 
 
+class SourceChanged(Corrupt):
+    """A file is not what it was when it was taken up: the attempt is void, and the input may be tried again."""
+
+
 @dataclass(frozen=True, slots=True)
 class FileSource:
-    """A tensor of a safetensors file. Copied by `pread`: the file is somebody else's and may shrink."""
+    """A tensor of a safetensors file. Copied by `pread`: the file is somebody else's and may shrink.
+
+    Reading raises `SourceChanged` if it does, or if it cannot be read any more.
+    """
 
     file: SafetensorsFile
     given: TensorSpec
 
     def read(self, start: int, count: int, dtype: str) -> Bits:
-        return cast_lanes(self.file.read(self.given.name, start, count), self.given.dtype, dtype)
+        try:
+            lanes = self.file.read(self.given.name, start, count)
+        except (Corrupt, OSError) as error:
+            raise SourceChanged(f"{self.file.path} cannot be read to its end: {error}") from error
+        return cast_lanes(lanes, self.given.dtype, dtype)
 
 
 _pinned = ThreadLocal[dict[str, Any]](dict)

@@ -1,13 +1,32 @@
-"""`dcr publish --watch`: checkpoints that any framework writes below a directory become versions (FORMATS 4)."""
+"""`dcr publish --watch`: checkpoints that any framework writes below a directory become versions (FORMATS 4).
+
+An attempt opens at the first complete file of a checkpoint and takes up the others as they come. It is aborted and
+undone when a file that was read changes, when its directory vanishes, or when another checkpoint is complete first;
+never by time. What was sealed is never published again: the seals say what they came from.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
-from dcr_daemon.events import Emit
+from dcr_daemon import runtime
+from dcr_daemon.errors import DcrError, NotFound, StoreUnavailable
+from dcr_daemon.events import Emit, Waiting
+from dcr_daemon.publish.notices import Notices
+from dcr_daemon.publish.opening import open_session
 from dcr_daemon.publish.options import PublishOptions
+from dcr_daemon.publish.session import Session
+from dcr_daemon.publish.sources import SourceChanged
+from dcr_daemon.publish.survey import FileIdentity, Found, Survey, number_in
+from dcr_daemon.publish.taking import Taking, check_headers, read_source
 from dcr_daemon.store.port import Store
+
+LOOK = 1.0  #: seconds between two timed looks beside inotify
+STORE_PAUSE = 5.0  #: seconds before an unavailable bucket is tried again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,4 +56,192 @@ async def run_watch(options: WatchOptions, store: Store, emit: Emit) -> None:
         Misuse: options that do not go together.
         Exhausted: the state directory's disk is full.
     """
-    raise NotImplementedError
+    if not options.watch.is_dir():
+        raise NotFound(f"there is no directory {options.watch}", hint="make it before the publisher starts")
+    session = await open_session(options, store, emit)
+    try:
+        await Watcher(options, session, emit).run()
+    finally:
+        await session.close()
+
+
+class Watcher:
+    """The loop around one session: look, decide, take up, seal."""
+
+    def __init__(self, options: WatchOptions, session: Session, emit: Emit) -> None:
+        self._options, self._session, self._emit = options, session, emit
+        self._interval = options.poll or LOOK
+        self._survey = Survey(options.watch, _excluded(options, session.ledger.store.url), options.marker)
+        self._changed = asyncio.Event()
+        self._last_look = float("-inf")
+        self._current: Taking | None = None
+        self._dying: str | None = None
+        self._newest = -1
+        self._published: set[str] = set()
+        self._given_up: dict[str, frozenset[FileIdentity]] = {}
+        self._said: dict[str, str] = {}
+
+    async def run(self) -> None:
+        """Until cancelled; with `once`, until what was complete at the start is published."""
+        for seal in await self._session.ledger.history.between(1):
+            if source := read_source(seal.source):
+                self._remember(*source)
+        if self._options.once:
+            await self._run_once()
+            return
+        notices = None if self._options.poll else Notices(self._options.watch, self._survey, self._changed)
+        try:
+            while True:
+                if not await self._turn():
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._changed.wait(), self._interval)
+                    self._changed.clear()
+        finally:
+            if notices:
+                notices.close()
+            if self._current:
+                self._current.close()
+
+    async def _run_once(self) -> None:
+        await self._look()
+        await runtime.sleep(self._interval)
+        found = await self._look()
+        for checkpoint in self._complete(found):
+            current = self._current = await self._begin(checkpoint)
+            try:
+                for file in current.wants(checkpoint):
+                    await current.take(file)
+                await self._seal(current)
+            finally:
+                current.close()
+        self._say(found)
+
+    async def _look(self) -> dict[str, Found]:
+        now = runtime.monotonic()
+        timed = now - self._last_look >= self._interval
+        if timed:
+            self._last_look = now
+        return await self._session.workers.run(self._survey.look, self._session.layout, timed)
+
+    async def _turn(self) -> bool:
+        """One look and at most one thing done; tells whether it was."""
+        try:
+            if self._dying is None:
+                return await self._step(await self._look())
+            await self._bury(self._dying)
+        except SourceChanged as error:
+            self._dying = error.message
+        except StoreUnavailable as error:
+            self._emit(Waiting(what=f"the bucket: {error.message}"))
+            self._dying = self._dying or (f"StoreUnavailable: {error.message}" if self._current else None)
+            await runtime.sleep(STORE_PAUSE)
+        except DcrError as error:
+            with contextlib.suppress(DcrError):
+                await self._session.settle(f"{type(error).__name__}: {error.message}")
+            raise
+        return True
+
+    async def _step(self, found: dict[str, Found]) -> bool:
+        complete = self._complete(found)
+        if self._current is None:
+            choice = complete[0] if complete else self._first_partial(found)
+            if choice is None:
+                self._say(found)
+                return False
+            self._current = await self._begin(choice)
+        current, checkpoint = self._current, found.get(self._current.relative)
+        if why := self._void(current, checkpoint, complete):
+            self._dying = why
+            return True
+        assert checkpoint is not None
+        if wanted := current.wants(checkpoint):
+            await current.take(wanted[0])
+        elif checkpoint in complete:
+            await self._seal(current)
+        else:
+            self._say(found)
+            return False
+        return True
+
+    def _complete(self, found: dict[str, Found]) -> list[Found]:
+        """Checkpoints to be published as they are, oldest first. One to which nothing will be added counts even if it
+        lacks tensors: it is an error that must be told."""
+        layout, marker = self._session.layout, self._options.marker is not None
+        ready = [f for f in found.values() if not f.lacks(layout) or f.ended(marker=marker)]
+        ready.sort(key=lambda checkpoint: checkpoint.order)
+        if self._options.newest:
+            return [f for f in ready if f.relative in self._published or self._is_new(f)][-1:]
+        return ready
+
+    def _first_partial(self, found: dict[str, Found]) -> Found | None:
+        """The checkpoint being written, if any of its files is complete. One older than the newest version, or that
+        was overtaken, is left alone until it is complete: most such are remains of a crash."""
+        partial = [
+            f for f in found.values() if f.files and self._is_new(f) and self._given_up.get(f.relative) != f.identity
+        ]
+        return min(partial, key=lambda checkpoint: checkpoint.order, default=None)
+
+    def _is_new(self, checkpoint: Found) -> bool:
+        return checkpoint.number is None or checkpoint.number > self._newest
+
+    def _void(self, current: Taking, checkpoint: Found | None, complete: list[Found]) -> str:
+        """Why the attempt under way must not go on; empty if it may."""
+        if checkpoint is None:
+            return f"{current.relative} vanished"
+        current.check()
+        if strangers := current.identity - checkpoint.identity:
+            names = ", ".join(sorted(identity.name for identity in strangers))
+            return f"{current.relative}: {names} does not belong to it any more"
+        if complete and checkpoint not in complete:
+            return f"{complete[0].relative} was complete before {current.relative}"
+        return ""
+
+    async def _begin(self, checkpoint: Found) -> Taking:
+        if checkpoint in self._complete({checkpoint.relative: checkpoint}):
+            check_headers(checkpoint, self._session.layout, self._options.ignore)
+        attempt = await self._session.begin(step=checkpoint.number)
+        return Taking(self._session, attempt, checkpoint.relative, self._options.ignore, self._emit)
+
+    async def _seal(self, current: Taking) -> None:
+        await current.seal()
+        self._current = None
+        current.close()
+        self._remember(current.relative, current.identity)
+        try:
+            await self._session.anchor_if_due()
+        except StoreUnavailable as error:
+            self._emit(Waiting(what=f"an anchor, tried again after the next version: {error.message}"))
+
+    async def _bury(self, why: str) -> None:
+        """End the attempt under way. If it turns out to be sealed after all, it is a version like any other."""
+        sealed = await self._session.settle(why)
+        current, self._current, self._dying = self._current, None, None
+        if current is None:
+            return
+        current.close()
+        if sealed:
+            self._remember(current.relative, current.identity)
+        else:
+            self._given_up[current.relative] = current.identity
+
+    def _remember(self, relative: str, identity: frozenset[FileIdentity]) -> None:
+        """This is a version now, and never taken up again."""
+        self._survey.done.add((relative, identity))
+        self._published.add(relative)
+        number = number_in(relative)
+        self._newest = max(self._newest, -1 if number is None else number)
+
+    def _say(self, found: dict[str, Found]) -> None:
+        """Tell what is waited for, each thing once."""
+        lacks = {name: checkpoint.lacks(self._session.layout) for name, checkpoint in found.items()}
+        waits = {name: f"{name} is incomplete: {what}" for name, what in lacks.items() if what}
+        for name, text in (waits or {"": f"a checkpoint below {self._options.watch}"}).items():
+            if self._said.get(name) != text:
+                self._emit(Waiting(what=text))
+        self._said = waits or {"": "said"}
+
+
+def _excluded(options: WatchOptions, url: str) -> list[Path]:
+    """The base, the state and a bucket in a directory hold safetensors files of their own."""
+    bucket = [Path(unquote(urlsplit(url).path))] if url.startswith("file:") else []
+    return [options.state, *bucket, *([options.base] if options.base else [])]

@@ -436,18 +436,11 @@ def test_anchors_come_when_the_chain_outweighs_its_share(world: Any, toolbox: An
     assert [a.version for a in world.events.of(AnchorPut)] == [0, 1, 2, 3, 4]
 
 
-def test_chunks_leave_while_the_diff_goes_on(world: Any, toolbox: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dcr_daemon.publish import attempt as module
-
-    class SmallChunks(module.ChunkEncoder):
-        def __init__(self, *args: Any, **more: Any) -> None:
-            super().__init__(*args, **more, target=500)
-
-    monkeypatch.setattr(module, "ChunkEncoder", SmallChunks)
+def test_chunks_leave_while_the_diff_goes_on(world: Any, toolbox: Any) -> None:
     new = toolbox.make_weights(world.layout, seed=4)
 
     async def run() -> None:
-        session = await opened(world, upload_backlog=1000, uploads=2)
+        session = await opened(world, upload_backlog=1000, uploads=2, chunk_bytes=300)
         attempt = await session.begin()
         with Checkpoint(world.write(world.root / "c", new)) as checkpoint:
             for spec in checkpoint.files[0].specs:

@@ -1,0 +1,418 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dcr_daemon.canonical.layout import Layout, TensorSpec
+from dcr_daemon.checkpoint.safetensors import pack_safetensors, write_safetensors
+from dcr_daemon.errors import Incompatible, NotFound
+from dcr_daemon.events import Aborted, ChunkPut, Opened, Sealed, ShardTaken, Waiting
+from dcr_daemon.publish import watch as module
+from dcr_daemon.publish.watch import WatchOptions, run_watch
+
+DEADLINE = 60.0
+
+
+def options(world: Any, **more: Any) -> WatchOptions:
+    (world.root / "out").mkdir(exist_ok=True)
+    defaults: dict[str, Any] = {
+        "state": world.state, "base": world.base, "create": True,
+        "workers": 2, "watch": world.root / "out", "poll": 0.05,
+    }  # fmt: skip
+    return WatchOptions(**defaults | more)
+
+
+def once(world: Any, **more: Any) -> None:
+    asyncio.run(run_watch(options(world, once=True, **more), world.store(), world.events))
+
+
+@asynccontextmanager
+async def watching(world: Any, **more: Any) -> AsyncIterator[None]:
+    task = asyncio.create_task(run_watch(options(world, **more), world.store(), world.events))
+    try:
+        yield
+        assert not task.done(), task.exception()
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def until(condition: Callable[[], object]) -> None:
+    for _ in range(int(DEADLINE / 0.02)):
+        if condition():
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError("it did not happen")
+
+
+def sealed(world: Any) -> list[int | None]:
+    return [event.step for event in world.events.of(Sealed)]
+
+
+def shards(world: Any, weights: Any, out: Path, count: int = 3) -> list[tuple[Path, bytes]]:
+    """The files of a sharded checkpoint, as bytes still to be written."""
+    names = [spec.name for spec in world.layout]
+    files = []
+    for n in range(count):
+        items = [(spec, weights[spec.name]) for spec in world.layout if spec.name in names[n::count]]
+        files.append((out / f"model-{n + 1:05d}-of-{count:05d}.safetensors", bytes(pack_safetensors(items))))
+    return files
+
+
+def put(path: Path, body: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(body)
+
+
+def test_once_publishes_what_is_complete_oldest_first_and_names_the_rest(world: Any, toolbox: Any) -> None:
+    chain = {n: toolbox.step_weights(world.weights, seed=n) for n in (2, 9, 10)}
+    for n, weights in chain.items():
+        world.write(world.root / f"out/checkpoint-{n}", weights, shard_bytes=2000 if n == 9 else 1 << 30)
+    for path, body in shards(world, chain[2], world.root / "out/checkpoint-11")[:2]:
+        put(path, body)
+    put(world.root / "out/checkpoint-12/model.safetensors", b"half a fi")
+    once(world)
+    assert sealed(world) == [2, 9, 10]
+    said = " ".join(event.what for event in world.events.of(Waiting))
+    assert "checkpoint-11 is incomplete" in said
+    assert "checkpoint-12 is incomplete" in said
+    versions = world.reader.versions()
+    assert [toolbox.same(versions[v], chain[n]) for v, n in enumerate((2, 9, 10), start=1)] == [True] * 3
+    once(world)
+    assert sealed(world) == [2, 9, 10]
+
+
+def test_a_rewritten_checkpoint_is_a_new_version_even_if_its_step_goes_back(world: Any, toolbox: Any) -> None:
+    weights = [toolbox.step_weights(world.weights, seed=n) for n in range(3)]
+    world.write(world.root / "out/step_5", weights[0])
+    world.write(world.root / "out/step_6", weights[1])
+    once(world)
+    shutil.rmtree(world.root / "out/step_5")
+    world.write(world.root / "out/step_5", weights[2])
+    once(world)
+    assert sealed(world) == [5, 6, 5]
+    assert toolbox.same(world.reader.versions()[3], weights[2])
+
+
+def test_a_backlog_may_be_skipped_to_the_newest(world: Any, toolbox: Any) -> None:
+    for n in (1, 2, 3):
+        world.write(world.root / f"out/step_{n}", toolbox.step_weights(world.weights, seed=n))
+    once(world, newest=True)
+    once(world, newest=True)
+    assert sealed(world) == [3]
+
+
+@pytest.mark.parametrize("place", ["checkpoint-7", "global_step_7/actor/huggingface", "weights/step_7", "a/b/c/step_7"])
+def test_checkpoints_are_found_where_frameworks_write_them(world: Any, toolbox: Any, place: str) -> None:
+    world.write(world.root / "out" / place, toolbox.step_weights(world.weights, seed=1))
+    once(world)
+    assert sealed(world) == [7]
+
+
+def test_what_is_no_checkpoint_is_left_alone(world: Any, toolbox: Any) -> None:
+    """Too deep, hidden, a link, at the top, the base, the state, the bucket."""
+    weights = toolbox.step_weights(world.weights, seed=1)
+    watch = world.root / "watched"
+    for place in ("a/b/c/d/step_1", ".hidden/step_1", "base"):
+        world.write(watch / place, weights)
+    write_safetensors(watch / "model.safetensors", [(s, weights[s.name]) for s in world.layout])
+    (watch / "latest").symlink_to(watch / "base")
+    world.url, world.state = f"file://{watch / 'bucket'}", watch / "state"
+    from dcr_daemon.store.file import FileStore
+
+    asyncio.run(
+        run_watch(
+            options(world, once=True, watch=watch, base=watch / "base", anchor_every=1),
+            FileStore(watch / "bucket"),
+            world.events,
+        )
+    )
+    assert sealed(world) == []
+
+
+@pytest.mark.parametrize("poll", [None, 0.05])
+def test_shards_are_taken_up_while_later_ones_are_still_being_written(
+    world: Any, toolbox: Any, poll: float | None
+) -> None:
+    new = toolbox.make_weights(world.layout, seed=4)
+    files = shards(world, new, world.root / "out/checkpoint-1", count=4)
+
+    async def run() -> None:
+        async with watching(world, poll=poll, chunk_bytes=250):
+            await until(lambda: world.events.of(Waiting))
+            for n, (path, body) in enumerate(files[:-1], start=1):
+                put(path, body)
+                await until(lambda n=n: len(world.events.of(ShardTaken)) == n)
+            last, body = files[-1]
+            with last.open("wb") as file:
+                file.write(body[:-7])
+                file.flush()
+                await until(lambda: world.events.of(ChunkPut))
+                assert not world.events.of(Sealed)
+                file.write(body[-7:])
+            put(last.with_name("config.json"), b"{}")
+            await until(lambda: world.events.of(Sealed))
+
+    asyncio.run(run())
+    assert len(world.events.of(ChunkPut)) >= 8
+    assert len(world.events.of(Opened)) == 1
+    assert toolbox.same(world.reader.versions()[1], new)
+
+
+@pytest.mark.parametrize("poll", [None, 0.05])
+def test_a_file_rewritten_after_it_was_read_voids_the_attempt(world: Any, toolbox: Any, poll: float | None) -> None:
+    old, new = (toolbox.step_weights(world.weights, seed=n) for n in (1, 2))
+    out = world.root / "out/checkpoint-1"
+
+    async def run() -> None:
+        async with watching(world, poll=poll):
+            first = shards(world, old, out)
+            put(*first[0])
+            await until(lambda: world.events.of(ShardTaken))
+            for path, body in shards(world, new, out):
+                put(path, body)
+            await until(lambda: world.events.of(Sealed))
+
+    asyncio.run(run())
+    assert any("after it was read" in event.reason for event in world.events.of(Aborted))
+    versions = world.reader.versions()
+    assert len(versions) == 2
+    assert toolbox.same(versions[1], new)
+
+
+def test_a_directory_renamed_when_complete_becomes_one_version(world: Any, toolbox: Any) -> None:
+    new = toolbox.step_weights(world.weights, seed=1)
+    temporary = world.root / "out/tmp-checkpoint-1"
+
+    async def run() -> None:
+        async with watching(world):
+            files = shards(world, new, temporary)
+            for path, body in files[:2]:
+                put(path, body)
+            await until(lambda: len(world.events.of(ShardTaken)) == 2)
+            put(*files[2])
+            temporary.rename(world.root / "out/checkpoint-1")
+            await until(lambda: world.events.of(Sealed))
+
+    asyncio.run(run())
+    assert len(world.reader.versions()) == 2
+    assert world.reader.records()[-2].source["path"] == "checkpoint-1"
+
+
+def test_a_checkpoint_that_never_completes_is_overtaken(world: Any, toolbox: Any) -> None:
+    stuck, new = (toolbox.step_weights(world.weights, seed=n) for n in (1, 2))
+
+    async def run() -> None:
+        async with watching(world):
+            put(*shards(world, stuck, world.root / "out/checkpoint-1")[0])
+            await until(lambda: world.events.of(ShardTaken))
+            world.write(world.root / "out/checkpoint-2", new)
+            await until(lambda: world.events.of(Sealed))
+
+    asyncio.run(run())
+    assert sealed(world) == [2]
+    assert any("checkpoint-2 was complete before checkpoint-1" in event.reason for event in world.events.of(Aborted))
+    assert toolbox.same(world.reader.versions()[1], new)
+
+
+def test_a_marker_completes_a_checkpoint(world: Any, toolbox: Any) -> None:
+    new = toolbox.step_weights(world.weights, seed=1)
+
+    async def run() -> None:
+        async with watching(world, marker="STABLE"):
+            world.write(world.root / "out/step_1", new)
+            await until(lambda: any("marker" in event.what for event in world.events.of(Waiting)))
+            assert not world.events.of(Sealed)
+            (world.root / "out/step_1/STABLE").touch()
+            await until(lambda: world.events.of(Sealed))
+
+    asyncio.run(run())
+    assert toolbox.same(world.reader.versions()[1], new)
+
+
+def test_a_restart_in_the_middle_of_a_checkpoint_starts_it_anew(world: Any, toolbox: Any) -> None:
+    new = toolbox.step_weights(world.weights, seed=1)
+    files = shards(world, new, world.root / "out/checkpoint-1")
+
+    async def run() -> None:
+        async with watching(world):
+            put(*files[0])
+            await until(lambda: world.events.of(ShardTaken))
+        assert [event.reason for event in world.events.of(Aborted)] == ["the publisher closed"]
+        async with watching(world):
+            for path, body in files[1:]:
+                put(path, body)
+            await until(lambda: world.events.of(Sealed))
+
+    asyncio.run(run())
+    assert toolbox.same(world.reader.versions()[1], new)
+
+
+BAD = {
+    "added: new.weight": lambda specs: [*specs, TensorSpec("new.weight", "BF16", (3,))],
+    "missing: tiny": lambda specs: [s for s in specs if s.name != "tiny"],
+    "added: little; missing: tiny": lambda specs: [
+        TensorSpec("little", "U8", (5,)) if s.name == "tiny" else s for s in specs
+    ],
+    "retyped: norm.weight .is F16, should be BF16": lambda specs: [
+        TensorSpec("norm.weight", "F16", (32,)) if s.name == "norm.weight" else s for s in specs
+    ],
+    "reshaped: norm.weight .is .16, 2., should be .32.": lambda specs: [
+        TensorSpec("norm.weight", "BF16", (16, 2)) if s.name == "norm.weight" else s for s in specs
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD)
+@pytest.mark.parametrize("shard_bytes", [1 << 30, 2000])
+def test_a_checkpoint_that_does_not_fit_is_named_and_nothing_of_it_published(
+    world: Any, toolbox: Any, what: str, shard_bytes: int
+) -> None:
+    layout = Layout(BAD[what](list(world.layout)))
+    good = toolbox.step_weights(world.weights, seed=1)
+    world.write(world.root / "out/checkpoint-1", good)
+    bad = toolbox.make_weights(layout, seed=2)
+    world.write(world.root / "out/checkpoint-2", bad, layout=layout, shard_bytes=shard_bytes)
+    with pytest.raises(Incompatible, match=what) as caught:
+        once(world)
+    assert "checkpoint-2" in str(caught.value)
+    assert sealed(world) == [1]
+    assert len(world.events.of(Opened)) == 1
+    shutil.rmtree(world.root / "out/checkpoint-2")
+    world.write(world.root / "out/checkpoint-3", toolbox.step_weights(good, seed=3))
+    once(world)
+    assert sealed(world) == [1, 3]
+
+
+def test_a_shard_that_does_not_fit_ends_the_attempt_and_leaves_no_trace(world: Any, toolbox: Any) -> None:
+    new = toolbox.step_weights(world.weights, seed=1)
+    out = world.root / "out/checkpoint-1"
+
+    async def run() -> None:
+        task = asyncio.create_task(run_watch(options(world), world.store(), world.events))
+        put(*shards(world, new, out)[0])
+        await until(lambda: world.events.of(ShardTaken))
+        put(out / "z.safetensors", bytes(pack_safetensors([(TensorSpec("what", "F16", (3,)), np.zeros(3, "<u2"))])))
+        with pytest.raises(Incompatible, match="added: what"):
+            await task
+
+    asyncio.run(run())
+    assert "Abort" in world.reader.kinds()
+    once(world, ignore=("wh*",))
+    assert sealed(world) == []  # still two shards short
+    for path, body in shards(world, new, out)[1:]:
+        put(path, body)
+    once(world, ignore=("wh*",))
+    assert toolbox.same(world.reader.versions()[1], new)
+
+
+def test_a_second_copy_of_a_tied_head_is_dropped_and_an_untied_one_is_not(world: Any, toolbox: Any) -> None:
+    new = toolbox.step_weights(world.weights, seed=1)
+    layout = Layout([*world.layout, TensorSpec("lm_head.weight", "BF16", (64, 32))])
+    world.write(world.root / "out/step_1", {**new, "lm_head.weight": new["embed.weight"]}, layout=layout)
+    once(world)
+    assert toolbox.same(world.reader.versions()[1], new)
+    other = {**new, "lm_head.weight": new["embed.weight"] ^ 1}
+    world.write(world.root / "out/step_2", other, layout=layout)
+    with pytest.raises(Incompatible, match=r"added: lm_head\.weight"):
+        once(world)
+    assert sealed(world) == [1]
+
+
+def test_fp32_masters_are_rounded_and_said(world: Any, toolbox: Any) -> None:
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(3)
+    masters = {s.name: rng.normal(size=s.elements).astype("<f4") for s in world.layout if s.dtype == "BF16"}
+    layout = Layout(TensorSpec(s.name, "F32" if s.dtype == "BF16" else s.dtype, s.shape) for s in world.layout)
+    weights = {**world.weights, **{name: values.view("<u4") for name, values in masters.items()}}
+    world.write(world.root / "out/step_1", weights, layout=layout)
+    once(world)
+    found = world.reader.versions()[1]
+    for name, values in masters.items():
+        assert np.array_equal(found[name], torch.from_numpy(values).bfloat16().view(torch.int16).numpy().view("<u2"))
+    assert [type(event).__name__ for event in world.events].count("Rounded") == 1
+
+
+def test_an_index_that_disagrees_is_an_error(world: Any, toolbox: Any) -> None:
+    out = world.write(world.root / "out/step_1", toolbox.step_weights(world.weights, seed=1), shard_bytes=2000)
+    index = next(out.glob("*.index.json"))
+    table = json.loads(index.read_bytes())
+    files = sorted(set(table["weight_map"].values()))
+    table["weight_map"]["tiny"] = files[0] if table["weight_map"]["tiny"] != files[0] else files[1]
+    index.write_text(json.dumps(table))
+    with pytest.raises(Incompatible, match="disagrees"):
+        once(world)
+    assert sealed(world) == []
+
+
+def test_a_bucket_that_goes_away_for_a_while_delays_and_loses_nothing(
+    world: Any, toolbox: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dcr_daemon.errors import StoreUnavailable
+    from dcr_daemon.store.port import Outcome
+
+    class Flaky(toolbox.WrappedStore):
+        down = False
+
+        async def create(self, key: str, body: bytes | memoryview) -> Outcome:
+            return Outcome.UNKNOWN if self.down else await self.inner.create(key, body)
+
+        async def get(self, key: str, *, limit: int) -> bytes:
+            if self.down:
+                raise StoreUnavailable("the bucket is down")
+            return await self.inner.get(key, limit=limit)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(module, "STORE_PAUSE", 0.05)
+    new = toolbox.step_weights(world.weights, seed=1)
+    store = Flaky(world.store())
+
+    async def run() -> None:
+        task = asyncio.create_task(run_watch(options(world, patience=0.1), store, world.events))
+        await until(lambda: world.events.of(Waiting))
+        store.down = True
+        world.write(world.root / "out/step_1", new)
+        await until(lambda: any("the bucket" in event.what for event in world.events.of(Waiting)))
+        store.down = False
+        await until(lambda: world.events.of(Sealed))
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())
+    assert sealed(world) == [1]
+    assert toolbox.same(world.reader.versions()[1], new)
+
+
+def test_a_directory_that_is_not_there_is_said(world: Any) -> None:
+    with pytest.raises(NotFound, match="no directory"):
+        asyncio.run(run_watch(options(world, watch=world.root / "nowhere"), world.store(), world.events))
+
+
+def test_a_file_that_changes_without_changing_size_or_content_still_voids(world: Any, toolbox: Any) -> None:
+    """Identity is name, size, mtime and inode: a replacement of equal size is another file."""
+    new = toolbox.step_weights(world.weights, seed=1)
+    files = shards(world, new, world.root / "out/checkpoint-1")
+
+    async def run() -> None:
+        async with watching(world):
+            put(*files[0])
+            await until(lambda: world.events.of(ShardTaken))
+            path, body = files[0]
+            put(path.with_suffix(".new"), body)
+            path.with_suffix(".new").replace(path)
+            await until(lambda: world.events.of(Aborted))
+            for path, body in files[1:]:
+                put(path, body)
+            await until(lambda: world.events.of(Sealed))
+
+    asyncio.run(run())
+    assert toolbox.same(world.reader.versions()[1], new)
