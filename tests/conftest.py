@@ -19,6 +19,7 @@ from uuid import uuid4
 import pytest
 
 sys.path.append(str(Path(__file__).parent / "support"))
+pytest.register_assert_rewrite("engine_contract")
 pytest_plugins = ["versions", "streams"]
 
 

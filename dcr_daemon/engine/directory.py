@@ -222,10 +222,11 @@ class DirectoryEngine:
         return Swapped(txn=txn, verdict=Verdict.UNKNOWN, version=self._version, serving=self._serving, reason=reason)
 
     async def settle(self, txn: str) -> Swapped:
-        """`attach` has finished whatever was begun, so this only tells what became of it."""
+        """As the port says. `attach` finishes whatever was begun, so nothing is ever left to settle."""
         async with self._owned():
-            pass
-        return await self.outcome(txn)
+            if txn not in self._ended:
+                raise EngineRefused(f"{self.path} has not begun transaction {txn}", hint="ask for its outcome")
+            return self._ended[txn]
 
     async def drop(self) -> None:
         async with self._owned():

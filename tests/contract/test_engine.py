@@ -1,0 +1,37 @@
+"""The engine contract on a checkpoint directory; `tests/e2e` has it on a server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from engine_contract import *  # noqa: F403  # the tests themselves
+from versions import Versions
+
+from dcr_daemon.engine.directory import DirectoryEngine
+
+
+class Directory:
+    """A checkpoint directory at version 0; see `engine_contract.Subject`."""
+
+    def __init__(self, home: Path, versions: Versions) -> None:
+        self.versions = versions
+        self._home, self._path = home, versions.save(home / "current", shard_bytes=30_000)
+
+    def open(self) -> DirectoryEngine:
+        return DirectoryEngine(self._path)
+
+    async def live(self) -> bytes:
+        version = self.versions.version_of(self._path)
+        assert version is not None, "the weights are of no version"
+        return self.versions.vector(version).astype("<u8").tobytes()
+
+    def anchor(self, version: int) -> list[str]:
+        out = self.versions.save(self._home / f"anchor-{version}", version, shard_bytes=40_000)
+        return [str(path) for path in sorted(out.glob("*.safetensors"))]
+
+
+@pytest.fixture
+def subject(tmp_path: Path, make_versions: Callable[..., Versions]) -> Directory:
+    return Directory(tmp_path, make_versions())
