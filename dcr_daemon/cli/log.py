@@ -56,7 +56,7 @@ def _cells(row: Row) -> tuple[Any, ...]:
         share(row["changed"], row["elements"]) if built else "",
         size(row["bytes"]) if built else "",
         share(row["bytes"], row["dense_bytes"]) if built else "",
-        row["at"],
+        row["at"][:19].replace("T", " "),
         row["reason"] or (row["source"] or {}).get("path"),
     )
 

@@ -29,7 +29,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
         table.add_column(column.strip(), justify="right" if column.endswith(" ") else "left", overflow="fold")
     for row in rows:
         table.add_row(*("" if cell is None else str(cell) for cell in row))
-    Console(soft_wrap=not sys.stdout.isatty()).print(table)
+    Console(width=None if sys.stdout.isatty() else 250).print(table)
 
 
 def print_fields(fields: dict[str, Any]) -> None:

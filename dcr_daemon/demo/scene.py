@@ -114,8 +114,8 @@ class Scene:
             with contextlib.suppress(ProcessDied):
                 self.processes[0].wait(0.05)
 
-    def run(self, *arguments: str, timeout: float = 600) -> dict[str, Any]:
-        """Run a DCR command with --json to its end; its result. Raises `ProcessDied` unless it exits 0."""
+    def run(self, *arguments: str, timeout: float = 600) -> list[dict[str, Any]]:
+        """Run a DCR command with --json to its end; the objects it printed. Raises `ProcessDied` unless it exits 0."""
         name = f"{arguments[0]}-{runtime.nonce(2)}"
         out = self.work / f"{name}.json"
         process = Process(name, dcr(*arguments, "--json"), self.work / f"{name}.log", dict(self.env), stdout=out)
@@ -123,9 +123,7 @@ class Scene:
             status = process.wait(timeout)
         if status:
             raise ProcessDied(f"dcr {arguments[0]} ended with status {status}:\n{process.tail()}")
-        text = out.read_text()
-        result: dict[str, Any] = json.loads(text) if text.strip() else {}
-        return result
+        return [json.loads(line) for line in out.read_text().splitlines()]
 
     def stop(self, process: Process) -> None:
         """Stop one process that is no longer needed."""

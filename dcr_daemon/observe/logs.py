@@ -61,7 +61,8 @@ def configure(level: Level = "info", *, json: bool | None = None) -> None:
 
 
 def bind(**context: Any) -> None:
-    """Add keys (stream, replica) to every later line of this process."""
+    """Put keys (stream, replica) on every later line of this process, in place of earlier ones."""
+    structlog.contextvars.clear_contextvars()
     structlog.contextvars.bind_contextvars(**context)
 
 
@@ -97,5 +98,8 @@ def _rounded(fields: dict[str, Any]) -> dict[str, Any]:
     return {k: round(v, 4) if isinstance(v, float) else v for k, v in fields.items()}
 
 
-def _dumps(value: Any, **_: Any) -> str:
+def _dumps(value: dict[str, Any], **_: Any) -> str:
+    """What a person looks for first comes first."""
+    first = {key: value.pop(key) for key in ("timestamp", "level", "event") if key in value}
+    value = first | value
     return msgspec.json.encode(value, enc_hook=str).decode()
