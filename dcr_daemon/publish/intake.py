@@ -95,8 +95,9 @@ class Intake:
             read: the layout tensors as this update has them.
             aliases: whether an extra input is the very memory of the input for a layout tensor.
         """
-        for source in self._extras:
-            twins = self._twins(source.given)
+        extras, self._extras = self._extras, []
+        for source in extras:
+            twins = [i for i in self._twins(source.given) if i in self._seen]
             known = any(aliases(source, i) for i in twins)
             if not known and not any(is_copy(source, i, self._layout[i], read) for i in twins):
                 self._note("added", source.given.name)
@@ -106,6 +107,9 @@ class Intake:
         """Raise `Incompatible` for what is known to be wrong, now that no input will come any more."""
         for name in self.missing:
             self._note("missing", name)
+        if "missing" in self._problems:  # then an extra that may be a copy may as well be a new name
+            for source in self._extras:
+                self._note("added", source.given.name)
         self.check()
 
     def _error(self) -> Incompatible:

@@ -91,6 +91,7 @@ class Publisher:
         ignore: globs of tensor names outside the base checkpoint to drop.
         upload_base: upload version 0 as an anchor when the stream is created.
         anchor_every, anchor_share: see `PublishOptions`.
+        patience: seconds that an unreachable bucket is tried before an update is given up.
         emit: listens to events, on the publisher's own thread.
 
     Raises:
@@ -115,6 +116,7 @@ class Publisher:
         upload_base: bool = True,
         anchor_every: int | None = None,
         anchor_share: float | None = 1.0,
+        patience: float = 600.0,
         emit: Emit = discard,
     ) -> None:
         self._options = PublishOptions(
@@ -128,6 +130,7 @@ class Publisher:
             upload_base=upload_base,
             anchor_every=anchor_every,
             anchor_share=anchor_share,
+            patience=patience,
         )
         self._emit = emit
         self._update: Update | None = None

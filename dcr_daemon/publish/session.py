@@ -82,10 +82,10 @@ class Session:
 
         def make(header: Header) -> Open:
             base = header.state.seal.version
-            assert base == self._baseline.version
             return Open(**header.fields, version=base + 1, base=base, group=self._group, call=self._call, step=step)
 
         record = await self.ledger.append(make)
+        assert record.base == self._baseline.version  # only this epoch could have sealed meanwhile
         runtime.failpoint("publish.open")
         uploads = Uploads(
             self.ledger.store,

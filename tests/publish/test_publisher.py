@@ -1,0 +1,262 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import dcr_daemon
+from dcr_daemon.errors import Fenced, Incompatible, Misuse, NotFound, StoreUnavailable
+from dcr_daemon.events import Aborted, AnchorPut, Opened, Rounded
+from dcr_daemon.publish.publisher import Publisher
+from dcr_daemon.store.port import Outcome
+
+torch = pytest.importorskip("torch")
+
+
+def publisher(world: Any, **more: Any) -> Publisher:
+    defaults: dict[str, Any] = {"base": world.base, "create": True, "state": world.state, "emit": world.events}
+    return Publisher(world.url, **defaults | more)
+
+
+def small_model() -> Any:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3Config(
+        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.Qwen3ForCausalLM(config)
+
+
+def bits_of(model: Any, names: Any) -> dict[str, np.ndarray]:
+    state = model.state_dict()
+    return {n: state[n].detach().bfloat16().view(torch.int16).numpy().reshape(-1).view("<u2").copy() for n in names}
+
+
+def test_a_model_in_training_is_published_step_by_step(world: Any, toolbox: Any) -> None:
+    """fp32 masters, a tied head, real AdamW steps: every version is the bf16 model of its step."""
+    model = small_model()
+    model.bfloat16().save_pretrained(world.root / "qwen")
+    model.float()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    wanted = []
+    with publisher(world, base=world.root / "qwen") as target:
+        names = [spec.name for spec in target._session.layout]
+        assert "lm_head.weight" not in names
+        base = bits_of(model, names)
+        for step in range(3):
+            loss = model(input_ids=torch.randint(0, 96, (2, 8)), labels=torch.randint(0, 96, (2, 8))).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            update = target.publish(model, step=step, metadata={"loss": float(loss.detach())})
+            wanted.append(bits_of(model, names))
+            with torch.no_grad():  # the weights may change at once
+                for parameter in model.parameters():
+                    parameter.add_(1e-3)
+            assert update.version == step + 1
+            if step == 1:
+                assert update.wait_sealed(60).step == 1
+                assert update.sealed
+    versions = toolbox.Reader(world.url, base).versions()
+    assert len(versions) == 4
+    assert all(toolbox.same(versions[n + 1], weights) for n, weights in enumerate(wanted))
+    assert [(event.given, event.canonical) for event in world.events.of(Rounded)] == [("F32", "BF16")]
+    seals = [record for record in world.reader.records() if type(record).__name__ == "Seal"]
+    assert all(set(seal.metadata) == {"loss"} for seal in seals)
+
+
+@pytest.mark.parametrize("form", ["mapping", "stream", "module"])
+def test_every_form_of_input_gives_the_same_version(world: Any, toolbox: Any, form: str) -> None:
+    new = toolbox.step_weights(world.weights, seed=1)
+    tensors = world.tensors(new)
+
+    class Module:
+        def state_dict(self) -> dict[str, Any]:
+            return tensors
+
+    def stream() -> Iterator[tuple[str, Any]]:
+        """Reuses one buffer, as a gather into a bucket does."""
+        buffer = torch.empty(1 << 16, dtype=torch.uint8)
+        for name, tensor in tensors.items():
+            piece = buffer[: tensor.numel() * tensor.element_size()].view(tensor.dtype)[: tensor.numel()]
+            yield name, piece.copy_(tensor.reshape(-1)).view(tensor.shape)
+
+    with publisher(world) as target:
+        weights = {"mapping": tensors, "stream": stream(), "module": Module()}[form]
+        target.publish(weights).wait_sealed()
+    assert toolbox.same(world.reader.versions()[1], new)
+
+
+def test_layouts_in_memory_do_not_matter(world: Any, toolbox: Any) -> None:
+    new = toolbox.step_weights(world.weights, seed=1)
+    tensors = world.tensors(new)
+    tensors["embed.weight"] = tensors["embed.weight"].t().contiguous().t()
+    tensors["layer.0.weight"] = torch.stack([tensors["layer.0.weight"]] * 2, dim=1)[:, 1]
+    assert not tensors["embed.weight"].is_contiguous()
+    with publisher(world) as target:
+        target.publish(tensors).wait_sealed()
+    assert toolbox.same(world.reader.versions()[1], new)
+
+
+def test_weights_that_do_not_fit_are_refused_by_name_before_anything_is_opened(world: Any, toolbox: Any) -> None:
+    good = world.tensors(toolbox.step_weights(world.weights, seed=1))
+    bad: dict[str, Any] = {
+        "added: new": {**good, "new": torch.arange(3.0)},
+        "missing: tiny": {name: tensor for name, tensor in good.items() if name != "tiny"},
+        "retyped: norm.weight": {**good, "norm.weight": good["norm.weight"].half()},
+        "reshaped: norm.weight": {**good, "norm.weight": good["norm.weight"].reshape(4, 8)},
+        "added: module.tiny.*missing: tiny.*renamed": {
+            **{name: tensor for name, tensor in good.items() if name != "tiny"}, "module.tiny": good["tiny"],
+        },
+    }  # fmt: skip
+    with publisher(world) as target:
+        for what, tensors in bad.items():
+            with pytest.raises(Incompatible, match=what):
+                target.publish(tensors)
+            assert not world.events.of(Opened)
+            with pytest.raises(Incompatible, match=what):
+                target.publish(iter(tensors.items()))
+            world.events.clear()
+        with pytest.raises(Incompatible, match="not a tensor"):
+            target.publish({**good, "tiny": 3})
+        target.publish(good).wait_sealed()
+    assert toolbox.same(world.reader.versions()[1], toolbox.step_weights(world.weights, seed=1))
+
+
+def test_an_alias_is_dropped_and_equal_constants_are_not(world: Any, toolbox: Any) -> None:
+    tensors = world.tensors(toolbox.step_weights(world.weights, seed=1))
+    with publisher(world) as target:
+        target.publish({**tensors, "lm_head.weight": tensors["embed.weight"]}).wait_sealed()
+        ones = torch.ones_like(tensors["norm.weight"])
+        with pytest.raises(Incompatible, match=r"added: q_norm\.weight"):
+            target.publish({**tensors, "norm.weight": ones, "q_norm.weight": ones.clone()})
+        target.publish({**tensors, "norm.weight": ones, "q_norm.weight": ones}).wait_sealed()
+    with publisher(world, ignore=["q_*"]) as target:
+        target.publish({**tensors, "norm.weight": ones, "q_norm.weight": ones.clone()}).wait_sealed()
+
+
+def test_an_error_of_the_callers_own_generator_undoes_the_attempt(world: Any, toolbox: Any) -> None:
+    good = world.tensors(toolbox.step_weights(world.weights, seed=1))
+
+    def broken() -> Iterator[tuple[str, Any]]:
+        yield "embed.weight", torch.zeros_like(good["embed.weight"])
+        raise RuntimeError("the trainer's own")
+
+    with publisher(world) as target:
+        with pytest.raises(RuntimeError, match="own"):
+            target.publish(broken())
+        assert [event.reason for event in world.events.of(Aborted)] == ["RuntimeError: the trainer's own"]
+        target.publish(good).wait_sealed()
+    assert toolbox.same(world.reader.versions()[1], toolbox.step_weights(world.weights, seed=1))
+
+
+def test_misuse_is_said_as_such(world: Any, toolbox: Any) -> None:
+    good = world.tensors(world.weights)
+    with pytest.raises(NotFound, match="create"):
+        publisher(world, create=False)
+    with pytest.raises(Misuse, match="codec"):
+        publisher(world, codec="gzip")
+    with publisher(world) as target:
+        for weights in (3, ["x"], [("x",)]):
+            with pytest.raises(Misuse, match=r"publish\(\)"):
+                target.publish(weights)
+        with pytest.raises(Misuse, match="JSON"):
+            target.publish(good, metadata={"x": object()})
+        with pytest.raises(Misuse, match="limit"):
+            target.publish(good, metadata={"x": "y" * (1 << 17)})
+        assert target.publish(good).wait_sealed().changed == 0
+    with pytest.raises(Misuse, match="closed"):
+        target.publish(good)
+    target.close()
+    with pytest.raises(Incompatible, match="shard"):
+        dcr_daemon.publish.sources.local_tensor("w", FakeDTensor(torch.zeros(2)))
+
+
+class FakeDTensor(torch.Tensor):
+    """As much of a DTensor as is looked at."""
+
+    placements = (type("Shard", (), {"is_replicate": lambda self: False})(),)
+    device_mesh = type("Mesh", (), {"size": lambda self: 2})()
+
+    def __new__(cls, data: Any) -> FakeDTensor:
+        return torch.Tensor._make_subclass(cls, data)  # type: ignore[no-any-return]
+
+    def detach(self) -> FakeDTensor:
+        return self
+
+    def to_local(self) -> Any:
+        return self
+
+
+def test_two_publishers_and_the_older_one_is_fenced_for_good(world: Any, toolbox: Any) -> None:
+    weights = [toolbox.step_weights(world.weights, seed=n) for n in range(3)]
+    first = publisher(world, name="a")
+    first.publish(world.tensors(weights[0])).wait_sealed()
+    second = publisher(world, name="b", take_over=True, state=world.root / "elsewhere")
+    second.publish(world.tensors(weights[1])).wait_sealed()
+    for _ in range(2):
+        with pytest.raises(Fenced):
+            first.publish(world.tensors(weights[2])).wait_sealed()
+    first.close()
+    second.close()
+    versions = world.reader.versions()
+    assert len(versions) == 3
+    assert toolbox.same(versions[2], weights[1])
+    assert world.reader.kinds().count("Release") == 1
+
+
+def test_an_error_behind_is_told_once_and_the_next_update_goes_on(
+    world: Any, toolbox: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dcr_daemon.publish import publisher as module
+
+    class Flaky(toolbox.WrappedStore):
+        down = False
+
+        async def create(self, key: str, body: bytes | memoryview) -> Outcome:
+            return Outcome.UNKNOWN if self.down and ".dcr" in key else await self.inner.create(key, body)
+
+    stores = []
+
+    async def open_store(url: str, **options: Any) -> Any:
+        stores.append(Flaky(world.store()))
+        return stores[-1]
+
+    monkeypatch.setattr(module, "open_store", open_store)
+    weights = [toolbox.step_weights(world.weights, seed=n) for n in range(3)]
+    with publisher(world, patience=0.1) as target:
+        stores[0].down = True
+        update = target.publish(world.tensors(weights[0]))
+        with pytest.raises(StoreUnavailable):
+            target.publish(world.tensors(weights[1]))
+        assert not update.sealed
+        update = target.publish(world.tensors(weights[1]))
+        with pytest.raises(StoreUnavailable):
+            update.wait_sealed()
+        stores[0].down = False
+        assert target.publish(world.tensors(weights[2])).wait_sealed().version == 1
+    assert toolbox.same(world.reader.versions()[1], weights[2])
+    assert len(world.events.of(Aborted)) == 2
+
+
+def test_anchors_follow_their_policy(world: Any, toolbox: Any) -> None:
+    with publisher(world, anchor_every=2, upload_base=False) as target:
+        for n in range(4):
+            target.publish(world.tensors(toolbox.step_weights(world.weights, seed=n)))
+    assert [event.version for event in world.events.of(AnchorPut)] == [2, 4]
+    world.reader.versions()
+
+
+def test_importing_the_package_loads_neither_torch_nor_numba(tmp_path: Path) -> None:
+    code = (
+        "import sys, dcr_daemon, dcr_daemon.publish.watch; dcr_daemon.Publisher;"
+        "print([m for m in ('torch', 'numba', 'vllm') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
