@@ -258,10 +258,9 @@ def _decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
 def _depth(value: object) -> int:
     """Nesting of JSON-like data, level by level: a hostile record must not exhaust this reader's stack."""
     depth, level = 0, [value]
-    while level and depth <= MAX_DEPTH:
+    while (inner := [x for x in level if isinstance(x, dict | list)]) and depth <= MAX_DEPTH:
         depth += 1
-        inner = [x.values() if isinstance(x, dict) else x for x in level if isinstance(x, dict | list)]
-        level = [child for children in inner for child in children]
+        level = [child for x in inner for child in (x.values() if isinstance(x, dict) else x)]
     return depth
 
 

@@ -55,16 +55,16 @@ class Tail:
     async def steps(self, start: Tip, tail: int) -> list[Step]:
         """Fold up to `tail` from the newest place at or above `start` whose state two records agree on.
 
-        A record at the tail that is void, whatever state it claims, does not mislead: its neighbour disagrees and
-        the walk goes on below it, in the end to `start` itself, which is known.
+        One of the two must count, by the state it claims. So void records at the tail do not mislead, whatever they
+        claim: the walk goes on below them, in the end to `start` itself, which is known.
         """
         tip = start
         for seq in range(tail - 1, start.seq, -1):
             claimed = tip_before(start.stream, seq, await self.body(seq))
             if claimed is None:
                 continue
-            reached = fold(claimed, await self.body(seq)).tip
-            if tip_before(start.stream, seq + 1, await self.body(seq + 1)) == reached:
+            step = fold(claimed, await self.body(seq))
+            if step.record and tip_before(start.stream, seq + 1, await self.body(seq + 1)) == step.tip:
                 tip = claimed
                 break
         return list(self._fold(tip, [await self.body(seq) for seq in range(tip.seq + 1, tail + 1)]))

@@ -1,0 +1,446 @@
+"""Appending with the outcome known (musts L0, L1), fencing (P6), and what a reader with memory refuses (T1)."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from dcr_daemon.errors import Corrupt, Exhausted, Fenced, Incompatible, Misuse, NotFound, StoreUnavailable
+from dcr_daemon.events import Alarm, Claimed, FencedOut, Waiting
+from dcr_daemon.ledger import names, records
+from dcr_daemon.ledger.ledger import Header, Ledger
+from dcr_daemon.ledger.records import Open, Seal
+from dcr_daemon.ledger.slot import TRIES, Undecided
+from dcr_daemon.store.port import Outcome
+
+
+def run(coroutine: Any) -> Any:
+    return asyncio.run(coroutine)
+
+
+async def publisher(store: Any, make: Any, *, name: str = "trainer", **options: Any) -> Any:
+    """A writer whose stream exists and is claimed."""
+    writer = make.Writer(Ledger(store, **options))
+    await writer.create()
+    await writer.ledger.claim(name)
+    return writer
+
+
+async def state_of(store: Any) -> records.State:
+    return await Ledger(store).read()
+
+
+class TestOutcomes:
+    """Must L1: the slot decides, nothing else does."""
+
+    def test_an_append_is_in_the_ledger_when_it_returns(self, store: Any, make: Any) -> None:
+        async def check() -> None:
+            writer = await publisher(store, make)
+            seal = await writer.version()
+            assert records.decode_record(store.objects[names.record(seal.seq)]) == seal
+            assert writer.ledger.state == await state_of(store)
+
+        run(check())
+
+    @pytest.mark.parametrize("fault", ["REQUEST_LOST", "ANSWER_LOST", "GHOST"])
+    def test_a_lost_answer_is_resolved_by_reading_the_slot(
+        self, store: Any, make: Any, fakes: Any, events: Any, fault: str
+    ) -> None:
+        async def check() -> None:
+            writer = await publisher(store, make, emit=events)
+            await writer.open()
+            store.faults.append(fakes.Fault[fault])
+            seal = await writer.seal()
+            store.land_ghosts()
+            assert (await state_of(store)).seal == records.SealRef(seal.seq, 1)
+            assert len(store.objects) == 2 + seal.seq + 1, "layout, vector, and one record per slot"
+
+        run(check())
+
+    def test_our_own_record_is_recognised_when_a_retry_loses_to_it(self, store: Any, make: Any, fakes: Any) -> None:
+        """The first PUT lands between our look at the slot and our second PUT: that one loses, to us."""
+
+        async def check() -> None:
+            writer = await publisher(store, make)
+            await writer.open()
+            store.faults.append(fakes.Fault.GHOST)
+
+            async def land(operation: str, _key: str) -> None:
+                if operation == "create" and store.ghosts:
+                    store.land_ghosts()
+
+            store.before = land
+            seal = await writer.seal()
+            store.before = None
+            assert (await state_of(store)).seal.seq == seal.seq
+            assert store.requests["create"] > 0
+
+        run(check())
+
+    def test_an_answer_of_lost_for_a_free_slot_decides_nothing(self, store: Any, make: Any) -> None:
+        """Some stores answer 409 or 412 for a race that then nobody wins."""
+
+        class Confused(type(store)):  # type: ignore[misc]
+            lies = 1
+
+            async def create(self, key: str, body: bytes) -> Outcome:
+                if self.lies and key.startswith("ledger/") and len(self.objects) > 4:
+                    self.lies -= 1
+                    return Outcome.LOST
+                return await super().create(key, body)
+
+        async def check() -> None:
+            confused = Confused()
+            writer = await publisher(confused, make)
+            seal = await writer.version()
+            assert confused.lies == 0
+            assert (await state_of(confused)).seal.seq == seal.seq
+
+        run(check())
+
+    @pytest.mark.parametrize("lands", [True, False])
+    def test_an_undecided_record_is_kept_and_settled_first(
+        self, store: Any, make: Any, fakes: Any, events: Any, lands: bool
+    ) -> None:
+        async def check() -> None:
+            writer = await publisher(store, make, emit=events)
+            ledger = writer.ledger
+            await writer.open()
+            store.faults.extend([fakes.Fault.GHOST] * TRIES)
+            with pytest.raises(Undecided) as raised:
+                await writer.seal()
+            assert isinstance(raised.value, StoreUnavailable)
+            assert ledger.undecided
+            assert ledger.state.seal.version == 0, "nothing is reported before it is read"
+            assert len(events.of(Waiting)) == TRIES
+            if lands:
+                store.land_ghosts()
+            settled = await ledger.settle()
+            assert isinstance(settled, Seal)
+            assert ledger.state.seal == records.SealRef(settled.seq, 1)
+            assert not ledger.undecided
+            assert await ledger.settle() is None, "told once"
+            store.land_ghosts()
+            assert (await state_of(store)).seal == records.SealRef(settled.seq, 1)
+
+        run(check())
+
+    def test_the_next_append_settles_first(self, store: Any, make: Any, fakes: Any) -> None:
+        async def check() -> None:
+            writer = await publisher(store, make)
+            store.faults.extend([fakes.Fault.REQUEST_LOST] * TRIES)
+            with pytest.raises(Undecided):
+                await writer.open()
+            with pytest.raises(Misuse, match="attempt 2 is undecided"):
+                await writer.open()
+            assert (await state_of(store)).open is not None
+
+        run(check())
+
+    def test_a_cancelled_append_stays_undecided(self, store: Any, make: Any) -> None:
+        async def check() -> None:
+            writer = await publisher(store, make)
+            stuck = asyncio.Event()
+
+            async def hang(operation: str, _key: str) -> None:
+                if operation == "create":
+                    stuck.set()
+                    await asyncio.Event().wait()
+
+            store.before = hang
+            task = asyncio.create_task(writer.open())
+            await stuck.wait()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            store.before = None
+            assert writer.ledger.undecided
+            assert isinstance(await writer.ledger.settle(), Open)
+
+        run(check())
+
+    def test_reading_on_settles_too(self, store: Any, make: Any, fakes: Any) -> None:
+        async def check() -> None:
+            writer = await publisher(store, make)
+            store.faults.extend([fakes.Fault.GHOST] * TRIES)
+            with pytest.raises(Undecided):
+                await writer.open()
+            store.land_ghosts()
+            await writer.ledger.read()
+            assert not writer.ledger.undecided
+            assert isinstance(await writer.ledger.settle(), Open)
+
+        run(check())
+
+    def test_an_undecided_record_that_lost_its_slot_is_settled_as_lost(self, store: Any, make: Any, fakes: Any) -> None:
+        async def check() -> None:
+            writer = await publisher(store, make)
+            await writer.open()
+            store.faults.extend([fakes.Fault.REQUEST_LOST] * TRIES)
+            with pytest.raises(Undecided):
+                await writer.seal()
+            other = Ledger(store)
+            await other.claim("other", take_over=True)
+            assert await writer.ledger.settle() is None
+            with pytest.raises(Fenced):
+                await writer.seal()
+            assert (await state_of(store)).seal.version == 0
+
+        run(check())
+
+
+class TestWhoMayWrite:
+    def test_without_a_claim_nothing_is_written(self, store: Any, make: Any) -> None:
+        async def check() -> None:
+            writer = make.Writer(Ledger(store))
+            await writer.create()
+            with pytest.raises(Misuse, match="without a claim"):
+                await writer.open()
+
+        run(check())
+
+    def test_a_fenced_publisher_writes_nothing_and_is_told_by_whom(self, store: Any, make: Any, events: Any) -> None:
+        async def check() -> None:
+            writer = await publisher(store, make, emit=events)
+            await writer.open()
+            await Ledger(store).claim("other", take_over=True)
+            for _ in range(2):
+                with pytest.raises(Fenced, match="other has claimed"):
+                    await writer.seal()
+            assert events.of(FencedOut)[0].by == "other"
+            assert (await state_of(store)).seal.version == 0
+            assert len([key for key in store.objects if key.startswith("ledger/")]) == 4
+
+        run(check())
+
+    def test_another_name_needs_a_release_or_to_take_over(self, store: Any, make: Any) -> None:
+        async def check() -> None:
+            writer = await publisher(store, make)
+            with pytest.raises(Fenced, match="--take-over"):
+                await Ledger(store).claim("other")
+            await writer.ledger.release()
+            assert await Ledger(store).claim("other") == 3
+
+        run(check())
+
+    def test_a_restart_under_the_same_name_claims_and_voids_the_dead_attempt(
+        self, store: Any, make: Any, events: Any
+    ) -> None:
+        async def check() -> None:
+            await (await publisher(store, make)).open()
+            again = Ledger(store, emit=events)
+            assert await again.claim("trainer") == 3
+            assert again.state.open is None
+            assert events.of(Claimed) == [Claimed(epoch=3, name="trainer")]
+
+        run(check())
+
+    def test_a_claim_that_loses_its_slot_reads_on_and_decides_again(self, store: Any, make: Any) -> None:
+        async def check() -> None:
+            writer = await publisher(store, make)
+            other = Ledger(store)
+            await other.read()
+            await writer.version()
+            assert await other.claim("other", take_over=True) == 4
+            assert other.state.seal.version == 1
+
+        run(check())
+
+    def test_a_zombies_seal_is_void_and_raises_an_alarm(self, store: Any, make: Any, events: Any) -> None:
+        """A publisher without must L0 and without our checks, whose stale seal gets into a slot."""
+
+        async def check() -> None:
+            writer = await publisher(store, make)
+            await writer.open()
+            other = make.Writer(Ledger(store, emit=events))
+            await other.ledger.claim("other", take_over=True)
+            tip = other.ledger.tip
+            zombie = Header(tip.state, tip.seq + 1, {**other.ledger._header().fields, "epoch": writer.ledger.epoch})
+            store.objects[names.record(tip.seq + 1)] = records.encode(make.make_seal(zombie, attempt=2))
+            seal = await other.version()
+            assert seal.seq == tip.seq + 3
+            assert [alarm.must for alarm in events.of(Alarm)] == ["L2"]
+            assert "stale" in events.of(Alarm)[0].what
+            assert (await state_of(store)).seal == records.SealRef(seal.seq, 1)
+
+        run(check())
+
+    def test_a_record_that_would_not_count_is_not_sent(self, store: Any, make: Any) -> None:
+        async def check() -> None:
+            writer = await publisher(store, make)
+            before = store.requests["create"]
+            with pytest.raises(Misuse, match="would not count: attempt 0 is not open"):
+                await writer.seal()
+            with pytest.raises(Misuse, match="over the limit"):
+                await writer.ledger.append(
+                    lambda header: records.Keys(**header.fields, keys=["x" * (records.RECORD_LIMIT + 1)])
+                )
+            assert store.requests["create"] == before
+
+        run(check())
+
+    def test_a_writer_may_give_up_when_it_is_asked_again(self, store: Any, make: Any) -> None:
+        async def check() -> None:
+            writer = await publisher(store, make)
+            tip = writer.ledger.tip
+            junk = b"somebody else's bytes"
+            store.objects[names.record(tip.seq + 1)] = junk
+            seqs = []
+
+            def once(header: Header) -> Open:
+                seqs.append(header.seq)
+                if len(seqs) > 1:
+                    raise RuntimeError("no longer wanted")
+                return make.make_open(header)
+
+            with pytest.raises(RuntimeError, match="no longer"):
+                await writer.ledger.append(once)
+            assert seqs == [2, 3]
+            assert not writer.ledger.undecided
+
+        run(check())
+
+
+class TestMemory:
+    """Must T1: a reader with memory accepts only what extends it."""
+
+    def test_it_reads_on_from_where_it_was(self, store: Any, make: Any, tmp_path: Path) -> None:
+        async def check() -> None:
+            writer = await publisher(store, make)
+            await Ledger(store, memory=tmp_path / "mark").read()
+            await writer.version()
+            reader = Ledger(store, memory=tmp_path / "mark")
+            assert await reader.read() == writer.ledger.state
+            assert reader.memory is not None
+            assert reader.memory.mark is not None
+            assert reader.memory.mark.tip == writer.ledger.tip
+
+        run(check())
+
+    @pytest.mark.parametrize("kept", [0, 1, 3])
+    def test_a_truncated_ledger_is_refused(self, store: Any, make: Any, tmp_path: Path, kept: int) -> None:
+        async def check() -> None:
+            writer = await publisher(store, make, memory=tmp_path / "mark")
+            await writer.version()
+            for seq in range(kept, writer.ledger.tip.seq + 1):
+                del store.objects[names.record(seq)]
+            with pytest.raises(Corrupt, match="does not extend what was seen"):
+                await Ledger(store, memory=tmp_path / "mark").read()
+
+        run(check())
+
+    def test_a_forked_ledger_is_refused(self, store: Any, make: Any, tmp_path: Path) -> None:
+        """Rolled back, then continued by a publisher without memory: every record verifies, and it is not ours."""
+
+        async def check() -> None:
+            writer = await publisher(store, make)
+            snapshot = dict(store.objects)
+            await writer.version()
+            await Ledger(store, memory=tmp_path / "mark").read()
+            store.objects = snapshot
+            fork = make.Writer(Ledger(store))
+            await fork.ledger.claim("trainer")
+            await fork.version()
+            await fork.version()
+            with pytest.raises(Corrupt, match="another record stands there"):
+                await Ledger(store, memory=tmp_path / "mark").read()
+
+        run(check())
+
+    def test_another_stream_in_its_place_is_refused(self, store: Any, make: Any, fakes: Any, tmp_path: Path) -> None:
+        async def check() -> None:
+            await publisher(store, make, memory=tmp_path / "mark")
+            replacement = fakes.MemoryStore()
+            await publisher(replacement, make)
+            with pytest.raises(Incompatible, match="has seen stream"):
+                await Ledger(replacement, memory=tmp_path / "mark").read()
+
+        run(check())
+
+    def test_a_vanished_ledger_is_not_made_again(self, store: Any, make: Any, tmp_path: Path) -> None:
+        async def check() -> None:
+            await publisher(store, make, memory=tmp_path / "mark")
+            store.objects.clear()
+            with pytest.raises(Corrupt, match="its first record is gone"):
+                await make.Writer(Ledger(store, memory=tmp_path / "mark")).create()
+            assert store.objects == {}
+
+        run(check())
+
+    def test_a_live_reader_remembers_before_anybody_sees(self, store: Any, make: Any, tmp_path: Path) -> None:
+        async def check() -> None:
+            writer = await publisher(store, make)
+            reader = Ledger(store, memory=tmp_path / "mark")
+            await reader.read()
+            follower = reader.follow()
+            await writer.open()
+            record = await anext(follower)
+            mark = msgspec.json.decode((tmp_path / "mark").read_bytes())
+            assert mark["seq"] == record.seq
+
+        run(check())
+
+    def test_a_record_that_cannot_be_remembered_is_not_shown(
+        self, store: Any, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async def check() -> None:
+            writer = await publisher(store, make)
+            reader = Ledger(store, memory=tmp_path / "mark")
+            await reader.read()
+            follower = reader.follow()
+            await writer.open()
+            assert reader.memory is not None
+
+            def full(_tip: object) -> None:
+                raise Exhausted("disk full")
+
+            with monkeypatch.context() as patch:
+                patch.setattr(reader.memory, "saw", full)
+                with pytest.raises(Exhausted):
+                    await anext(follower)
+            await writer.seal()
+            assert [type(await anext(follower)) for _ in range(2)] == [Open, Seal], "shown once it is remembered"
+
+        run(check())
+
+
+class TestReading:
+    def test_no_stream_is_said_so(self, store: Any) -> None:
+        with pytest.raises(NotFound, match="there is no stream"):
+            run(Ledger(store).read())
+        with pytest.raises(Misuse, match="not read yet"):
+            _ = Ledger(store).state
+
+    def test_an_oversized_record_is_void_for_everybody(self, store: Any, make: Any, events: Any) -> None:
+        async def check() -> None:
+            writer = await publisher(store, make)
+            store.objects[names.record(2)] = b"x" * (records.RECORD_LIMIT + 1)
+            await writer.version()
+            reader = Ledger(store, emit=events)
+            assert await reader.read() == writer.ledger.state
+            assert writer.ledger.state.seal == records.SealRef(4, 1)
+
+        run(check())
+
+    def test_overlapping_calls_are_taken_one_at_a_time(self, store: Any, make: Any) -> None:
+        async def check() -> None:
+            writer = await publisher(store, make)
+            follower = writer.ledger.follow()
+            seen = []
+
+            async def listen() -> None:
+                while len(seen) < 10:
+                    seen.append(await anext(follower))
+
+            async def write() -> None:
+                for _ in range(5):
+                    await writer.version()
+
+            await asyncio.gather(listen(), write(), *(writer.ledger.read() for _ in range(5)))
+            assert [record.seq for record in seen] == list(range(2, 12))
+
+        run(check())
