@@ -1,4 +1,4 @@
-"""A box: a strided piece of one canonical tensor, in elements (FORMATS 2).
+"""A box: a strided piece of one canonical tensor, in elements (docs/FORMAT.md 2).
 
 Positions of a segment are ordinals in the box's own row-major order, so a column shard costs no more bits than
 a contiguous one. A whole or row-sharded tensor is a box of rank 1.

@@ -53,7 +53,8 @@ def sum_run(bits: Bits, key: int, first: int = 0) -> int:
     from dcr_daemon.canonical import kernels
 
     flat = np.ascontiguousarray(bits).reshape(-1)
-    return int(kernels.sum_run(flat, np.uint64(key), first, units_per(bits.itemsize)))
+    units = flat if bits.itemsize <= 2 else flat.view("<u2")
+    return int(kernels.sum_units(units, np.uint64(key), first * units_per(bits.itemsize)))
 
 
 def sum_at(bits: Bits, elements: npt.NDArray[np.int64], key: int) -> int:
@@ -68,7 +69,7 @@ def sum_at(bits: Bits, elements: npt.NDArray[np.int64], key: int) -> int:
         raise ValueError(f"{bits.size} bits for {elements.size} elements")
     where = np.ascontiguousarray(elements, dtype=np.int64)
     flat = np.ascontiguousarray(bits).reshape(-1)
-    return int(kernels.sum_at(flat, where, np.uint64(key), units_per(bits.itemsize)))
+    return int(kernels.sum_at(flat, where, 0, np.uint64(key), units_per(bits.itemsize)))
 
 
 def sum_box(bits: Bits, box: Box, key: int) -> int:

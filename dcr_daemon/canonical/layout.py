@@ -1,4 +1,4 @@
-"""The layout: which canonical tensors a stream has, in one order, under one digest (FORMATS 1).
+"""The layout: which canonical tensors a stream has, in one order, under one digest (docs/FORMAT.md 1).
 
 A layout is read from safetensors headers, never by loading weights. Two layouts are the same stream's
 exactly if their digests are equal.

@@ -6,7 +6,6 @@ and the other counts allow. Raises `CorruptChunk` and nothing else. Only `decode
 
 from __future__ import annotations
 
-import re
 import struct
 
 import zstandard
@@ -20,7 +19,6 @@ from dcr_daemon.errors import CorruptChunk
 
 PLANES = {Operation.XOR: Stream.MASK, Operation.OVERWRITE: Stream.VALUE}
 WINDOW_LIMIT = 8 << 20  #: bytes a zstd frame may ask the decoder to keep beside its output
-_ID = re.compile(rb"([a-z0-9]{1,32})\0*")
 _HINT = "fetch the object again; if it stays so, the writer or the store is broken"
 
 
@@ -76,7 +74,7 @@ def read_header(view: memoryview) -> fmt.Header:
         raise corrupt("reserved fields are set")
     if not 1 <= segments <= fmt.MAX_SEGMENTS or not 1 <= streams <= len(fmt.KINDS):
         raise corrupt(f"{segments} segments in {streams} streams are out of range")
-    matches = [_ID.fullmatch(field) for field in ids]
+    matches = [fmt.ID.fullmatch(field) for field in ids]
     if not all(matches):
         raise corrupt("an id is not of [a-z0-9]")
     stream, group, nonce = (match[1].decode() for match in matches if match)

@@ -15,7 +15,7 @@ from dcr_daemon.codec.chunk import Codec, Operation, Positions
 
 BITMASK_FROM = 0.20  #: share of changed elements from which a bitmask is smaller than gaps
 SHIFTS = ((0.004, 0), (0.001, 2), (0.00025, 4), (0.0, 6))  #: (from this rate of changes, gap shift)
-SAMPLE = 4096  #: changes looked at to estimate what each value codec would cost
+SAMPLE = 2048  #: changes looked at to estimate what each value codec would cost
 FEW = 256  #: below this many changes an estimate says nothing, and ulp is taken
 MARGIN = 0.95  #: another codec must promise this share of ulp's size: streams are shared, and a switch has its price
 

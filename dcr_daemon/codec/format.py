@@ -9,6 +9,7 @@ Pure packing and unpacking, no judgement: `decode` decides what is acceptable.
 
 from __future__ import annotations
 
+import re
 import struct
 from dataclasses import dataclass, fields
 from enum import IntEnum
@@ -20,14 +21,14 @@ from dcr_daemon.codec.chunk import ChunkId
 
 MAGIC = b"DCRC"
 FORMAT = 1
-ID_SIZE = 32  #: bytes of a stream, group or nonce id, zero-padded
 HASHED_FROM = 16  #: the xxh3-64 covers every byte from here to the end
 MAX_SEGMENTS = 1 << 16
 RAW_LIMIT = 64 << 20  #: bytes of table and streams together, unpacked
 MAX_SHIFT = 8
 
-HEADER = struct.Struct("<4sHHQ QQQII 32s32s32s HHI".replace(" ", ""))
+HEADER = struct.Struct("<4s HHQ QQQ II 32s32s32s HHI")
 ENTRY = struct.Struct("<BBII")
+ID = re.compile(rb"([a-z0-9]{1,32})\0*")  #: a stream, group or nonce id, zero-padded to 32 bytes
 
 
 class Stream(IntEnum):
@@ -60,7 +61,11 @@ class Header:
 
 
 def pack_header(header: Header) -> bytes:
+    """The header's bytes. Raises `ValueError` for an identity that no reader would take."""
     i = header.id
+    for name in (i.stream, i.group, i.nonce):
+        if "\0" in name or not ID.fullmatch(name.encode()):
+            raise ValueError(f"{name!r} is no id: 1 to 32 of [a-z0-9]")
     return HEADER.pack(
         MAGIC, FORMAT, 0, header.checksum, i.attempt, i.base, i.version, i.rank, i.n,
         i.stream.encode("ascii"), i.group.encode("ascii"), i.nonce.encode("ascii"), header.streams, 0, header.segments,

@@ -13,7 +13,7 @@ import numpy as np
 from numba import int64, uint8, uint64
 
 from dcr_daemon.canonical.jit import kernel
-from dcr_daemon.canonical.kernels import summand
+from dcr_daemon.canonical.kernels import sum_at, summand
 
 BLOCK = 2048  #: 64-bit words detected, then looked at and summed while they are still in the first cache level
 
@@ -86,12 +86,14 @@ def detect(
                 now[k] = v
                 k += int64(o != v)
                 base[i] = v
-        for i in range(first, k):
-            element = int64(dst) + int64(where[i])
-            if not flat:
+        if flat:
+            before += sum_at(old[first:k], where[first:k], dst, key, per)
+            after += sum_at(now[first:k], where[first:k], dst, key, per)
+        else:
+            for i in range(first, k):
                 element = locate(where[i], dst, shape, strides)
-            before += summand(old[i], element, key, per)
-            after += summand(now[i], element, key, per)
+                before += summand(old[i], element, key, per)
+                after += summand(now[i], element, key, per)
     return k, before, after
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -111,6 +112,15 @@ def test_tiny_segments_close_a_chunk_before_the_table_is_too_long(identity: Chun
         n += 1
     assert n <= MAX_SEGMENTS
     assert len(open_chunk(encoder.finish(identity).data, BIG).segments) == n
+
+
+@pytest.mark.parametrize("bad", ["", "UPPER", "a/b", "a" * 33, "é", "a\0"])
+def test_an_identity_that_no_reader_takes_is_not_written(bad: str, identity: ChunkId) -> None:
+    encoder = ChunkEncoder(BIG)
+    encoder.add(0, Box.flat(0, 1), zeros(1), np.ones(1, "<u2"))
+    with pytest.raises(ValueError, match="is no id"):
+        encoder.finish(msgspec.structs.replace(identity, group=bad))
+    assert encoder.finish(identity).changed == 1
 
 
 def test_encoders_run_side_by_side(identity: ChunkId) -> None:
