@@ -167,7 +167,8 @@ class HostTables:
     def sum_lanes(self, row: int, lanes: Bits, element: U32) -> int:
         line, k = self._table[row], self._kernels
         key = line[k.KEY : k.KEY + 1].view(np.uint64)[0]
-        return int(k.sum_lanes(lanes.ctypes.data, lanes.itemsize, int(line[k.START]), element, key))
+        start = int(line[k.START])
+        return int(k.sum_lanes(lanes.ctypes.data, lanes.itemsize, start, element.ctypes.data, element.size, key))
 
     def moved(self) -> str | None:
         return self._homes.moved()
@@ -184,10 +185,13 @@ class HostMemory(HostTables):
         self._groups = np.zeros((0, self._kernels.GROUP_COLUMNS), dtype=np.int64)
         self._staged: tuple[Group, ...] = ()
         self._sums = np.zeros(0, dtype=np.uint64)
+        self._scratch = np.zeros(self._kernels.BLOCK, dtype=np.uint64)
 
     def gather(self, row: int, targets: U32, out: Bits) -> None:
         line = self._table[row]
-        self._kernels.gather(int(line[self._kernels.ADDRESS]), out.itemsize, targets, out.ctypes.data)
+        self._kernels.gather(
+            int(line[self._kernels.ADDRESS]), out.itemsize, targets.ctypes.data, targets.size, out.ctypes.data
+        )
 
     def stage(self, groups: Sequence[Group]) -> None:
         k = self._kernels
@@ -206,7 +210,7 @@ class HostMemory(HostTables):
         self._kernels.scatter(self._groups, column, 0, len(self._groups) if stop is None else stop)
 
     def group_sums(self) -> U64:
-        self._kernels.sum_groups(self._groups, self._sums)
+        self._kernels.sum_groups(self._groups, self._sums, self._scratch.ctypes.data)
         return self._sums.copy()
 
     def box_sums(self, tick: Tick) -> U64:
