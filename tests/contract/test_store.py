@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
+from fakes import MemoryStore
 
 from dcr_daemon.errors import Corrupt, Missing, Misuse
 from dcr_daemon.events import StoreRequest
@@ -17,21 +18,28 @@ from dcr_daemon.store import Entry, Outcome, Store, create_once, open_store, pro
 RACER = Path(__file__).with_name("racer.py")
 
 
-@pytest.fixture(params=["file", pytest.param("s3", marks=pytest.mark.seaweed)])
+STORES = ["file", pytest.param("s3", marks=pytest.mark.seaweed)]
+
+
+@pytest.fixture(params=STORES)
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """An empty place of each kind."""
+    return _place(request, tmp_path)
+
+
+def _place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "file":
         return (tmp_path / "stream").as_uri()
     return str(request.getfixturevalue("s3_stream"))
 
 
-@pytest.fixture
-def use(url: str) -> Callable[[Callable[[Store], Awaitable[None]]], None]:
-    """Run a test body with an open store."""
+@pytest.fixture(params=["memory", *STORES])
+def use(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Callable[[Store], Awaitable[None]]], None]:
+    """Run a test body with an open store; the one in memory, which other tests rely on, included."""
 
     def run(body: Callable[[Store], Awaitable[None]]) -> None:
         async def main() -> None:
-            store = await open_store(url)
+            store = MemoryStore() if request.param == "memory" else await open_store(_place(request, tmp_path))
             try:
                 await body(store)
             finally:

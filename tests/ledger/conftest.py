@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import fakes
 import numpy as np
 import pytest
 
@@ -19,20 +18,6 @@ from dcr_daemon.ledger.ledger import Header, Ledger
 from dcr_daemon.ledger.records import Abort, Anchor, Floor, ObjectRef, Open, Seal
 
 LAYOUT = Layout([TensorSpec("a.weight", "BF16", (4, 4)), TensorSpec("b.bias", "F32", (4,))])
-
-
-def _load_fakes() -> ModuleType:
-    path = Path(__file__).parent.parent / "fakes.py"
-    spec = importlib.util.spec_from_file_location("dcr_test_fakes", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-_fakes = _load_fakes()
 
 
 def ref(key: str = "data/1/2/x", body: bytes = b"") -> ObjectRef:
@@ -100,18 +85,13 @@ def make_anchor(header: Header, version: int, size: int = 1000) -> Anchor:
 
 
 @pytest.fixture
-def fakes() -> ModuleType:
-    return _fakes
+def store() -> fakes.MemoryStore:
+    return fakes.MemoryStore()
 
 
 @pytest.fixture
-def store() -> Any:
-    return _fakes.MemoryStore()
-
-
-@pytest.fixture
-def events() -> Any:
-    return _fakes.Recorder()
+def events() -> fakes.Recorder:
+    return fakes.Recorder()
 
 
 @pytest.fixture
@@ -121,9 +101,9 @@ def make() -> ModuleType:
 
 
 @pytest.fixture(autouse=True)
-def still() -> Iterator[Any]:
+def still() -> Iterator[fakes.StillRuntime]:
     """No test of this room waits for real time."""
-    before, fake = runtime._current, _fakes.StillRuntime()
+    before, fake = runtime._current, fakes.StillRuntime()
     runtime.install(fake)
     yield fake
     runtime.install(before)

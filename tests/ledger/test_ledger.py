@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import fakes
 import msgspec
 import pytest
 
@@ -48,7 +49,7 @@ class TestOutcomes:
 
     @pytest.mark.parametrize("fault", ["REQUEST_LOST", "ANSWER_LOST", "GHOST"])
     def test_a_lost_answer_is_resolved_by_reading_the_slot(
-        self, store: Any, make: Any, fakes: Any, events: Any, fault: str
+        self, store: Any, make: Any, events: Any, fault: str
     ) -> None:
         async def check() -> None:
             writer = await publisher(store, make, emit=events)
@@ -61,7 +62,7 @@ class TestOutcomes:
 
         run(check())
 
-    def test_our_own_record_is_recognised_when_a_retry_loses_to_it(self, store: Any, make: Any, fakes: Any) -> None:
+    def test_our_own_record_is_recognised_when_a_retry_loses_to_it(self, store: Any, make: Any) -> None:
         """The first PUT lands between our look at the slot and our second PUT: that one loses, to us."""
 
         async def check() -> None:
@@ -104,7 +105,7 @@ class TestOutcomes:
 
     @pytest.mark.parametrize("lands", [True, False])
     def test_an_undecided_record_is_kept_and_settled_first(
-        self, store: Any, make: Any, fakes: Any, events: Any, lands: bool
+        self, store: Any, make: Any, events: Any, lands: bool
     ) -> None:
         async def check() -> None:
             writer = await publisher(store, make, emit=events)
@@ -129,7 +130,7 @@ class TestOutcomes:
 
         run(check())
 
-    def test_the_next_append_settles_first(self, store: Any, make: Any, fakes: Any) -> None:
+    def test_the_next_append_settles_first(self, store: Any, make: Any) -> None:
         async def check() -> None:
             writer = await publisher(store, make)
             store.faults.extend([fakes.Fault.REQUEST_LOST] * TRIES)
@@ -163,7 +164,7 @@ class TestOutcomes:
 
         run(check())
 
-    def test_reading_on_settles_too(self, store: Any, make: Any, fakes: Any) -> None:
+    def test_reading_on_settles_too(self, store: Any, make: Any) -> None:
         async def check() -> None:
             writer = await publisher(store, make)
             store.faults.extend([fakes.Fault.GHOST] * TRIES)
@@ -176,7 +177,7 @@ class TestOutcomes:
 
         run(check())
 
-    def test_an_undecided_record_that_lost_its_slot_is_settled_as_lost(self, store: Any, make: Any, fakes: Any) -> None:
+    def test_an_undecided_record_that_lost_its_slot_is_settled_as_lost(self, store: Any, make: Any) -> None:
         async def check() -> None:
             writer = await publisher(store, make)
             await writer.open()
@@ -351,7 +352,7 @@ class TestMemory:
 
         run(check())
 
-    def test_another_stream_in_its_place_is_refused(self, store: Any, make: Any, fakes: Any, tmp_path: Path) -> None:
+    def test_another_stream_in_its_place_is_refused(self, store: Any, make: Any, tmp_path: Path) -> None:
         async def check() -> None:
             await publisher(store, make, memory=tmp_path / "mark")
             replacement = fakes.MemoryStore()

@@ -6,6 +6,7 @@ import asyncio
 import math
 from typing import Any
 
+import fakes
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -177,14 +178,13 @@ _kept: list[Any] = []
 
 
 @pytest.fixture(autouse=True)
-def _keep(make: Any, fakes: Any) -> None:
-    _kept[:] = [make, fakes]
+def _keep(make: Any) -> None:
+    _kept[:] = [make]
 
 
 def _bench() -> Bench:
     """A fresh bench for every example; hypothesis does not renew fixtures."""
-    make, fakes = _kept
-    return Bench(fakes.MemoryStore(), make)
+    return Bench(fakes.MemoryStore(), _kept[0])
 
 
 class TestGaps:

@@ -42,7 +42,7 @@ class MemoryStore:
             raise Missing(key)
         body = self.objects[key]
         if len(body) > limit:
-            raise Corrupt(f"{key} has more than {limit} bytes")
+            raise Corrupt(f"{self.url}/{key} has {len(body)} bytes; the limit is {limit}")
         return body
 
     async def create(self, key: str, body: bytes | memoryview) -> Outcome:
