@@ -84,9 +84,14 @@ class DirectoryEngine:
         async with self._turn:
             self._forget()
             self._layout = await self._thread(_read_layout, facts)
-            self.path.mkdir(parents=True, exist_ok=True)
-            async with self._locked():
-                marker = await self._thread(self._take, facts)
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                async with self._locked():
+                    marker = await self._thread(self._take, facts)
+            except OSError as error:
+                raise EngineRefused(
+                    f"{self.path} cannot be used: {error.strerror or error}", hint="check its path and permissions"
+                ) from error
             self._facts = facts
             self._vector = np.zeros(len(self._layout), np.uint64)
             if self._checkpoint is not None:

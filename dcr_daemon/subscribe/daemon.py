@@ -89,11 +89,14 @@ async def _run(
         try:
             await _until_first(driver.run(), place.feed.run())
         except Fenced as error:
-            emit(FencedOut(what="the engine", by=error.message))
+            emit(FencedOut(what="the engine", by="another subscriber"))
             reporter.set(state="fenced", serving=False, detail=error.message)
             raise
         except DcrError as error:
-            reporter.set(state="failed", serving=False, detail=error.message)
+            reporter.set(state="failed", detail=error.message)
+            raise
+        except asyncio.CancelledError:
+            reporter.set(state="stopped", detail="told to stop; the engine goes on with what it has")
             raise
         else:
             reporter.set(state="stopped", detail="reached the newest version")

@@ -241,6 +241,7 @@ class Driver:
             )
         await self._engine.serve()
         self._serving = True
+        runtime.failpoint("subscribe-serving")
         self._tell_serving(self.version)
 
     async def _advance(self, target: int) -> None:
@@ -289,6 +290,7 @@ class Driver:
         except Corrupt as error:
             self._block(first, error, poisoned=False)
             return
+        runtime.failpoint("subscribe-staged")
         self._transactions += 1
         txn = Transaction(id=f"{self._nonce}-{self._transactions}", hops=staged, label=str(staged[-1].version))
         try:
@@ -297,6 +299,7 @@ class Driver:
             seconds = runtime.monotonic() - began
             self._emit(Prepared(txn=txn.id, base=base, version=last, changed=prepared.changed, seconds=seconds))
             self._pending = txn
+            runtime.failpoint("subscribe-prepared")
             ended = await self._engine.swap(txn.id)
         except (EngineRefused, Corrupt, Exhausted) as error:
             self._pending = None
@@ -313,6 +316,7 @@ class Driver:
         if ended.verdict is not Verdict.COMMITTED or ended.version is None:
             self._pending = txn
             raise EngineGone(f"transaction {txn.id} is {ended.verdict.value}: {ended.reason}", hint="attach again")
+        runtime.failpoint("subscribe-swapped")
         self.version, self._serving = ended.version, ended.serving
         self._refusals, self._one_by_one = 0, False
         await self._tell_committed(txn.base, ended, runtime.monotonic() - began)
@@ -356,6 +360,7 @@ class Driver:
         if ended.verdict is not Verdict.COMMITTED or ended.version is None:
             await self._give_up(version, EngineRefused(f"anchor {version} was not loaded: {ended.reason}"))
             return
+        runtime.failpoint("subscribe-loaded")
         self.version, self._serving, self._blank = ended.version, ended.serving, False
         if self._blocked and self._blocked.version <= ended.version:
             self._blocked = None

@@ -94,6 +94,7 @@ class Prefetch:
         if (found.stream, found.attempt, found.base, found.version, found.group) != of:
             self._refused.add(entry.key)
             return
+        runtime.failpoint("subscribe-prefetched")
         await self._stage.keep(self._place / PurePosixPath(entry.key).name, body)
         self._emit(
             ChunkFetched(

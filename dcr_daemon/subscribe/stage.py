@@ -84,11 +84,7 @@ class Stage:
         self._sizes: dict[Path, int] = {
             file: file.stat().st_size for file in path.glob("*-*/*.dcr") if not file.name.startswith(".")
         }
-
-    @property
-    def used(self) -> int:
-        """Bytes of chunks that lie here."""
-        return sum(self._sizes.values())
+        self.used = sum(self._sizes.values())  #: bytes of chunks that lie here, or are being written
 
     def place(self, version: int, attempt: int) -> Path:
         """Directory of one attempt's chunks."""
@@ -204,8 +200,14 @@ class Stage:
         """Put a chunk here. Raises `Exhausted` above the limit or when the file system is full."""
         if self.used + len(body) > self.limit:
             raise Exhausted(f"staging {self.path} is full ({self.limit} bytes)", hint="raise --staging-limit")
-        await self.write(path, body)
+        self._drop([path])
         self._sizes[path] = len(body)
+        self.used += len(body)
+        try:
+            await self.write(path, body)
+        except BaseException:
+            self._drop([path])
+            raise
 
     async def write(self, path: Path, body: bytes) -> None:
         """Write a file whole or not at all."""
@@ -234,7 +236,7 @@ class Stage:
     def _drop(self, paths: list[Path]) -> None:
         for path in paths:
             path.unlink(missing_ok=True)
-            self._sizes.pop(path, None)
+            self.used -= self._sizes.pop(path, 0)
 
 
 def _version(path: Path) -> int:
