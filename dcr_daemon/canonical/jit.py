@@ -2,6 +2,9 @@
 
 Modules named `kernels` import this one (and so numba) at their top; everything else imports them inside functions,
 so that a command that touches no weights never pays for numba.
+
+numba notices when the file of a kernel changes, not when a kernel that it calls does: after editing one, touch its
+callers' files too.
 """
 
 from __future__ import annotations

@@ -1,0 +1,30 @@
+"""Kernels compile wherever they are run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import pytest
+
+from dcr_daemon.canonical import jit
+
+
+def twice(x: int) -> int:
+    return 2 * x
+
+
+def test_where_nothing_can_be_cached_kernels_still_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read-only installation without a home directory: numba refuses `cache=True` when it decorates."""
+
+    def refusing(**options: Any) -> Any:
+        if options.get("cache"):
+            raise RuntimeError("cannot cache function: no locator available")
+        return numba.njit(**options)
+
+    monkeypatch.setattr(jit, "njit", refusing)
+    assert jit.kernel(twice)(21) == 42
+
+
+def test_kernels_release_the_gil() -> None:
+    assert jit.kernel(twice).targetoptions["nogil"]  # type: ignore[attr-defined]
