@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import sys
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from dcr_daemon import runtime
 from dcr_daemon.cli.options import Json
@@ -19,9 +17,13 @@ from dcr_daemon.cli.output import print_json, size
 from dcr_daemon.errors import DcrError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from dcr_daemon.demo.run import Finished, Row, Stage
+
+_COLUMNS = ("version", "step", "reward", "changed", "payload", "dense", "of dense", "publish→serving", "pause")
+_WIDTHS = (7, 4, 6, 8, 9, 9, 8, 15, 9)
+_PLAIN: dict[str, Any] = {"soft_wrap": True, "highlight": False}
 
 
 def command(
@@ -60,13 +62,13 @@ def _tell(story: Iterator[Stage | Row | Finished], console: Console) -> Finished
     """Draw the story as it happens; returns its end."""
     from dcr_daemon.demo.run import Finished, Row
 
-    rows: list[Row] = []
     with console.status("starting") as status:
         for event in story:
             match event:
                 case Row():
-                    rows.append(event)
-                    console.print(_table(rows[-1:], header=len(rows) == 1), end="")
+                    if event.version == 1:
+                        console.print(_line(_COLUMNS), style="bold", **_PLAIN)
+                    console.print(_line(_cells(event)), **_PLAIN)
                     status.update(f"training step {event.step + 1}")
                 case Finished():
                     _conclude(event, console)
@@ -78,37 +80,36 @@ def _tell(story: Iterator[Stage | Row | Finished], console: Console) -> Finished
     raise DcrError("the demo ended without a result")
 
 
-def _table(rows: list[Row], *, header: bool) -> Table:
-    """A slice of the live table; columns keep their width from one slice to the next."""
-    table = Table(box=None, show_header=header, header_style="bold", pad_edge=False)
-    columns = ("version", "step", "reward", "changed", "payload", "dense", "payload/dense", "to serving", "pause")
-    for name in columns:
-        table.add_column(name, justify="right", width=max(10, len(name)), no_wrap=True)
-    for row in rows:
-        table.add_row(
-            str(row.version),
-            str(row.step),
-            f"{row.reward:.3f}",
-            f"{row.changed:.3%}",
-            size(row.payload),
-            size(row.dense),
-            f"{row.payload / row.dense:.3%}",
-            f"{row.publish_to_serving:.2f} s",
-            f"{row.pause * 1000:.1f} ms",
-        )
-    return table
+def _line(cells: Sequence[str]) -> str:
+    """One line of the live table: plain text, so that it reads the same in a terminal and in a log."""
+    return "  ".join(cell.rjust(width) for cell, width in zip(cells, _WIDTHS, strict=True))
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    return (
+        str(row.version),
+        str(row.step),
+        f"{row.reward:.3f}",
+        f"{row.changed:.3%}",
+        size(row.payload),
+        size(row.dense),
+        f"{row.payload / row.dense:.3%}",
+        f"{row.publish_to_serving:.2f} s",
+        f"{row.pause * 1000:.1f} ms",
+    )
 
 
 def _conclude(end: Finished, console: Console) -> None:
     proof = end.proof
-    console.print(f"\nrequests kept in flight: {end.requests} ended, {end.failed} failed")
-    console.print(
-        f"served model against a fresh load of the materialised checkpoint: {proof.tensors} parameters and buffers "
-        f"on {proof.ranks} rank(s), {len(proof.differing)} differ; {proof.completions} completions with "
-        f"log-probabilities, {len(proof.differing_completions)} differ"
-    )
-    for name in [*proof.differing[:10], *proof.differing_completions]:
-        console.print(f"  differs: {name}")
-    console.print("PROVED: bit for bit" if end.holds else "NOT PROVED", style="bold green" if end.holds else "bold red")
-    console.print(f"look at it: dcr log {end.stream}    everything is in {end.work}")
-    sys.stdout.flush()
+    lines = [
+        f"\nrequests kept in flight: {end.requests} ended, {end.failed} failed",
+        "the served model against a fresh vLLM that loaded the materialised checkpoint:",
+        f"  {proof.tensors} parameters and buffers on {proof.ranks} rank(s): {len(proof.differing)} differ",
+        f"  {proof.completions} completions with log-probabilities: {len(proof.differing_completions)} differ",
+        *(f"  differs: {name}" for name in [*proof.differing[:10], *proof.differing_completions]),
+    ]
+    for line in lines:
+        console.print(line, **_PLAIN)
+    verdict, style = ("PROVED: bit for bit", "bold green") if end.holds else ("NOT PROVED", "bold red")
+    console.print(verdict, style=style)
+    console.print(f"logs, bucket and checkpoints are in {end.work}", **_PLAIN)

@@ -44,7 +44,9 @@ def write_tiny(
     """
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     _require_empty(out)
     config = _tiny_config(kind, hidden, layers)
     with torch.random.fork_rng(devices=[]):
