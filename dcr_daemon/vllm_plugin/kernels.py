@@ -19,7 +19,7 @@ from numba import int64, types, uint64
 from numba.extending import intrinsic
 
 from dcr_daemon.canonical.jit import kernel
-from dcr_daemon.canonical.kernels import summand
+from dcr_daemon.canonical.kernels import mix, summand
 
 # Row: where it lies, canonical start, shape[4], canonical strides[4], live strides[4], a permutation of its block.
 ADDRESS, START, SHAPE, SOURCE, TARGET, TABLE, INNER, WIDTH, KEY = 0, 1, 2, 6, 10, 14, 15, 16, 17
@@ -135,8 +135,13 @@ def gather(base: Any, width: Any, targets: Any, count: Any, out: Any) -> None:
 @kernel
 def sum_lanes(lanes: Any, width: Any, start: Any, relative: Any, count: Any, key: Any) -> Any:
     """Sum over lanes in our own memory whose canonical elements are `start` plus u32 places (an address)."""
-    per = max(int64(1), width // 2)
     total = uint64(0)
+    if width == 2:  # a loop of its own, without a branch inside, because it is vectorised then
+        for i in range(count):
+            element = uint64(start + int64(load32(relative + 4 * i)))
+            total += mix(key ^ ((element << uint64(16)) | load16(lanes + 2 * i)))
+        return total
+    per = max(int64(1), width // 2)
     for i in range(count):
         total += summand(load(lanes + i * width, width), start + int64(load32(relative + 4 * i)), key, per)
     return total
@@ -208,6 +213,32 @@ def _line(row: Any, ordinal: Any) -> Any:
 
 
 @kernel
+def _sum_line(row: Any, element: Any, local: Any, count: Any) -> Any:
+    """Sum over `count` elements along the innermost axis, as live memory holds them."""
+    total = uint64(0)
+    key, width, step = uint64(row[KEY]), row[WIDTH], row[SOURCE + 3]
+    if width == 2 and row[TABLE] == 0 and row[TARGET + 3] == 1:  # vectorised, like `sum_lanes`
+        address, first, stride = row[ADDRESS] + 2 * local, uint64(element), uint64(step)
+        for i in range(count):
+            total += mix(key ^ (((first + uint64(i) * stride) << uint64(16)) | load16(address + 2 * i)))
+        return total
+    per = max(int64(1), width // 2)
+    for i in range(count):
+        address = row[ADDRESS] + resolve_target(row, local + i * row[TARGET + 3]) * width
+        total += summand(load(address, width), element + i * step, key, per)
+    return total
+
+
+@kernel
+def _write_line(row: Any, element: Any, local: Any, count: Any, file: Any) -> None:
+    """Overwrite `count` elements along the innermost axis from a whole canonical tensor at address `file`."""
+    width = row[WIDTH]
+    for i in range(count):
+        address = row[ADDRESS] + resolve_target(row, local + i * row[TARGET + 3]) * width
+        store(address, width, load(file + (element + i * row[SOURCE + 3]) * width, width))
+
+
+@kernel
 def walk(rows: Any, cursor: Any, budget: Any, sums: Any, files: Any) -> None:
     """Visit up to `budget` elements of the rows from `cursor` (row, ordinal) on, and move the cursor.
 
@@ -220,24 +251,15 @@ def walk(rows: Any, cursor: Any, budget: Any, sums: Any, files: Any) -> None:
         row = rows[r]
         inner = row[SHAPE + 3]
         size = row[SHAPE] * row[SHAPE + 1] * row[SHAPE + 2] * inner
-        width = row[WIDTH]
-        per = max(int64(1), width // 2)
-        total = uint64(0)
         while cursor[1] < size and budget > 0:
             element, local = _line(row, cursor[1])
             run = min(inner - cursor[1] % inner, budget)
-            for _ in range(run):
-                address = row[ADDRESS] + resolve_target(row, local) * width
-                if writing:
-                    store(address, width, load(files[r] + element * width, width))
-                else:
-                    total += summand(load(address, width), element, uint64(row[KEY]), per)
-                element += row[SOURCE + 3]
-                local += row[TARGET + 3]
+            if writing:
+                _write_line(row, element, local, run, files[r])
+            else:
+                sums[r] += _sum_line(row, element, local, run)
             cursor[1] += run
             budget -= run
-        if not writing:
-            sums[r] += total
         if cursor[1] >= size:
             cursor[0] += 1
             cursor[1] = 0
