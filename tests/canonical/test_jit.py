@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import numba
@@ -28,3 +30,11 @@ def test_where_nothing_can_be_cached_kernels_still_compile(monkeypatch: pytest.M
 
 def test_kernels_release_the_gil() -> None:
     assert jit.kernel(twice).targetoptions["nogil"]  # type: ignore[attr-defined]
+
+
+def test_importing_the_rooms_does_not_import_numba() -> None:
+    """A command that touches no weights must not pay for the compiler."""
+    modules = "canonical.fingerprint codec.encode codec.decode codec.undo codec.warm codec.choose".split()
+    program = "import sys; " + "; ".join(f"import dcr_daemon.{module}" for module in modules)
+    check = program + "; sys.exit('numba' in sys.modules or 'torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
