@@ -7,7 +7,7 @@ import contextlib
 from dcr_daemon.canonical.fingerprint import total
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.directory import Checkpoint
-from dcr_daemon.errors import DcrError, Incompatible, Misuse, NotFound
+from dcr_daemon.errors import DcrError, Fenced, Incompatible, Misuse, NotFound
 from dcr_daemon.events import Alarm, Emit
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import Objects
@@ -48,7 +48,7 @@ async def open_session(options: PublishOptions, store: Store, emit: Emit) -> Ses
         objects = Objects(store, floor=lambda: ledger.state.floor, emit=emit, workers=workers)
         layout = await objects.read_layout(ledger.stream)
         _check_base(options, layout, store.url)
-        await ledger.claim(state.name(options.name), take_over=options.take_over)
+        await _claim(ledger, state, options)
         if baseline is None:
             baseline = Baseline(state.path, layout, ledger.stream.stream, workers)
         restorer = Restorer(ledger, objects, baseline, options.base, workers, emit)
@@ -66,6 +66,20 @@ async def open_session(options: PublishOptions, store: Store, emit: Emit) -> Ses
         state.close()
         workers.close()
         raise
+
+
+async def _claim(ledger: Ledger, state: StateDirectory, options: PublishOptions) -> None:
+    stranger = options.name is None and not state.named
+    try:
+        await ledger.claim(state.name(options.name), take_over=options.take_over)
+    except Fenced as error:
+        if not stranger:
+            raise
+        raise Fenced(
+            error.message,
+            hint="this publisher has no name yet: if it is that one restarted without its state, give --name with its "
+            "name, else stop the other or claim with --take-over",
+        ) from error
 
 
 async def _create(options: PublishOptions, ledger: Ledger, state: StateDirectory, workers: Workers) -> Baseline | None:

@@ -53,7 +53,8 @@ class Update:
 
         Raises:
             TimeoutError: not within `timeout` seconds; it may still be.
-            Fenced, StoreUnavailable, ...: it does not exist and never will; publish again.
+            Fenced, StoreUnavailable, ...: it does not exist and never will, unless the message says that this is not
+                known; publish again.
         """
         try:
             return self._fate.result(timeout)
@@ -68,6 +69,11 @@ class Update:
         if not self._fate.done():
             error = None if behind.cancelled() else behind.exception()
             self._fate.set_exception(error or DcrError(f"version {self._version} was given up: the publisher ended"))
+
+    def _found(self, sealed: SealedVersion) -> None:
+        """It exists after all."""
+        self._fate = Future()
+        self._fate.set_result(sealed)
 
     def _raise_untold(self) -> None:
         error = self._fate.exception()
@@ -134,6 +140,7 @@ class Publisher:
         )
         self._emit = emit
         self._update: Update | None = None
+        self._unknown: Update | None = None
         self._behind: Future[None] | None = None
         self._told: set[tuple[str, str]] = set()
         self._loop: LoopThread | None = LoopThread("dcr-publisher")
@@ -179,6 +186,7 @@ class Publisher:
         check_kind(weights)
         data = checked_metadata(metadata)
         self._wait_behind()
+        self._settle_unknown()
         intake = Intake(
             f"step {step}" if step is not None else "the update", self._session.layout, self._options.ignore
         )
@@ -244,10 +252,7 @@ class Publisher:
         try:
             sealed = await self._session.seal(attempt, metadata=metadata)
         except DcrError as error:
-            update._fate.set_exception(error)
-            # The caller learns the first error; a second one here only means that the fate is settled later.
-            with contextlib.suppress(DcrError):
-                await self._session.settle(f"{type(error).__name__}: {error}")
+            await self._settle_failed(update, error)
             return
         update._fate.set_result(sealed)
         try:
@@ -255,16 +260,45 @@ class Publisher:
         except StoreUnavailable as error:
             self._emit(Waiting(what=f"the anchor of version {attempt.version}, tried again later: {error.message}"))
 
+    async def _settle_failed(self, update: Update, error: DcrError) -> None:
+        """Tell a failure only when the ledger says that it is one (must L1)."""
+        try:
+            sealed = await self._session.settle(f"{type(error).__name__}: {error}")
+        except DcrError:
+            sealed = None
+            if self._session.ledger.undecided:
+                self._unknown = update
+                error = StoreUnavailable(
+                    f"whether version {update.version} exists is not known: {error.message}",
+                    hint="the next publish finds out before it begins; nothing is lost",
+                )
+        if sealed:
+            update._fate.set_result(sealed)
+        else:
+            update._fate.set_exception(error)
+
+    def _settle_unknown(self) -> None:
+        """Learn the fate of an update that nobody could tell so far."""
+        if self._unknown:
+            if sealed := self._running.call(self._session.settle("the next update began")):
+                self._unknown._found(sealed)
+            self._unknown = None
+
     def _wait_behind(self) -> None:
         """Wait for the fate of the update before, and raise what nobody was told yet."""
         if self._behind:
             behind, update = self._behind, self._update
+            if not behind.done() and update:
+                self._running.start(self._say(f"version {update.version}: its seal, or the anchor after it"))
             error = behind.exception()
             self._behind = self._update = None
             if update:
                 update._raise_untold()
             if error:
                 raise error
+
+    async def _say(self, what: str) -> None:
+        self._emit(Waiting(what=what))
 
     def _tell_rounded(self, intake: Intake) -> None:
         for (given, canonical), tensors in intake.rounded.items():

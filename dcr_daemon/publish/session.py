@@ -50,7 +50,7 @@ class Session:
     ) -> None:
         self.ledger, self.layout = ledger, baseline.layout
         self._options, self._baseline, self._restorer = options, baseline, restorer
-        self.workers, self._state, self._emit = workers, state, emit
+        self.workers, self.state, self._emit = workers, state, emit
         self._spool = Spool(state.spool, options.spool_memory, workers)
         self._policy = AnchorPolicy(options.anchor_every, options.anchor_share)
         # One value for this incarnation of the process group; a leftover of another one answers to nobody (must P1).
@@ -268,5 +268,5 @@ class Session:
                 await self._attempt.cancel()
                 self._baseline.lose()
             self._baseline.close()
-            self._state.close()
+            self.state.close()
             self.workers.close()

@@ -14,7 +14,7 @@ from dcr_daemon.errors import Misuse
 class StateDirectory:
     """The state of the publisher of one stream, locked while this process lives.
 
-    Layout: `lock`, `name`, `mark.json` (high-water mark), `baseline.bin`, `baseline.json`, `spool/`.
+    Layout: `lock`, `name`, `mark.json` (high-water mark), `baseline.bin`, `baseline.json`, `published.json`, `spool/`.
 
     Raises:
         Misuse: another process holds it, or it cannot be made.
@@ -49,6 +49,11 @@ class StateDirectory:
     @property
     def spool(self) -> Path:
         return self.path / "spool"
+
+    @property
+    def named(self) -> bool:
+        """Whether a name is kept here, from an earlier start."""
+        return (self.path / "name").exists()
 
     def name(self, given: str | None) -> str:
         """The publisher's name: `given`, else the one kept here, else a new one; kept for the next start."""

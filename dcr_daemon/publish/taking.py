@@ -15,6 +15,7 @@ from dcr_daemon.errors import DcrError
 from dcr_daemon.events import Emit, Rounded, ShardTaken
 from dcr_daemon.publish.attempt import Attempt
 from dcr_daemon.publish.intake import Intake
+from dcr_daemon.publish.published import Source as PublishedSource
 from dcr_daemon.publish.session import Session
 from dcr_daemon.publish.sources import FileSource, SourceChanged
 from dcr_daemon.publish.survey import CompleteFile, FileIdentity, Found, identify
@@ -87,8 +88,8 @@ class Taking:
         return await self._session.seal(self._attempt, source=self._source(), check=self.check)
 
     def _source(self) -> dict[str, Any]:
-        files = sorted(file.identity for file in self._taken.values())
-        return {"path": self.relative, "files": [msgspec.to_builtins(identity) for identity in files]}
+        plain: dict[str, Any] = msgspec.to_builtins(PublishedSource(self.relative, sorted(self.identity)))
+        return plain
 
     def close(self) -> None:
         for file in self._open:
@@ -117,12 +118,3 @@ def check_headers(found: Found, layout: Layout, ignore: tuple[str, ...]) -> None
         for spec in file.header.specs:
             intake.take(_HeaderSource(spec))
     intake.check_complete()
-
-
-def read_source(source: dict[str, Any] | None) -> tuple[str, frozenset[FileIdentity]] | None:
-    """A seal's source as `Survey.done` wants it; None if it names no watched checkpoint."""
-    try:
-        files = msgspec.convert((source or {})["files"], frozenset[FileIdentity])
-        return str((source or {})["path"]), files
-    except (KeyError, msgspec.ValidationError):
-        return None

@@ -19,10 +19,11 @@ from dcr_daemon.events import Emit, Waiting
 from dcr_daemon.publish.notices import Notices
 from dcr_daemon.publish.opening import open_session
 from dcr_daemon.publish.options import PublishOptions
+from dcr_daemon.publish.published import read_published
 from dcr_daemon.publish.session import Session
 from dcr_daemon.publish.sources import SourceChanged
 from dcr_daemon.publish.survey import FileIdentity, Found, Survey, number_in
-from dcr_daemon.publish.taking import Taking, check_headers, read_source
+from dcr_daemon.publish.taking import Taking, check_headers
 from dcr_daemon.store.port import Store
 
 LOOK = 1.0  #: seconds between two timed looks beside inotify
@@ -83,9 +84,9 @@ class Watcher:
 
     async def run(self) -> None:
         """Until cancelled; with `once`, until what was complete at the start is published."""
-        for seal in await self._session.ledger.history.between(1):
-            if source := read_source(seal.source):
-                self._remember(*source)
+        kept = self._session.state.path / "published.json"
+        for source in await read_published(self._session.ledger, kept, self._options.watch):
+            self._remember(source.path, source.identity)
         if self._options.once:
             await self._run_once()
             return
@@ -114,7 +115,8 @@ class Watcher:
                 await self._seal(current)
             finally:
                 current.close()
-        self._say(found)
+        for name, what in self._lacks(found).items():
+            self._emit(Waiting(what=f"{name} is incomplete and was not published: {what}"))
 
     async def _look(self) -> dict[str, Found]:
         now = runtime.monotonic()
@@ -233,12 +235,15 @@ class Watcher:
 
     def _say(self, found: dict[str, Found]) -> None:
         """Tell what is waited for, each thing once."""
-        lacks = {name: checkpoint.lacks(self._session.layout) for name, checkpoint in found.items()}
-        waits = {name: f"{name} is incomplete: {what}" for name, what in lacks.items() if what}
+        waits = {name: f"{name} is incomplete: {what}" for name, what in self._lacks(found).items()}
         for name, text in (waits or {"": f"a checkpoint below {self._options.watch}"}).items():
             if self._said.get(name) != text:
                 self._emit(Waiting(what=text))
         self._said = waits or {"": "said"}
+
+    def _lacks(self, found: dict[str, Found]) -> dict[str, str]:
+        lacks = {name: checkpoint.lacks(self._session.layout) for name, checkpoint in found.items()}
+        return {name: what for name, what in lacks.items() if what}
 
 
 def _excluded(options: WatchOptions, url: str) -> list[Path]:

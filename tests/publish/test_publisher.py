@@ -260,3 +260,100 @@ def test_importing_the_package_loads_neither_torch_nor_numba(tmp_path: Path) -> 
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("landed", [True, False])
+def test_a_failure_is_told_only_when_it_is_one(
+    world: Any, toolbox: Any, landed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The seal was sent and the bucket is silent: that is neither a failure nor a version, until somebody looks."""
+    from dcr_daemon.ledger import ledger as ledger_module
+    from dcr_daemon.publish import publisher as module
+    from dcr_daemon.publish import session as session_module
+
+    class Silent(toolbox.WrappedStore):
+        down, tripped = False, False
+
+        async def create(self, key: str, body: bytes | memoryview) -> Outcome:
+            if b'"kind":"seal"' in bytes(body) and not self.tripped:
+                self.down = self.tripped = True
+                if landed:
+                    await self.inner.create(key, body)
+            return Outcome.UNKNOWN if self.down else await self.inner.create(key, body)
+
+        async def get(self, key: str, *, limit: int) -> bytes:
+            if self.down:
+                raise StoreUnavailable("the bucket is silent")
+            return await self.inner.get(key, limit=limit)  # type: ignore[no-any-return]
+
+    store = Silent(world.store())
+
+    async def open_store(url: str, **options: Any) -> Any:
+        return store
+
+    monkeypatch.setattr(module, "open_store", open_store)
+    monkeypatch.setattr(ledger_module, "TRIES", 2)
+    monkeypatch.setattr(session_module, "SETTLE_PAUSE", 0.01)
+    weights = [toolbox.step_weights(world.weights, seed=n) for n in range(2)]
+    with publisher(world, patience=0.1) as target:
+        first = target.publish(world.tensors(weights[0]))
+        with pytest.raises(StoreUnavailable, match="not known"):
+            first.wait_sealed()
+        store.down = False
+        second = target.publish(world.tensors(weights[1])).wait_sealed()
+        # Asked again, an undecided record is put again with the same bytes: it lands either way (must L1).
+        assert first.sealed
+        assert (first.wait_sealed().version, second.version) == (1, 2)
+    versions = world.reader.versions()
+    assert toolbox.same(versions[1], weights[0])
+    assert toolbox.same(versions[2], weights[1])
+
+
+def test_a_dtensor_of_one_rank_is_taken(world: Any, toolbox: Any, tmp_path: Path) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    new = toolbox.step_weights(world.weights, seed=1)
+    tensors = world.tensors(new)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        tensors["embed.weight"] = distribute_tensor(tensors["embed.weight"], mesh, [Shard(0)])
+        with publisher(world) as target:
+            target.publish(tensors).wait_sealed()
+    finally:
+        dist.destroy_process_group()
+    assert toolbox.same(world.reader.versions()[1], new)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_tensors_on_a_gpu_are_read_after_the_work_queued_on_them(world: Any, toolbox: Any) -> None:
+    new = toolbox.step_weights(world.weights, seed=1)
+    tensors = {name: tensor.cuda() for name, tensor in world.tensors(new).items()}
+    with publisher(world) as target:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(50_000_000)
+            late = {name: tensor.clone() for name, tensor in tensors.items()}
+            target.publish(late).wait_sealed()
+    assert toolbox.same(world.reader.versions()[1], new)
+
+
+def test_an_interrupt_while_diffing_leaves_the_publisher_usable(world: Any, toolbox: Any) -> None:
+    good = world.tensors(toolbox.step_weights(world.weights, seed=1))
+
+    def interrupted() -> Iterator[tuple[str, Any]]:
+        yield "embed.weight", torch.zeros_like(good["embed.weight"])
+        raise KeyboardInterrupt
+
+    with publisher(world) as target:
+        with pytest.raises(KeyboardInterrupt):
+            target.publish(interrupted())
+        target.publish(good).wait_sealed()
+    assert toolbox.same(world.reader.versions()[1], toolbox.step_weights(world.weights, seed=1))
+
+
+def test_a_publisher_without_its_state_is_told_about_names(world: Any) -> None:
+    with publisher(world), pytest.raises(Fenced, match="--name"):
+        publisher(world, state=world.root / "elsewhere")

@@ -264,7 +264,7 @@ def test_a_crashed_publisher_claims_again_under_its_name_and_voids_its_attempt(w
     async def run() -> None:
         first = await opened(world)
         await diff(first, toolbox.make_weights(world.layout, seed=3), world)
-        first._state.close()  # what the kernel does for a process that is killed
+        first.state.close()  # what the kernel does for a process that is killed
         second = await opened(world)
         assert second.head == 0
         await publish(second, one, world)

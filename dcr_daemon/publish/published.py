@@ -1,0 +1,74 @@
+"""Which watched checkpoints are versions already: what the seals say, remembered locally so that a restart does not
+read a long chain again. The file is only a shortcut: without it the seals are asked.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dcr_daemon.checkpoint.safetensors import exhausted
+from dcr_daemon.errors import Exhausted
+from dcr_daemon.ledger.ledger import Ledger
+from dcr_daemon.publish.survey import FileIdentity
+
+
+class Source(msgspec.Struct, frozen=True):
+    """`source` of a seal: the checkpoint's path below the watched directory, and its files as they were read."""
+
+    path: str
+    files: list[FileIdentity]
+
+    @property
+    def identity(self) -> frozenset[FileIdentity]:
+        return frozenset(self.files)
+
+
+class _Kept(msgspec.Struct, frozen=True):
+    """`version`: the newest one whose source is among `sources`."""
+
+    stream: str
+    watch: str
+    version: int
+    sources: list[Source]
+
+
+async def read_published(ledger: Ledger, kept: Path, watch: Path) -> list[Source]:
+    """Sources of all versions, and the shortcut `kept` brought up to date."""
+    known = _load(kept, ledger.stream.stream, watch)
+    seals = await ledger.history.between(known.version + 1)
+    # A directory that is gone cannot come back with the same inodes and times; it need not be remembered.
+    sources = [source for source in known.sources if (watch / source.path).exists()]
+    sources += [source for seal in seals if (source := _source(seal.source))]
+    _save(kept, msgspec.structs.replace(known, version=ledger.state.seal.version, sources=sources))
+    return sources
+
+
+def _source(source: dict[str, Any] | None) -> Source | None:
+    """None if a version came from something else than a watched checkpoint."""
+    try:
+        return msgspec.convert(source, Source)
+    except msgspec.ValidationError:
+        return None
+
+
+def _load(kept: Path, stream: str, watch: Path) -> _Kept:
+    nothing = _Kept(stream, str(watch.resolve()), 0, [])
+    try:
+        known = msgspec.json.decode(kept.read_bytes(), type=_Kept)
+    except (OSError, ValueError):
+        return nothing
+    return known if (known.stream, known.watch) == (nothing.stream, nothing.watch) else nothing
+
+
+def _save(kept: Path, state: _Kept) -> None:
+    temporary = kept.with_suffix(".new")
+    try:
+        temporary.write_bytes(msgspec.json.encode(state))
+        temporary.replace(kept)
+    except OSError as error:
+        if not isinstance(exhausted(error, kept), Exhausted):
+            raise
+        temporary.unlink(missing_ok=True)
