@@ -25,8 +25,6 @@ from dcr_daemon.codec.choose import choose_operation, choose_positions
 from dcr_daemon.codec.chunk import SEGMENT_BYTES, TARGET_BYTES, ChunkId, Codec, Operation, Positions, Segment
 from dcr_daemon.codec.format import Stream
 
-ROW_ESTIMATE = 64  #: bytes that a segment's table row counts for in `pending`
-
 
 @dataclass(frozen=True, slots=True)
 class EncodedChunk:
@@ -68,8 +66,8 @@ class ChunkEncoder:
 
     @property
     def pending(self) -> int:
-        """Bytes waiting to be finished, before entropy coding; the object is smaller, to about 0.7 of it."""
-        return self._raw + ROW_ESTIMATE * len(self._rows)
+        """Bytes of table and streams before entropy coding; the object comes out at about 0.7 to 1 of it."""
+        return self._raw
 
     @property
     def full(self) -> bool:
@@ -111,6 +109,7 @@ class ChunkEncoder:
         segment = Segment(tensor, box, int(k), row.operation, int(before), int(after))
         row.segment = segment
         self._rows.append(row)
+        self._raw += fmt.ROW_BYTES + len(box.shape) * fmt.AXIS_BYTES
         self.changed += segment.changed
         return segment
 
@@ -143,6 +142,8 @@ class ChunkEncoder:
         for side, bits in (("base", base), ("new", new)):
             if bits.dtype != lane or bits.shape != (box.elements,) or not bits.flags.c_contiguous:
                 raise ValueError(f"{side} of {spec.name} must be {box.elements} contiguous lanes of {lane}")
+        if not base.flags.writeable:
+            raise ValueError(f"base of {spec.name} is read-only, and must become the new bits")
         if base.nbytes > SEGMENT_BYTES:
             raise ValueError(f"a segment spans at most {SEGMENT_BYTES} bytes of weights, not {base.nbytes}")
         if self.pending + 2 * base.nbytes > fmt.RAW_LIMIT or len(self._rows) >= fmt.MAX_SEGMENTS:

@@ -34,7 +34,7 @@ def test_kernels_release_the_gil() -> None:
 
 def test_importing_the_rooms_does_not_import_numba() -> None:
     """A command that touches no weights must not pay for the compiler."""
-    modules = "canonical.fingerprint codec.encode codec.decode codec.undo codec.warm codec.choose".split()
+    modules = ["canonical.fingerprint", "codec.encode", "codec.decode", "codec.undo", "codec.warm", "codec.choose"]
     program = "import sys; " + "; ".join(f"import dcr_daemon.{module}" for module in modules)
     check = program + "; sys.exit('numba' in sys.modules or 'torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0

@@ -49,6 +49,11 @@ def test_what_is_no_box_of_the_tensor_is_refused_untouched(tensor: int, box: Box
     assert not encoder.pending
 
 
+def test_a_read_only_baseline_is_refused() -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        ChunkEncoder(BIG).add(0, Box.flat(0, 4), np.frombuffer(bytes(8), "<u2"), np.ones(4, "<u2"))
+
+
 def test_nothing_changed_is_no_segment_and_no_chunk(identity: ChunkId) -> None:
     encoder = ChunkEncoder(BIG)
     assert encoder.add(0, Box.flat(0, 8), zeros(8), zeros(8)) is None
