@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from dcr_daemon.canonical.layout import Layout
-from dcr_daemon.errors import Corrupt, DcrError
-from dcr_daemon.vllm_plugin import calls, faults, loading
+from dcr_daemon.vllm_plugin import calls
+from dcr_daemon.vllm_plugin.attachment import Attachment, attach
 from dcr_daemon.vllm_plugin.calls import Code, JobKind, JobState, TxnState
-from dcr_daemon.vllm_plugin.dense import DenseFiles
 from dcr_daemon.vllm_plugin.jobs import Background, Job
-from dcr_daemon.vllm_plugin.memory import Homes, HostMemory, Memory, holders_of, lanes_of
-from dcr_daemon.vllm_plugin.placement import Placement
-from dcr_daemon.vllm_plugin.transaction import Arena, Preparation, Transaction
+from dcr_daemon.vllm_plugin.memory import lanes_of
+from dcr_daemon.vllm_plugin.transaction import Arena, Transaction
 
 KEPT_OUTCOMES = 16
 OPEN = (TxnState.BEGUN, TxnState.ROLLED_BACK)
@@ -34,16 +33,6 @@ class Refusal(Exception):
     def __init__(self, code: Code, error: str, hint: str = "") -> None:
         super().__init__(error)
         self.code, self.error, self.hint = code, error, hint
-
-
-class Attachment:
-    """What attach leaves behind: a layout, where it lies, and how to reach it."""
-
-    def __init__(self, layout: Layout, placement: Placement, memory: Memory, generation: int) -> None:
-        self.layout = layout
-        self.placement = placement
-        self.memory = memory
-        self.generation = generation
 
 
 class Rank:
@@ -102,19 +91,7 @@ class Rank:
         )
 
     def placement(self) -> list[dict[str, Any]]:
-        here = self._attached()
-        return [
-            {
-                "tensor": here.layout[row.tensor].name,
-                "parameter": row.parameter,
-                "start": row.start,
-                "shape": list(row.shape),
-                "strides": list(row.src_strides),
-                "live": row.base,
-                "repacked": row.repack is not None,
-            }
-            for row in here.placement.rows
-        ]
+        return self._attached().describe()
 
     def foreign(self, name: str) -> None:
         """Somebody else is about to change weights: whatever we know of them is void (must F1)."""
@@ -144,12 +121,18 @@ class Rank:
         layout = Layout.decode(Path(arg.layout).read_bytes())
         if layout.digest != arg.layout_digest:
             raise Refusal(Code.CORRUPT, f"{arg.layout} is not the layout of digest {arg.layout_digest[:16]}…")
-        self._here = self._place(layout)
+        self._here = attach(
+            self._model,
+            self._config,
+            layout,
+            platform=self._platform,
+            device=self._device,
+            generation=self.generation,
+            before=self._here,
+        )
         placement = self._here.placement
         if not placement.refusals:
-            if self._arena is None or self._arena.size != max(arg.cap, 8):
-                self._arena = None
-                self._arena = Arena(arg.cap)
+            self._reserve(arg.cap)
             self._background.use_cpus(arg.cpus)
         return calls.AttachedRank(
             token=token,
@@ -160,22 +143,16 @@ class Rank:
             parameters=len({row.parameter for row in placement.rows}),
         )
 
-    def _place(self, layout: Layout) -> Attachment:
-        """Record once: a loader that ran again since (a reload) no longer shows where it puts things, but the first
-        recording stays true as long as storage did not move, and content proves it anew."""
-        old = self._here
-        if old is not None and old.layout == layout and not old.placement.refusals and old.memory.moved() is None:
-            return Attachment(layout, old.placement, old.memory, self.generation)
-        placement, live = loading.attach_model(self._model, self._config, layout, self._platform)
-        homes = Homes(live, holders_of(self._model))
-        return Attachment(layout, placement, self._open_memory(placement, homes, layout), self.generation)
-
-    def _open_memory(self, placement: Placement, homes: Homes, layout: Layout) -> Memory:
-        if self._device.type == "cpu":
-            return HostMemory(placement, homes, layout)
-        from dcr_daemon.vllm_plugin.device import TorchMemory
-
-        return TorchMemory(placement, homes, layout, self._device)
+    def _reserve(self, cap: int) -> None:
+        """Have exactly `cap` bytes for a transaction, those of an earlier attach if they are as many."""
+        if self._arena is not None and self._arena.size == max(cap, 8):
+            return
+        self._arena = None
+        try:
+            self._arena = Arena(cap)
+        except MemoryError:
+            self._here = None
+            raise Refusal(Code.EXHAUSTED, f"no {cap} bytes for a transaction", "lower the transaction cap") from None
 
     def _attached(self) -> Attachment:
         if self._here is None:
@@ -203,36 +180,15 @@ class Rank:
         self._background.start(Job(arg.id, arg.kind, self._work(arg, here), (self.generation, self._epoch)))
         return self._job(arg.id).status
 
-    def _work(self, arg: calls.Start, here: Attachment) -> Any:
-        """What the thread will do; it reads weights only, except in a load, which is begun and dirty."""
-
-        def prepare(job: Job) -> Transaction:
-            assert self._arena is not None
-            _maybe_fail()
-            preparation = Preparation(
-                layout=here.layout,
-                placement=here.placement,
-                memory=here.memory,
-                arena=self._arena,
-                advance=job.advance,
-            )
-            return preparation.run(arg.id, arg.hops)
-
-        def fingerprint(job: Job) -> calls.FingerprintRank:
-            _maybe_fail()
-            return calls.FingerprintRank(id=arg.id, sums=here.memory.box_sums(job.tick).tobytes())
-
-        def load(job: Job) -> None:
-            files = DenseFiles(arg.files, here.layout)
-            tensors = sorted(here.placement.by_tensor)
-            missing = files.missing(tensors)
-            if missing:
-                raise Corrupt(f"the anchor lacks {', '.join(missing[:5])} ({len(missing)} tensors)")
-            for done, tensor in enumerate(tensors):
-                here.memory.overwrite(tensor, files.lanes(tensor), job.tick)
-                job.advance((done + 1) / len(tensors))
-
-        return {JobKind.PREPARE: prepare, JobKind.FINGERPRINT: fingerprint, JobKind.LOAD: load}[arg.kind]
+    def _work(self, arg: calls.Start, here: Attachment) -> Callable[[Job], Any]:
+        """What the thread will do: read weights, except in a load, which is begun and dirty."""
+        arena = self._arena
+        assert arena is not None, "reserved at attach"
+        return {
+            JobKind.PREPARE: lambda job: here.prepare(job, arg.hops, arena),
+            JobKind.FINGERPRINT: here.fingerprint,
+            JobKind.LOAD: lambda job: here.load(job, arg.files),
+        }[arg.kind]
 
     def _job(self, name: str) -> Job:
         job = self._background.job
@@ -307,14 +263,14 @@ class Rank:
         """Write the new values. May be repeated, also after a rollback: values are absolute (must E5)."""
         txn, here = self._writable(arg.txn)
         self._state = TxnState.BEGUN
-        sums = txn.apply(here.memory, here.placement)
+        sums = txn.apply(here.live, here.placement)
         self._applied = True
         return sums
 
     def rollback(self, arg: calls.TxnRef) -> calls.Sums:
         """Write the old values back. Still dirty: `close` ends it once the sums were judged."""
         txn, here = self._writable(arg.txn)
-        sums = txn.rollback(here.memory, here.placement)
+        sums = txn.rollback(here.live, here.placement)
         self._state, self._applied = TxnState.ROLLED_BACK, False
         return sums
 
@@ -362,7 +318,7 @@ class Rank:
             raise Refusal(Code.REFUSED, f"transaction {txn} is not {' or '.join(states)}: {held}")
 
     def _steady(self) -> None:
-        moved = self._attached().memory.moved()
+        moved = self._attached().live.moved()
         if moved is not None:
             raise Refusal(Code.UNPROVED, f"storage of {moved} moved or was replaced", "attach again")
 
@@ -372,12 +328,7 @@ class Rank:
         here = self._here
         if self._txn is None or here is None:
             raise Refusal(Code.REFUSED, f"{name} is a dense load: it only goes forward", "load again, then commit")
-        moved = here.memory.moved()
+        moved = here.live.moved()
         if moved is not None:
             raise Refusal(Code.UNPROVED, f"storage of {moved} moved or was replaced inside a transaction")
         return self._txn, here
-
-
-def _maybe_fail() -> None:
-    if faults.take("job"):
-        raise DcrError("a failure planted by a test")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from toy_model import LAYOUT, Toy, heldless, loaded, placed
 from worker_rig import Driver, Stub, random_lanes, step, vector, write_version
 
 from dcr_daemon.checkpoint.safetensors import write_safetensors
+from dcr_daemon.codec.chunk import Codec
 from dcr_daemon.vllm_plugin import calls, faults, loading, worker
 from dcr_daemon.vllm_plugin.calls import EXIT_DIRTY, Code, JobState, Op, TxnState
 from dcr_daemon.vllm_plugin.rank import Rank
@@ -337,6 +339,45 @@ finally:
             [sys.executable, "-c", script, name], capture_output=True, text=True, timeout=300, env=dict(os.environ)
         )
         assert (done.returncode, done.stdout) == (EXIT_DIRTY, ""), done.stderr
+
+
+def test_a_cap_that_no_machine_has_is_an_exhausted_reply(driver: Driver, toy: Toy, tmp_path: Path) -> None:
+    path = tmp_path / f"{LAYOUT.digest}.json"
+    driver.token += 1
+    error = refused(driver, Op.ATTACH, Code.EXHAUSTED, layout=str(path), layout_digest=LAYOUT.digest, cap=1 << 60)
+    assert str(1 << 60) in error
+    refused(driver, Op.START, id="x", kind="fingerprint")
+    driver.attach(LAYOUT, tmp_path)
+    driver.ok(Op.START, id="x", kind="fingerprint")
+
+
+def test_an_unforeseen_failure_is_a_reply_that_still_tells_the_state(driver: Driver, hops) -> None:
+    driver.prepare("t", hops[1])
+    driver.ok(Op.FAULT, name="apply")
+    for op in (Op.APPROVE, Op.BEGIN):
+        driver.ok(op, txn="t")
+    driver.worker.reload_weights()
+    reply = driver.reply(Op.APPLY, txn="t")
+    assert (reply.ok, reply.code, reply.dirty, reply.generation) == (False, Code.FAILED, True, 1)
+    assert "Planted" in reply.error
+
+
+def test_nothing_compiles_once_attached(driver: Driver, hops, tmp_path: Path) -> None:
+    """A compile on the background thread would stop generation for seconds."""
+    from dcr_daemon.codec import kernels as codec
+    from dcr_daemon.vllm_plugin import kernels
+
+    used = [codec.unpack_gaps, codec.unpack_bitmask, codec.unpack_steps, kernels.locate, kernels.gather, kernels.match,
+            kernels.sum_lanes, kernels.scatter, kernels.sum_groups, kernels.walk]  # fmt: skip
+    compiled = [len(kernel.signatures) for kernel in used]
+    states = [LANES]
+    for number, (codec_name, share) in enumerate(itertools.product(list(Codec), (0.001, 0.02, 0.3, 1.0)), start=1):
+        states.append(heldless(step(states[-1], share, number)))
+        versions = [write_version(tmp_path / str(number), LAYOUT, *states[-2:], version=number, codec=codec_name)]
+        driver.prepare(f"t{number}", versions)
+        driver.swap(f"t{number}")
+        driver.ok(Op.COMMIT, txn=f"t{number}")
+    assert [len(kernel.signatures) for kernel in used] == compiled
 
 
 def test_the_background_thread_is_nice_and_not_pinned(driver: Driver) -> None:

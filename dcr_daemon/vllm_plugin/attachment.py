@@ -1,0 +1,146 @@
+"""What attach leaves behind on a worker: a layout, where it lies in live memory, and the jobs that may run over it.
+
+Everything that a job needs is compiled and reserved here, while nobody waits: a compile on the background thread
+would hold the interpreter, and so generation, for seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from dcr_daemon.canonical.box import Box
+from dcr_daemon.canonical.dtypes import lane_dtype
+from dcr_daemon.canonical.layout import Layout, TensorSpec
+from dcr_daemon.codec.chunk import ChunkId, Codec
+from dcr_daemon.codec.decode import open_chunk
+from dcr_daemon.codec.encode import ChunkEncoder
+from dcr_daemon.errors import Corrupt, DcrError
+from dcr_daemon.vllm_plugin import faults, loading
+from dcr_daemon.vllm_plugin.calls import FingerprintRank, Held, HopFiles
+from dcr_daemon.vllm_plugin.dense import DenseFiles
+from dcr_daemon.vllm_plugin.jobs import Job
+from dcr_daemon.vllm_plugin.memory import Homes, HostMemory, Memory, holders_of
+from dcr_daemon.vllm_plugin.placement import Placement
+from dcr_daemon.vllm_plugin.transaction import Arena, Preparation, Transaction
+
+
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """`memory` is None exactly if the model was refused. `generation`: foreign writes seen when it was made."""
+
+    layout: Layout
+    placement: Placement
+    memory: Memory | None
+    generation: int
+
+    @property
+    def live(self) -> Memory:
+        if self.memory is None:
+            raise RuntimeError("this model was refused at attach")
+        return self.memory
+
+    def prepare(self, job: Job, hops: Sequence[HopFiles], arena: Arena) -> Transaction:
+        """Decode against live weights; reads only (must E4)."""
+        _maybe_fail()
+        preparation = Preparation(
+            layout=self.layout, placement=self.placement, memory=self.live, arena=arena, advance=job.advance
+        )
+        return preparation.run(job.id, hops)
+
+    def fingerprint(self, job: Job) -> FingerprintRank:
+        """Sum all that is held; reads only."""
+        _maybe_fail()
+        return FingerprintRank(id=job.id, sums=self.live.box_sums(job.tick).tobytes())
+
+    def load(self, job: Job, paths: Sequence[str]) -> None:
+        """Overwrite all that is held from an anchor's files; nothing is written unless the files hold all of it."""
+        files = DenseFiles(paths, self.layout)
+        tensors = sorted(self.placement.by_tensor)
+        missing = files.missing(tensors)
+        if missing:
+            raise Corrupt(f"the anchor lacks {', '.join(missing[:5])} ({len(missing)} tensors)")
+        for done, tensor in enumerate(tensors):
+            self.live.overwrite(tensor, files.lanes(tensor), job.tick)
+            job.advance((done + 1) / len(tensors))
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Where each canonical tensor lies, for people and clients."""
+        return [
+            {
+                "tensor": self.layout[row.tensor].name,
+                "parameter": row.parameter,
+                "start": row.start,
+                "shape": list(row.shape),
+                "strides": list(row.src_strides),
+                "live": row.base,
+                "repacked": row.repack is not None,
+            }
+            for row in self.placement.rows
+        ]
+
+
+def attach(
+    model: torch.nn.Module,
+    config: Any,
+    layout: Layout,
+    *,
+    platform: str,
+    device: torch.device,
+    generation: int,
+    before: Attachment | None,
+) -> Attachment:
+    """Record where a layout lies, or take over an earlier recording of it.
+
+    A loader that ran again since the model was loaded (a reload) no longer shows where it puts things. But the first
+    recording stays true as long as no storage moved, and content proves it anew; so it is used again.
+    """
+    if before is not None and before.memory is not None and before.layout == layout and before.memory.moved() is None:
+        return Attachment(layout, before.placement, before.memory, generation)
+    placement, live = loading.attach_model(model, config, layout, platform)
+    if placement.refusals:
+        return Attachment(layout, placement, None, generation)
+    try:
+        memory = open_memory(placement, Homes(live, holders_of(model)), layout, device)
+    except ValueError as error:
+        refused = Placement(held=[Held.REFUSED] * len(layout), refusals={"": str(error)})
+        return Attachment(layout, refused, None, generation)
+    warm_codec(frozenset(spec.dtype for spec in layout))
+    return Attachment(layout, placement, memory, generation)
+
+
+def open_memory(placement: Placement, homes: Homes, layout: Layout, device: torch.device) -> Memory:
+    """The memory for a device; compiles its kernels."""
+    if device.type == "cpu":
+        return HostMemory(placement, homes, layout)
+    from dcr_daemon.vllm_plugin.device import TorchMemory
+
+    return TorchMemory(placement, homes, layout, device)
+
+
+@cache
+def warm_codec(dtypes: frozenset[str]) -> None:
+    """Compile what decoding needs, by decoding a small chunk of every dtype, codec and density."""
+    identity = ChunkId(stream="warm", attempt=0, base=0, version=1, group="warm", rank=0, nonce="warm", n=0)
+    size = 4096
+    for dtype in sorted(dtypes):
+        layout = Layout([TensorSpec("t", dtype, (size,))])
+        lane = lane_dtype(layout[0].width)
+        for codec in (Codec.ULP, Codec.XOR, Codec.OVERWRITE):
+            for every in (size // 2, 64, 2, 1):  # gaps with and without low bits, a bitmask, all
+                encoder = ChunkEncoder(layout, codec=codec)
+                new = np.zeros(size, dtype=lane)
+                new[::every] = 1
+                new[0] = 77  # a step of more than one
+                encoder.add(0, Box.flat(0, size), np.zeros(size, dtype=lane), new)
+                open_chunk(encoder.finish(identity).data, layout).changes(0)
+
+
+def _maybe_fail() -> None:
+    if faults.take("job"):
+        raise DcrError("a failure planted by a test")
