@@ -17,7 +17,7 @@ Three decisions, argued:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -58,11 +58,16 @@ class Tip:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one slot did. `record` is what counts; if nothing does it is None and `void` says why."""
+    """What one slot did. `record` is what counts; if nothing does it is None and `void` says why.
+
+    `foreign`: nobody who had read what comes before can have written these bytes here; either they were damaged, or
+    something before them was.
+    """
 
     tip: Tip
     record: AnyRecord | None
     void: str = ""
+    foreign: bool = False
 
 
 def begin(body: bytes) -> tuple[Tip, Stream]:
@@ -86,15 +91,16 @@ def fold(tip: Tip, body: bytes) -> Step:
     """Fold the bytes of slot `tip.seq + 1`. Raises `Incompatible` for a newer format, nothing else."""
     seq = tip.seq + 1
     _refuse_newer(body, tip.stream, seq)
-    digest = records.digest(body)
+    after = Tip(tip.stream, seq, records.digest(body), tip.state)
     try:
         record = records.decode_record(body)
     except ValueError as error:
-        return Step(Tip(tip.stream, seq, digest, tip.state), None, f"it does not parse: {error}")
-    void = _mismatch(tip, record) or judge(tip.state, record)
-    if void:
-        return Step(Tip(tip.stream, seq, digest, tip.state), None, void)
-    return Step(Tip(tip.stream, seq, digest, _apply(tip.state, record)), record)
+        return Step(after, None, f"it does not parse: {error}", foreign=True)
+    if mismatch := _mismatch(tip, record):
+        return Step(after, None, mismatch, foreign=True)
+    if void := judge(tip.state, record):
+        return Step(after, None, void)
+    return Step(replace(after, state=_apply(tip.state, record)), record)
 
 
 def tip_before(stream: str, seq: int, body: bytes) -> Tip | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from dcr_daemon.errors import Corrupt, Exhausted, Incompatible
+from dcr_daemon.errors import Corrupt, Exhausted, Incompatible, Misuse
 from dcr_daemon.ledger.fold import Tip
 from dcr_daemon.ledger.records import State
 
@@ -68,7 +68,7 @@ class Memory:
         """Remember that `version` was served. Durable on return; a lower version changes nothing."""
         mark = self._mark
         if mark is None:
-            raise Corrupt(f"{self.path} has seen no stream and cannot have served version {version}")
+            raise Misuse(f"version {version} cannot be served before its ledger was read ({self.path})")
         if mark.served is None or version > mark.served:
             self._save(msgspec.structs.replace(mark, served=version))
 

@@ -21,6 +21,7 @@ from dcr_daemon.codec.decode import open_chunk
 from dcr_daemon.errors import Corrupt
 from dcr_daemon.events import Emit, discard
 from dcr_daemon.ledger import names, records
+from dcr_daemon.ledger.fold import Step
 from dcr_daemon.ledger.objects import BelowFloor, NotYet, Objects
 from dcr_daemon.ledger.records import Anchor, ChunkRef, ObjectRef, Part, Seal, State, Stream
 from dcr_daemon.ledger.replay import replay
@@ -41,7 +42,10 @@ class Damage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What was looked at, and what was found. `void` names records that count for nobody; they harm nothing."""
+    """What was looked at, and what was found.
+
+    `void` names records that count for nobody. Those of a stale epoch harm nothing; others are among the damages.
+    """
 
     stream: str
     head: int
@@ -118,6 +122,21 @@ class _Found:
         self.seals: list[Seal] = []
         self.anchors: list[Anchor] = []
         self.damages: list[Damage] = []
+        self._foreign = -1
+
+    def note_void(self, step: Step) -> None:
+        """A void record; the first of a run that no honest writer can have written is damage."""
+        seq = step.tip.seq
+        self.void.append(f"record {seq}: {step.void}")
+        if not step.foreign:
+            return
+        if seq != self._foreign + 1:
+            what = f"record {seq} is not what was written after record {seq - 1}: {step.void}"
+            repair = (
+                "void, and so is what was written after it; if one of the two once counted, restore it from a backup"
+            )
+            self.damages.append(Damage(key=names.record(seq), version=None, what=what, repair=repair))
+        self._foreign = seq
 
 
 async def _read_ledger(store: Store) -> _Found:
@@ -130,7 +149,7 @@ async def _read_ledger(store: Store) -> _Found:
                 continue
             found.records, found.state = found.records + 1, step.tip.state
             if step.record is None:
-                found.void.append(f"record {step.tip.seq}: {step.void}")
+                found.note_void(step)
             elif isinstance(step.record, Seal):
                 found.seals.append(step.record)
             elif isinstance(step.record, Anchor):
@@ -169,7 +188,13 @@ class _Check:
     async def open(self) -> None:
         """Read the layout, and the vector that the chain starts from."""
         stream, floor = self._found.stream, self._found.state.floor
-        self._layout = await self._reader.read_layout(stream)
+        try:
+            self._layout = await self._reader.read_layout(stream)
+        except NotYet as error:
+            raise Corrupt(
+                f"{stream.layout.key} is gone, and nothing can be read without it",
+                hint="put the layout back: any checkpoint of this stream gives the same bytes",
+            ) from error
         self._count(stream.layout.size)
         if floor == 0:
             vector = await self._try(

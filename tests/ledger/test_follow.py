@@ -1,0 +1,131 @@
+"""Waiting for the next record: every record once and in order, with the patience of a daemon."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import fakes
+import pytest
+
+from dcr_daemon.errors import Corrupt
+from dcr_daemon.events import Alarm, Waiting
+from dcr_daemon.ledger import names
+from dcr_daemon.ledger.follow import GAP_CHECK, Polling
+from dcr_daemon.ledger.ledger import Ledger
+from dcr_daemon.ledger.records import Open, Seal
+
+
+@pytest.fixture
+def writer(store: Any, make: Any) -> Any:
+    async def write() -> Any:
+        writer = make.Writer(Ledger(store))
+        await writer.create()
+        await writer.ledger.claim("trainer")
+        return writer
+
+    return asyncio.run(write())
+
+
+def acting(still: Any, *actions: Any) -> None:
+    """Do the n-th action at the n-th sleep, then nothing more."""
+    left = list(actions)
+
+    def act(_seconds: float) -> None:
+        if left:
+            action = left.pop(0)
+            if action:
+                action()
+
+    still.on_sleep = act
+
+
+def test_each_record_that_counts_comes_once_and_in_order(store: Any, writer: Any, events: Any) -> None:
+    async def check() -> None:
+        reader = Ledger(store, emit=events)
+        await reader.read()
+        follower, late = reader.follow(), reader.follow()
+        await writer.version()
+        store.objects[names.record(writer.ledger.tip.seq + 1)] = b"junk"
+        await writer.version()
+        seqs = [(await anext(follower)).seq for _ in range(4)]
+        assert seqs == [2, 3, 5, 6], "the void one is an alarm, not a record"
+        assert len(events.of(Alarm)) == 1
+        assert [(await anext(late)).seq for _ in range(4)] == seqs, "whoever else read them"
+
+    asyncio.run(check())
+
+
+def test_a_follower_begins_where_it_was_made(store: Any, writer: Any) -> None:
+    async def check() -> None:
+        await writer.version()
+        reader = Ledger(store)
+        await reader.read()
+        follower = reader.follow()
+        await writer.open()
+        await reader.read()
+        await writer.seal()
+        assert [type(await anext(follower)) for _ in range(2)] == [Open, Seal]
+
+    asyncio.run(check())
+
+
+def test_an_idle_ledger_is_asked_less_and_less_often_and_an_open_version_at_once(
+    store: Any, writer: Any, still: Any
+) -> None:
+    async def check() -> None:
+        reader = Ledger(store, polling=Polling(active=1.0, idle=5.0))
+        await reader.read()
+        follower = reader.follow()
+        quiet = [None] * 11
+        acting(still, *quiet, lambda: asyncio.ensure_future(writer.open()))
+        store.requests.clear()
+        await anext(follower)
+        idle = list(still.slept)
+        assert idle[0] == 1.0
+        assert idle == sorted(idle)
+        assert idle[-1] == 5.0
+        assert store.requests["get"] - len(idle) <= 2, "one GET per look, and nothing else"
+        assert store.requests["list"] == 0
+        still.slept.clear()
+        acting(still, *quiet, lambda: asyncio.ensure_future(writer.seal()))
+        await anext(follower)
+        assert set(still.slept) == {1.0}, "a seal may come any moment"
+
+    asyncio.run(check())
+
+
+def test_looks_of_many_replicas_do_not_fall_into_step(still: Any) -> None:
+    still.jitter = lambda: 0.0
+    low = Polling().pause(1)
+    still.jitter = lambda: 0.999
+    assert low < 1.0 < Polling().pause(1)
+
+
+def test_an_unavailable_store_is_waited_out(store: Any, writer: Any, still: Any, events: Any) -> None:
+    async def check() -> None:
+        reader = Ledger(store, emit=events)
+        await reader.read()
+        follower = reader.follow()
+        store.faults.extend([fakes.Fault.DOWN] * 3)
+        acting(still, None, None, lambda: asyncio.ensure_future(writer.open()))
+        assert isinstance(await anext(follower), Open)
+        assert len(events.of(Waiting)) == 3
+
+    asyncio.run(check())
+
+
+def test_a_gap_is_noticed_by_a_reader_that_waits_for_ever(store: Any, writer: Any, still: Any) -> None:
+    """Must L2: a missing low seq under a present high one is an error, not an idle stream."""
+
+    async def check() -> None:
+        reader = Ledger(store)
+        await reader.read()
+        follower = reader.follow()
+        await writer.version()
+        del store.objects[names.record(2)]
+        with pytest.raises(Corrupt, match="record 2 "):
+            await anext(follower)
+        assert len(still.slept) == GAP_CHECK
+
+    asyncio.run(check())

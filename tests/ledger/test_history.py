@@ -1,0 +1,117 @@
+"""Walking back through seals and anchors."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from dcr_daemon.errors import Corrupt, NotFound
+from dcr_daemon.ledger import history as module
+from dcr_daemon.ledger import names
+from dcr_daemon.ledger.ledger import Ledger
+
+
+@pytest.fixture
+def writer(store: Any, make: Any) -> Any:
+    """Ten versions; every third had an aborted attempt before, every fourth is anchored."""
+
+    async def write() -> Any:
+        writer = make.Writer(Ledger(store))
+        await writer.create()
+        await writer.ledger.claim("trainer")
+        for version in range(1, 11):
+            if version % 3 == 0:
+                await writer.open()
+                await writer.abort()
+            await writer.version(version)
+            if version % 4 == 0:
+                await writer.anchor(version)
+        return writer
+
+    return asyncio.run(write())
+
+
+async def reader(store: Any) -> Ledger:
+    ledger = Ledger(store)
+    await ledger.read()
+    return ledger
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, None), (1, 10), (3, 7), (10, 10), (11, None), (5, 4), (0, 0)])
+def test_the_seals_between_two_versions(store: Any, writer: Any, first: int, last: int | None) -> None:
+    async def check() -> None:
+        ledger = await reader(store)
+        for _ in range(2):
+            found = [seal.version for seal in await ledger.history.between(first, last)]
+            assert found == list(range(max(first, 1), (last if last is not None else 10) + 1))
+
+    asyncio.run(check())
+
+
+def test_what_was_read_once_is_not_read_again(store: Any, writer: Any) -> None:
+    async def check() -> None:
+        ledger = await reader(store)
+        await ledger.history.between(5)
+        assert set(range(5, 11)) <= set(ledger.seals)
+        store.requests.clear()
+        assert (await ledger.history.seal(7)).bytes == 7
+        assert store.requests["get"] == 0
+        await ledger.history.seal(3)
+        assert store.requests["get"] == 2
+
+    asyncio.run(check())
+
+
+def test_memory_is_bounded_and_nothing_is_lost_by_it(store: Any, writer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "KEPT", 3)
+
+    async def check() -> None:
+        ledger = await reader(store)
+        for _ in range(2):
+            assert [seal.version for seal in await ledger.history.between(0)] == list(range(1, 11))
+            assert len(ledger.seals) <= 3
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("version", [0, 11])
+def test_a_version_without_a_seal(store: Any, writer: Any, version: int) -> None:
+    async def check() -> None:
+        with pytest.raises(NotFound, match=f"version {version}"):
+            await (await reader(store)).history.seal(version)
+
+    asyncio.run(check())
+
+
+def test_anchors_newest_first_down_to_the_floor(store: Any, writer: Any) -> None:
+    async def check() -> None:
+        ledger = await reader(store)
+        assert [anchor.version for anchor in await ledger.history.anchors()] == [8, 4]
+        repaired = await writer.anchor(8)
+        assert await ledger.history.anchors() != [repaired], "as of what this reader has read"
+        await ledger.read()
+        anchors = await ledger.history.anchors()
+        assert [anchor.version for anchor in anchors] == [8, 4]
+        assert anchors[0].seq == repaired.seq, "the newest of one version"
+        await writer.floor(5)
+        await ledger.read()
+        assert [anchor.version for anchor in await ledger.history.anchors()] == [8]
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("damage", ["gone", "junk", "another record"])
+def test_a_damaged_record_is_named(store: Any, writer: Any, damage: str) -> None:
+    async def check() -> None:
+        ledger = await reader(store)
+        seq = (await ledger.history.seal(3)).previous
+        if damage == "gone":
+            del store.objects[names.record(seq)]
+        else:
+            store.objects[names.record(seq)] = b"{}" if damage == "junk" else store.objects[names.record(seq - 1)]
+        with pytest.raises(Corrupt, match=f"record {seq} "):
+            await (await reader(store)).history.seal(1)
+
+    asyncio.run(check())

@@ -1,0 +1,244 @@
+"""`verify` finds every damage there is, and says what can still be done."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from fakes import MemoryStore
+from streams import StreamWriter
+
+from dcr_daemon.errors import Corrupt, NotFound
+from dcr_daemon.ledger import names, records
+from dcr_daemon.ledger.records import Floor, ObjectRef
+from dcr_daemon.ledger.verify import Report, verify
+from dcr_daemon.runtime import Workers
+
+
+@pytest.fixture
+def stream(store: MemoryStore, make_versions: Callable[..., Any]) -> StreamWriter:
+    """Four versions and an aborted attempt; anchors of 1 and 3."""
+
+    async def write() -> StreamWriter:
+        writer = StreamWriter(store.url, make_versions(4), store)
+        await writer.create()
+        await writer.publish(1)
+        await writer.anchor(1)
+        await writer.open(2)
+        await writer.abort(2)
+        await writer.publish(2, 3)
+        await writer.anchor(3)
+        await writer.publish(4)
+        return writer
+
+    return asyncio.run(write())
+
+
+def check(stream: StreamWriter) -> Report:
+    return asyncio.run(verify(stream.store))
+
+
+def test_a_whole_stream_has_no_damage(stream: StreamWriter) -> None:
+    told = []
+
+    async def run() -> Report:
+        workers = Workers(2)
+        report = await verify(stream.store, progress=lambda *step: told.append(step), workers=workers)
+        workers.close()
+        return report
+
+    report = asyncio.run(run())
+    assert report.ok
+    assert report.damages == []
+    assert (report.head, report.floor, report.versions, report.anchors) == (4, 0, 4, 2)
+    assert report.records == stream.ledger.tip.seq + 1
+    named = [key for key in stream.store.objects if not key.startswith("ledger/")]
+    assert report.objects == len(named), "every object was read once"
+    assert report.bytes == sum(len(stream.store.objects[key]) for key in named)
+    assert [step[1:] for step in told] == [(n, 6) for n in range(6)]
+
+
+SPOILS: dict[str, Callable[[bytes], bytes | None]] = {
+    "gone": lambda _: None,
+    "cut": lambda body: body[:-1],
+    "one bit": lambda body: bytes([body[0] ^ 1]) + body[1:],
+    "a byte more": lambda body: body + b"\n",
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS)
+def test_no_object_can_be_damaged_or_lost_unnoticed(
+    stream: StreamWriter, spoil: Callable[[bytes], bytes | None]
+) -> None:
+    whole = dict(stream.store.objects)
+    last = names.record(stream.ledger.tip.seq)
+    for key, body in whole.items():
+        spoiled = spoil(body)
+        stream.store.objects = {**whole, key: spoiled} if spoiled is not None else {**whole}
+        if spoiled is None:
+            del stream.store.objects[key]
+        if key == last and spoiled in (None, body + b"\n"):
+            # The newest record is pinned by no later one: without it the ledger is an honest, shorter one, which
+            # only a reader with memory can refuse (must T1); and white space after it means nothing.
+            assert check(stream).ok
+            continue
+        try:
+            report = check(stream)
+        except (Corrupt, NotFound):
+            assert key in (names.record(0), names.layout(stream.versions.layout.digest))
+        else:
+            assert not report.ok, key
+            assert any(damage.what and damage.repair for damage in report.damages)
+
+
+def test_a_stale_record_is_void_and_no_damage(stream: StreamWriter, make: Any) -> None:
+    fields = {**stream.ledger._header().fields, "epoch": 999}
+    stale = records.Release(**fields)
+    stream.store.objects[names.record(stale.seq)] = records.encode(stale)
+    report = check(stream)
+    assert report.ok
+    assert report.void == [f"record {stale.seq}: epoch 999 is stale: the newest is 1"]
+
+
+def test_without_its_layout_nothing_can_be_checked(stream: StreamWriter) -> None:
+    stream.store.objects[names.layout(stream.versions.layout.digest)] = b"[]"
+    with pytest.raises(Corrupt, match="layouts/"):
+        check(stream)
+
+
+def damages(stream: StreamWriter) -> dict[str, Any]:
+    return {damage.key: damage for damage in check(stream).damages}
+
+
+class TestWhatCanBeDone:
+    def chunk(self, stream: StreamWriter, version: int) -> str:
+        part = records.decode_part(stream.store.objects[stream.ledger.seals[version].parts[0].key])
+        return part.chunks[0].key
+
+    def test_a_delta_below_an_anchor_is_passed_by_it(self, stream: StreamWriter) -> None:
+        key = self.chunk(stream, 2)
+        del stream.store.objects[key]
+        damage = damages(stream)[key]
+        assert damage.version == 2
+        assert "by the anchor of version 3" in damage.repair
+
+    def test_a_delta_above_every_anchor_needs_a_new_one(self, stream: StreamWriter) -> None:
+        key = self.chunk(stream, 4)
+        stream.store.objects[key] = b"spoiled"
+        assert "until the publisher writes an anchor" in damages(stream)[key].repair
+
+    def test_an_anchor_can_be_built_from_the_one_before(self, stream: StreamWriter) -> None:
+        key = next(key for key in stream.store.objects if key.startswith("anchors/3/") and "model" in key)
+        del stream.store.objects[key]
+        damage = damages(stream)[key]
+        assert damage.rebuildable
+        assert damage.repair == "`dcr materialize --version 3` still builds it, from the anchor of version 1"
+        gone = self.chunk(stream, 2)
+        del stream.store.objects[gone]
+        found = damages(stream)
+        assert not found[key].rebuildable
+        assert "later anchor" in found[key].repair
+        assert "until the publisher writes an anchor" in found[gone].repair
+
+    def test_a_vector_follows_from_the_chunks(self, stream: StreamWriter) -> None:
+        key = stream.ledger.seals[2].fingerprint.key
+        stream.store.objects[key] = b"\0" * len(stream.store.objects[key])
+        found = damages(stream)
+        assert list(found) == [key], "and the chain goes on from what was recomputed"
+        assert found[key].rebuildable
+
+    def test_a_gap_in_the_ledger_is_beyond_us(self, stream: StreamWriter) -> None:
+        del stream.store.objects[names.record(5)]
+        report = check(stream)
+        assert report.records == 5
+        assert "missing although later ones exist" in report.damages[0].what
+        assert "backup" in report.damages[0].repair
+
+
+class TestThatItAddsUp:
+    """Objects that verify one by one and are wrong together."""
+
+    def reseal(self, stream: StreamWriter, **changes: Any) -> None:
+        """Replace the last record, the seal of version 4."""
+        key = names.record(stream.ledger.tip.seq)
+        seal = records.decode_record(stream.store.objects[key])
+        stream.store.objects[key] = records.encode(msgspec.structs.replace(seal, **changes))
+
+    def put(self, stream: StreamWriter, key: str, body: bytes) -> ObjectRef:
+        stream.store.objects[key] = body
+        return ObjectRef(key, len(body), records.digest(body))
+
+    def test_chunks_that_lead_elsewhere_name_the_tensors(self, stream: StreamWriter) -> None:
+        sums = stream.versions.vector(4).copy()
+        sums[0] += 1
+        sums[1] -= 1
+        place = self.put(stream, stream.ledger.seals[4].fingerprint.key, sums.astype("<u8").tobytes())
+        self.reseal(stream, fingerprint=place)
+        (damage,) = check(stream).damages
+        first, second = (stream.versions.layout[n].name for n in (0, 1))
+        assert f"do not lead from version 3 to its fingerprint: {first}, {second}" in damage.what
+
+    def test_a_sum_before_that_is_not_the_sum_after(self, stream: StreamWriter) -> None:
+        self.reseal(stream, before="0" * 16)
+        (damage,) = check(stream).damages
+        assert "its sum before is not the sum after" in damage.what
+
+    def test_a_chunk_of_another_version_under_this_ones_key(self, stream: StreamWriter) -> None:
+        seals = stream.ledger.seals
+        part3, part4 = (records.decode_part(stream.store.objects[seals[v].parts[0].key]) for v in (3, 4))
+        old = stream.store.objects[part3.chunks[0].key]
+        stream.store.objects[part4.chunks[0].key] = old
+        ref = msgspec.structs.replace(part4.chunks[0], size=len(old), sha256=records.digest(old))
+        part = msgspec.structs.replace(part4, chunks=[ref, *part4.chunks[1:]])
+        self.reseal(stream, parts=[self.put(stream, seals[4].parts[0].key, records.encode(part))])
+        (damage,) = check(stream).damages
+        assert "is a chunk of another attempt" in damage.what
+
+    def test_a_chunk_with_other_counts_than_its_part(self, stream: StreamWriter) -> None:
+        seals = stream.ledger.seals
+        part = records.decode_part(stream.store.objects[seals[4].parts[0].key])
+        chunks = [msgspec.structs.replace(part.chunks[0], segments=part.chunks[0].segments + 1), *part.chunks[1:]]
+        body = records.encode(msgspec.structs.replace(part, chunks=chunks))
+        self.reseal(stream, parts=[self.put(stream, seals[4].parts[0].key, body)])
+        (damage,) = check(stream).damages
+        assert "does not have the" in damage.what
+
+
+class TestRetention:
+    """Must L5: what lies below the floor may be gone, and is not damage."""
+
+    def raise_floor(self, stream: StreamWriter) -> None:
+        asyncio.run(stream.ledger.append(lambda header: Floor(**header.fields, floor=3)))
+        for key in [*stream.store.objects]:
+            if key.startswith(("data/0/", "data/1/", "data/2/", "anchors/1/")):
+                del stream.store.objects[key]
+
+    def test_below_the_floor_nothing_is_looked_for(self, stream: StreamWriter) -> None:
+        self.raise_floor(stream)
+        report = check(stream)
+        assert report.ok
+        assert (report.floor, report.versions, report.anchors) == (3, 2, 1)
+
+    def test_a_floor_that_rises_while_we_look_makes_no_damage(self, stream: StreamWriter) -> None:
+        once = [True]
+
+        async def collect(operation: str, key: str) -> None:
+            if once and operation == "get" and key.startswith("data/1/"):
+                once.clear()
+                stream.store.before = None
+                tip = stream.ledger.tip
+                fields = {**stream.ledger._header().fields, "prev": tip.digest}
+                body = records.encode(Floor(**fields, floor=3))
+                stream.store.objects[names.record(tip.seq + 1)] = body
+                for gone in [*stream.store.objects]:
+                    if gone.startswith(("data/0/", "data/1/", "data/2/", "anchors/1/")):
+                        del stream.store.objects[gone]
+
+        stream.store.before = collect
+        report = check(stream)
+        assert not once
+        assert report.ok
+        assert report.floor == 3
