@@ -102,6 +102,7 @@ def run_demo(options: DemoOptions) -> Generator[Stage | Row | Finished]:
             rows.append(row)
             yield row
         scene.stop(traffic)
+        del trainer  # masters, gradients and moments make room for a second server
         yield Stage("proof: materialising, starting a fresh vLLM on it, comparing every byte")
         proof = _prove(scene, server)
         requests = scene.requests()
