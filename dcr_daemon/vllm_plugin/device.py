@@ -157,19 +157,17 @@ class TorchMemory(HostTables):
         return sums
 
     def box_sums(self, tick: Tick) -> U64:
-        boxes = np.zeros(self._boxes, dtype=np.uint64)
+        boxes = [0] * self._boxes
         for number, row in enumerate(self._rows):
             key, width = int(self._layout.keys.view(np.int64)[row.tensor]), self._layout[row.tensor].width
-            total = 0
             for first in range(0, row.elements, SLICE):
                 with self._aside():
                     element, target = self._walk(number, row, first, min(SLICE, row.elements - first))
                     lanes = self._views[row.parameter][target]
-                    total += int(summands(lanes, element, key, width).sum().item())
+                    boxes[row.box] += int(summands(lanes, element, key, width).sum().item())
                 faults.slice_done()
                 tick()
-            boxes[row.box] += np.uint64(total % (1 << 64))
-        return boxes
+        return np.array([total % (1 << 64) for total in boxes], dtype=np.uint64)
 
     def overwrite(self, tensor: int, lanes: Bits, tick: Tick) -> None:
         signed = lanes.view(f"<i{lanes.itemsize}")

@@ -50,7 +50,7 @@ class Rank:
         self.dirty = False
         self.generation = 0
         self._changed_by = ""
-        self._epoch = 0  # moves with every write of our own
+        self._epoch = 0  # moves with every write of our own, and when what was prepared is dropped
         self._token = 0
         self._here: Attachment | None = None
         self._arena: Arena | None = None
@@ -304,11 +304,12 @@ class Rank:
         for name in list(self._outcomes)[:-KEPT_OUTCOMES]:
             del self._outcomes[name]
         self._forget()
-        self._epoch += 1
         self.dirty = False
         return self.status()
 
     def _forget(self) -> None:
+        """Nothing is held any more, and no finished job may bring it back."""
+        self._epoch += 1
         self._txn, self._txn_id, self._kind, self._applied = None, None, "", False
         self._state = TxnState.NONE
 

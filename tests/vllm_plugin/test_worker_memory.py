@@ -5,11 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from toy_model import LAYOUT, heldless, loaded, placed
 from worker_rig import join_boxes, random_lanes, step, vector
 
+from dcr_daemon.canonical.fingerprint import sum_at
+from dcr_daemon.canonical.layout import Layout, TensorSpec
+from dcr_daemon.vllm_plugin.calls import Held
 from dcr_daemon.vllm_plugin.device import TorchMemory
 from dcr_daemon.vllm_plugin.memory import Group, Homes, HostMemory, Side, holders_of
+from dcr_daemon.vllm_plugin.placement import Piece, Placement, Repack
 
 CPU = torch.device("cpu")
 
@@ -111,3 +117,62 @@ def test_rows_that_reach_outside_a_storage_are_refused() -> None:
 def test_absent_tensors_are_in_no_row() -> None:
     placement, *_ = memories(loaded(heldless(random_lanes(LAYOUT, 1))))
     assert LAYOUT.index("head") not in placement.by_tensor
+
+
+@st.composite
+def strided_copies(draw: st.DrawFn) -> tuple[str, Piece]:
+    """Any nested view of a canonical tensor onto any nested view of a parameter, of any width."""
+    rank = draw(st.integers(1, 4))
+    shape = tuple(draw(st.lists(st.integers(1, 4), min_size=rank, max_size=rank)))
+
+    def strides() -> tuple[int, ...]:
+        out, step = [0] * rank, draw(st.integers(1, 2))
+        for axis in draw(st.permutations(range(rank))):
+            out[axis] = step
+            step *= shape[axis] + draw(st.integers(0, 1))
+        return tuple(out)
+
+    dtype = draw(st.sampled_from(["U8", "BF16", "F32", "I64"]))
+    return dtype, Piece("t", draw(st.integers(0, 5)), shape, strides(), "p", draw(st.integers(0, 5)), strides())
+
+
+@settings(max_examples=150, deadline=None)
+@given(strided_copies(), st.booleans(), st.integers(0, 1 << 30))
+def test_any_strided_copy_is_read_and_written_where_it_lies(copy: tuple[str, Piece], permuted: bool, seed: int) -> None:
+    dtype, piece = copy
+    rng = np.random.default_rng(seed)
+    layout = Layout([TensorSpec("t", dtype, (piece.src + piece.src_span + 3,))])
+    width, block = layout[0].width, int(rng.integers(3, 40))
+    blocks = (piece.dst + piece.dst_span) // block + 1
+    repack = Repack(block, block + 2, rng.permutation(block + 2)[:block].astype(np.uint32)) if permuted else None
+    size = blocks * (block + 2) if permuted else piece.dst + piece.dst_span + 1
+    lane = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32, 8: torch.int64}[width]
+    module = torch.nn.Module()
+    module.register_buffer("p", torch.from_numpy(rng.integers(0, 256, size * width, dtype=np.uint8)).view(lane))
+    placement = Placement(held=[Held.PLACED])
+    placement.add(piece, tensor=0, offset=0, repack=repack)
+    homes = Homes({"p": module.p}, holders_of(module))
+    live = module.p.view(torch.uint8).numpy().view(f"<u{width}")
+    where = {}
+    for row in placement.rows:
+        elements = np.arange(row.start, row.last + 1)
+        for memory in (HostMemory(placement, homes, layout), TorchMemory(placement, homes, layout, CPU)):
+            picked, element, target = memory.locate(placement.rows.index(row), elements)
+            values = np.empty(picked.size, dtype=live.dtype)
+            memory.gather(placement.rows.index(row), target, values)
+            assert sorted(target + row.base) == sorted(row.targets())
+            assert (values == live[target.astype(np.int64) + row.base]).all()
+        where |= dict(zip((element.astype(np.int64) + row.start).tolist(), (target + row.base).tolist(), strict=True))
+    canonical = np.array(sorted(where), dtype=np.int64)
+    places = np.array([where[e] for e in canonical.tolist()])
+    wanted = sum_at(live[places], canonical, int(layout.keys[0]))
+    new = rng.integers(0, 256, layout[0].nbytes, dtype=np.uint8).view(live.dtype)
+    for memory in (HostMemory(placement, homes, layout), TorchMemory(placement, homes, layout, CPU)):
+        before = live.copy()
+        assert memory.box_sums(lambda: None).tolist() == [wanted]
+        memory.overwrite(0, new, lambda: None)
+        assert (live[places] == new[canonical]).all()
+        untouched = np.ones(size, dtype=bool)
+        untouched[places] = False
+        assert (live[untouched] == before[untouched]).all()
+        live[:] = before

@@ -219,6 +219,13 @@ def test_a_fingerprint_from_before_a_swap_is_void(driver: Driver, hops) -> None:
     assert "void" in refused(driver, Op.JOIN, Code.UNPROVED, id="f")
 
 
+def test_a_dropped_transaction_does_not_come_back(driver: Driver, hops) -> None:
+    driver.prepare("t", hops[1])
+    driver.ok(Op.DROP)
+    assert "void" in refused(driver, Op.JOIN, Code.UNPROVED, id="t")
+    assert "there is none" in refused(driver, Op.APPROVE, txn="t")
+
+
 def test_a_scrub_leaves_a_prepared_transaction_alone_and_is_cancelled_by_its_begin(driver: Driver, hops) -> None:
     prepared = driver.prepare("t", hops[1])
     driver.ok(Op.FAULT, name="slow", times=10_000, seconds=0.2)
