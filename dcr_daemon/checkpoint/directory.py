@@ -19,6 +19,7 @@ from dcr_daemon.checkpoint.safetensors import SafetensorsFile, exhausted, write_
 from dcr_daemon.errors import Corrupt, DcrError, Incompatible, NotFound
 
 INDEX = "model.safetensors.index.json"
+DIRTY = ".dcr/dirty"  #: the mark of a directory that an engine is changing in place
 EXTRA_LIMIT = 64 << 20  #: bytes of one side file; a larger one is not a side file
 #: Side files by suffix. Code (`*.py`) never travels through a bucket.
 EXTRA_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken"})
@@ -70,13 +71,17 @@ class Checkpoint:
 
     Raises:
         NotFound: nothing there, or a file that the index names is absent.
-        Corrupt: a file is truncated, or the index disagrees with the files.
+        Corrupt: a file is truncated, the index disagrees with the files, or the directory is being changed.
         Incompatible: no safetensors, or a tensor occurs twice.
     """
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         self.files: list[SafetensorsFile] = []
+        if (self.path / DIRTY).exists():
+            raise Corrupt(
+                f"{self.path} is between two versions (must E8)", hint="start its subscriber: attaching repairs it"
+            )
         try:
             for shard in shard_paths(self.path):
                 self.files.append(SafetensorsFile(shard))

@@ -26,7 +26,7 @@ import numpy as np
 from dcr_daemon import runtime
 from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import Layout
-from dcr_daemon.checkpoint.directory import Checkpoint, shard_paths, sync_directory
+from dcr_daemon.checkpoint.directory import DIRTY, Checkpoint, shard_paths, sync_directory
 from dcr_daemon.checkpoint.safetensors import SafetensorsFile, exhausted
 from dcr_daemon.engine.journal import Install, Journal, Patch, read_journal
 from dcr_daemon.engine.port import EngineGone
@@ -68,7 +68,7 @@ class Checkout:
         self.journal = self.marks / "journal"
         self.incoming = self.marks / "incoming"
         self._marker = self.marks / "version.json"
-        self._dirty = self.marks / "dirty"
+        self._dirty = path / DIRTY
         self._owner = self.marks / "owner.json"
         self._hidden = self.marks / CONFIG
 

@@ -295,6 +295,10 @@ class DirectoryEngine:
         self._serving = serving
 
     async def status(self) -> EngineStatus:
+        """As the port says; a directory that somebody else has changed is at no known version."""
+        if not self._turn.locked() and self._version is not None:
+            with contextlib.suppress(EngineRefused):
+                self._check_stamp()
         prepared = self._prepared.txn if self._prepared else None
         return EngineStatus(incarnation=self._nonce, version=self._version, serving=self._serving, prepared=prepared)
 

@@ -40,6 +40,7 @@ from dcr_daemon.subscribe.stage import Stage
 from dcr_daemon.subscribe.status import Reporter
 
 BACK_OFF = 60.0  #: seconds between two tries at most
+HEARTBEAT = 5  #: times `poll`, between looks at an engine that has nothing to do
 REFUSALS = 2  #: times that proved weights may refuse a version before it counts as poisoned
 
 
@@ -75,6 +76,7 @@ class Driver:
         self._emit = emit
         self.version: int | None = None
         self._goal = 0
+        self._incarnation = ""
         self._serving = False
         self._blank = False
         self._nonce = runtime.nonce()
@@ -137,6 +139,7 @@ class Driver:
             ended = await self._engine.settle(attached.adopted)
             self._emit(Repaired(version=ended.version or 0, how=f"settled {attached.adopted}: {ended.verdict.value}"))
             attached = await self._engine.attach(facts)
+        self._incarnation = attached.incarnation
         await self._tell_pending()
         if attached.adopted is not None:
             # It can go neither forward nor back: only a dense load ends it (must E6).
@@ -200,7 +203,7 @@ class Driver:
             except (StoreUnavailable, Corrupt, Exhausted, EngineRefused, NoRoute) as error:
                 if self._at.options.once or not self._may_wait(error):
                     raise
-                self._report("blocked", str(error))
+                self._report("poisoned" if self._blocked and self._blocked.poisoned else "blocked", str(error))
                 self._emit(Waiting(what=str(error)))
                 await self._at.feed.wait_change(self._back_off(tries))
                 self._retry()
@@ -208,7 +211,18 @@ class Driver:
                 continue
             if self._at.options.once:
                 return
-            await self._at.feed.wait_change()
+            while not await self._at.feed.wait_change(self._at.options.poll * HEARTBEAT):
+                await self._look_at_engine()
+
+    async def _look_at_engine(self) -> None:
+        """An engine that was restarted waits, paused, for somebody to prove it: notice without a new version."""
+        status = await self._engine.status()
+        if status.incarnation != self._incarnation:
+            raise EngineGone("the engine was restarted", hint="attach again")
+        if status.version != self.version:
+            await self._engine.drop()  # a subscriber that was fenced learns it here, and does not attach again
+            raise EngineGone(f"the engine is no longer proved at version {self.version}", hint="attach again")
+        self._at.reporter.set(serving=status.serving)  # somebody else may have paused it: that is their business
 
     def _may_wait(self, error: DcrError) -> bool:
         """Whether time may help: weights that nobody knows stay unknown, unless there are none yet."""
@@ -303,15 +317,15 @@ class Driver:
             ended = await self._engine.swap(txn.id)
         except (EngineRefused, Corrupt, Exhausted) as error:
             self._pending = None
-            await self._refused(seals, error)
+            await self._refused(txn, error)
             return
         self._pending = None
-        await self._ended(txn, seals, ended, began)
+        await self._ended(txn, ended, began)
 
-    async def _ended(self, txn: Transaction, seals: list[Seal], ended: Swapped, began: float) -> None:
+    async def _ended(self, txn: Transaction, ended: Swapped, began: float) -> None:
         if ended.verdict is Verdict.ROLLED_BACK:
             self._emit(RolledBack(txn=txn.id, version=txn.base, reason=ended.reason))
-            await self._refused(seals, EngineRefused(f"version {txn.version} was rolled back: {ended.reason}"))
+            await self._refused(txn, EngineRefused(f"version {txn.version} was rolled back: {ended.reason}"))
             return
         if ended.verdict is not Verdict.COMMITTED or ended.version is None:
             self._pending = txn
@@ -322,11 +336,11 @@ class Driver:
         await self._tell_committed(txn.base, ended, runtime.monotonic() - began)
         self._tidy()
 
-    async def _refused(self, seals: list[Seal], error: DcrError) -> None:
+    async def _refused(self, txn: Transaction, error: DcrError) -> None:
         """The engine did not take a change, and nothing was written: find out what its weights are (must P4)."""
-        before, version, alone = self.version, seals[0].version, len(seals) == 1
+        before, version, alone = self.version, txn.hops[0].version, len(txn.hops) == 1
         self._emit(Waiting(what=f"version {version} was refused: {error}"))
-        self._one_by_one = not alone  # to learn which of them it is
+        self._one_by_one = True  # to learn which of several it is
         if isinstance(error, Exhausted):
             if alone:
                 raise error

@@ -72,13 +72,14 @@ class Feed:
         if self._prefetch and self._prefetch.opened.seq == attempt:
             await self._end()
 
-    async def wait_change(self, seconds: float | None = None) -> None:
-        """Wait for the next record, or `seconds` if they are over sooner."""
-        changed = asyncio.ensure_future(self._changed.wait())
-        waits = [changed] if seconds is None else [changed, asyncio.ensure_future(runtime.sleep(seconds))]
+    async def wait_change(self, seconds: float) -> bool:
+        """Wait for the next record, `seconds` at most; tells whether there was one."""
+        waits = [asyncio.ensure_future(self._changed.wait()), asyncio.ensure_future(runtime.sleep(seconds))]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for wait in waits:
                 wait.cancel()
+        changed = self._changed.is_set()
         self._changed.clear()
+        return changed

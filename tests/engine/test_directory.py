@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dcr_daemon.canonical.layout import Layout, TensorSpec
-from dcr_daemon.checkpoint.directory import write_checkpoint
+from dcr_daemon.checkpoint.directory import Checkpoint, write_checkpoint
 from dcr_daemon.checkpoint.pieces import piece_metadata, plan_files
 from dcr_daemon.checkpoint.safetensors import SafetensorsFile, write_safetensors
 from dcr_daemon.engine import open_engine
@@ -316,6 +316,8 @@ async def test_a_directory_that_can_go_neither_way_keeps_its_mark_until_attach(m
         await engine.swap("to-1")
     assert Checkout(here).dirty() is not None
     assert not (here / "config.json").exists()
+    with pytest.raises(Corrupt, match="between two versions"):
+        Checkpoint(here)
     assert (await engine.status()).version is None
     again = DirectoryEngine(here)
     assert (await again.attach(versions.facts())).version == 1

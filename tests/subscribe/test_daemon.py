@@ -327,6 +327,26 @@ async def test_a_version_that_healthy_weights_refuse_is_poisoned_and_gone_round(
     assert versions.version_of(replica.directory) == 2
 
 
+async def test_the_poisoned_one_of_several_versions_is_found(make_stream, make_replica):
+    stream = await make_stream(4)
+    versions = stream.versions
+    await stream.publish(1, 2)
+    truth = {name: bits.copy() for name, bits in versions.values[2].items()}
+    changed = np.flatnonzero(versions.values[2]["embed.weight"] != versions.values[3]["embed.weight"])[0]
+    versions.values[2]["embed.weight"][changed] ^= 0x4000
+    await stream.publish(3)
+    versions.values[2] = truth
+    await stream.publish(4)
+    replica = await replica_at_base(make_replica, stream)
+    with pytest.raises(EngineRefused, match="version 3"):
+        await replica.once()
+    assert versions.version_of(replica.directory) == 2
+    assert [event.must for event in replica.events.of(Alarm)] == ["P4"]
+    await stream.anchor(4)
+    await replica.once()
+    assert versions.version_of(replica.directory) == 4
+
+
 async def test_a_damaged_anchor_is_not_loaded(make_stream, make_replica):
     stream = await make_stream(1)
     await stream.anchor(0)
@@ -493,6 +513,45 @@ async def test_an_engine_that_dies_at_any_step_is_attached_to_again(make_stream,
     assert stream.versions.version_of(replica.directory) == 3
 
 
+class Restarted(DirectoryEngine):
+    """An engine that can be away, and come back as another incarnation, which nobody owns yet."""
+
+    away = False
+    lives = 0
+
+    async def status(self):
+        if self.away:
+            raise EngineGone("away")
+        return await super().status()
+
+    async def attach(self, facts):
+        if self.away:
+            raise EngineGone("away")
+        return await super().attach(facts)
+
+    def restart(self):
+        self.lives += 1
+        self._nonce = f"life-{self.lives}"
+
+
+async def test_an_engine_that_goes_away_or_comes_back_is_noticed_without_a_new_version(make_stream, make_replica):
+    stream = await make_stream(1)
+    await stream.publish(1)
+    replica = await replica_at_base(make_replica, stream)
+    engine = Restarted(replica.directory)
+    async with replica.running(engine) as task:
+        await replica.until(lambda: replica.events.of(Serving), task)
+        engine.away = True
+        await replica.until(lambda: replica.events.of(EngineLost), task)
+        engine.away = False
+        served = len(replica.events.of(Serving))
+        await replica.until(lambda: len(replica.events.of(Serving)) > served, task)
+        served = len(replica.events.of(Serving))
+        engine.restart()
+        await replica.until(lambda: len(replica.events.of(Serving)) > served, task)
+    assert any("restarted" in event.reason for event in replica.events.of(EngineLost))
+
+
 async def test_once_does_not_wait_for_an_absent_engine_for_ever(make_stream, make_replica):
     stream = await make_stream()
     replica = make_replica(stream)
@@ -504,6 +563,7 @@ async def test_once_does_not_wait_for_an_absent_engine_for_ever(make_stream, mak
 async def test_weights_that_somebody_changes_are_noticed_and_repaired_by_an_anchor(make_stream, make_replica):
     stream = await make_stream(2)
     await stream.publish(1)
+    await stream.anchor(1)
     replica = await replica_at_base(make_replica, stream)
     async with replica.running() as task:
         await replica.until(lambda: replica.events.of(Serving), task)
@@ -512,11 +572,11 @@ async def test_weights_that_somebody_changes_are_noticed_and_repaired_by_an_anch
             file.bits(file.specs[0].name)[3] ^= 1
             file.sync()
         shard.touch()
-        await stream.anchor(1)
+        await replica.until(lambda: replica.events.of(Repaired), task)
         await stream.publish(2)
         await replica.until(lambda: replica.events.of(Serving)[-1].version == 2, task)
     assert stream.versions.version_of(replica.directory) == 2
-    assert replica.events.of(Repaired)
+    assert replica.events.of(EngineLost)
 
 
 async def test_without_a_stream_it_waits_and_once_says_so(make_stream, make_replica, tmp_path):
