@@ -294,8 +294,8 @@ async def test_a_damaged_version_is_waited_out_or_gone_round_by_an_anchor(make_s
         await stream.seal(1, refs)
         await replica.until(lambda: replica.events.of(Serving)[-1].version == 1, task)
         await stream.open(2)
-        refs = [await stream.put(2, chunk) for chunk in stream.chunks(2)]
-        spoil_first_chunk(stream, 2, SPOILS["flipped"])
+        first, *rest = stream.chunks(2)
+        refs = [await stream.put(2, first, edit=SPOILS["flipped"]), *[await stream.put(2, chunk) for chunk in rest]]
         await stream.seal(2, refs)
         await replica.until(lambda: any("twice" in event.what for event in replica.events.of(Waiting)), task)
         assert stream.versions.version_of(replica.directory) == 1
