@@ -183,7 +183,10 @@ class Ledger:
 
         Raises:
             Fenced: another name holds the stream and has not released it (must P6).
+            Misuse: `name` may not stand in a record.
         """
+        if not records.is_name(name):
+            raise Misuse(f"not a publisher's name: {name!r}", hint="at most 64 ASCII letters, digits, '.', '_' and '-'")
         await self.read()
 
         def make(header: Header) -> Epoch:
@@ -258,9 +261,9 @@ class Ledger:
         if patience and not await tail.occupied(tip.seq + patience):
             self._tip = tip
             return
-        end = await tail.find(tip.seq)
+        steps = await tail.steps(tip, await tail.find(tip.seq))
         self._tip = tip
-        for step in await tail.steps(tip, end):
+        for step in steps:
             self._take(step)
         self._publish()
 

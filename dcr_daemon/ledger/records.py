@@ -9,6 +9,7 @@ record is decoded, never when one is built: a reader takes nobody's word, a writ
 from __future__ import annotations
 
 import hashlib
+import re
 from typing import Annotated, Any
 
 import msgspec
@@ -22,8 +23,9 @@ MAX_DEPTH = 32  #: nesting of user data in a record; fixed, since a parser's own
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Label = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Id = Annotated[str, Meta(pattern=r"\A[a-z0-9]{1,32}\Z")]
+_NAME = r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z"
 #: a publisher is called as its unit, pod or host is; the name is never part of a key
-Name = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
+Name = Annotated[str, Meta(pattern=_NAME)]
 Hex64 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{16}\Z")]
 Sha256 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 #: relative to the stream; the same grammar as `store.keys`, so that no record can name anything outside the stream
@@ -267,6 +269,11 @@ def _depth(value: object) -> int:
 def digest(body: bytes | memoryview) -> str:
     """SHA-256 in hex, the only digest of the format."""
     return hashlib.sha256(body).hexdigest()
+
+
+def is_name(text: str) -> bool:
+    """Whether a publisher may be called so."""
+    return re.search(_NAME, text) is not None
 
 
 def show_u64(value: int) -> str:

@@ -31,12 +31,14 @@ class Undecided(StoreUnavailable):
 
 async def read_slot(store: Store, seq: int) -> bytes | None:
     """The bytes in slot `seq`; None if it is free as far as anybody can tell now."""
-    try:
-        return await store.get(names.record(seq), limit=RECORD_LIMIT)
-    except Missing:
-        return None
-    except Corrupt:
-        return OVERSIZED
+    for _ in range(2):  # an answer cut or mixed up on the way must not look like a large record to this reader alone
+        try:
+            return await store.get(names.record(seq), limit=RECORD_LIMIT)
+        except Missing:
+            return None
+        except Corrupt:
+            continue
+    return OVERSIZED
 
 
 async def occupy(store: Store, seq: int, body: bytes, *, emit: Emit, tries: int = TRIES) -> bytes:

@@ -228,6 +228,16 @@ class TestWhoMayWrite:
 
         run(check())
 
+    @pytest.mark.parametrize("name", ["", "a b", "-a", "a" * 65, "ä", "a\n"])
+    def test_a_name_that_may_not_stand_in_a_record_is_misuse(self, store: Any, make: Any, name: str) -> None:
+        async def check() -> None:
+            writer = make.Writer(Ledger(store))
+            await writer.create()
+            with pytest.raises(Misuse, match="not a publisher's name"):
+                await writer.ledger.claim(name)
+
+        run(check())
+
     def test_a_restart_under_the_same_name_claims_and_voids_the_dead_attempt(
         self, store: Any, make: Any, events: Any
     ) -> None:
@@ -424,6 +434,47 @@ class TestReading:
             reader = Ledger(store, emit=events)
             assert await reader.read() == writer.ledger.state
             assert writer.ledger.state.seal == records.SealRef(4, 1)
+
+        run(check())
+
+    def test_a_cold_start_that_was_interrupted_is_as_cold_again(self, store: Any, make: Any) -> None:
+        """It must not fall back to reading ten thousand records one by one."""
+
+        async def check() -> None:
+            writer = await publisher(store, make)
+            for _ in range(200):
+                await writer.version()
+            reader = Ledger(store)
+
+            async def fail(_operation: str, key: str) -> None:
+                if key == names.record(400):
+                    store.before = None
+                    raise StoreUnavailable("down")
+
+            store.before = fail
+            with pytest.raises(StoreUnavailable):
+                await reader.read()
+            store.requests.clear()
+            assert await reader.read() == writer.ledger.state
+            assert store.requests["get"] < 30
+
+        run(check())
+
+    def test_an_answer_mixed_up_on_the_way_voids_nothing(self, store: Any, make: Any) -> None:
+        async def check() -> None:
+            writer = await publisher(store, make)
+            await writer.version()
+            once = [names.record(2)]
+
+            async def mix_up(operation: str, key: str) -> None:
+                if operation == "get" and key in once:
+                    once.remove(key)
+                    raise Corrupt("more bytes came than were announced")
+
+            reader = Ledger(store)
+            store.before = mix_up
+            assert await reader.read() == writer.ledger.state
+            assert not once
 
         run(check())
 

@@ -1,0 +1,70 @@
+"""Records as they lie in buckets: bytes that were written once must be read for ever."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from dcr_daemon.ledger import records
+from dcr_daemon.ledger.fold import GENESIS, Tip, begin, fold
+from dcr_daemon.ledger.records import EpochRef, OpenRef, SealRef, State
+
+SHA = "ab" * 32
+HEAD = (
+    '"format":1,"stream":"5ea1","seq":{seq},"prev":"{prev}","state":{state},"nonce":"0f","at":"2026-01-01",'
+    '"epoch":{epoch}'
+)
+STATE = '{"seal":{"seq":0,"version":0},"epoch":null,"open":null,"anchor":null,"floor":0,"keys":null}'
+REF = f'{{"key":"data/0/0/fingerprint.bin","size":8,"sha256":"{SHA}"}}'
+STREAM = (
+    f'{{"kind":"stream","layout":{{"key":"layouts/ab.json","size":9,"sha256":"{SHA}"}},"fingerprint":{REF},'
+    '"total":"00000000000000ff","model":"tiny",' + HEAD.format(seq=0, prev="0" * 64, state="null", epoch=0) + "}"
+)
+
+
+def follow(tip: Tip, kind: str, own: str, epoch: int) -> Tip:
+    """Fold the record that an old writer put after `tip`; it must count, and be what we would write."""
+    state = msgspec.json.encode(tip.state).decode()
+    head = HEAD.format(seq=tip.seq + 1, prev=tip.digest, state=state, epoch=epoch)
+    body = f'{{"kind":"{kind}"{own},{head}}}'.encode()
+    step = fold(tip, body)
+    assert step.void == ""
+    assert step.record is not None
+    assert records.encode(step.record) == body
+    return step.tip
+
+
+def test_every_kind_of_record_reads_as_it_did() -> None:
+    tip, stream = begin(STREAM.encode())
+    assert records.encode(stream) == STREAM.encode()
+    assert msgspec.json.encode(GENESIS).decode() == STATE
+    tip = follow(tip, "epoch", ',"name":"trainer-0","take_over":false', 1)
+    tip = follow(tip, "keys", ',"keys":["k"]', 1)
+    tip = follow(tip, "open", ',"version":1,"base":0,"group":"g","call":1,"step":null', 1)
+    tip = follow(tip, "abort", ',"attempt":3,"version":1,"reason":"why"', 1)
+    tip = follow(tip, "open", ',"version":1,"base":0,"group":"g","call":2,"step":-5', 1)
+    assert tip.state.open == OpenRef(5, 1, 0, "g", 2)
+    seal = (
+        f',"version":1,"base":0,"attempt":5,"parts":[{REF}],"fingerprint":{REF},"before":"00000000000000ff",'
+        '"after":"ffffffffffffffff","previous":0,"changed":1,"elements":2,"bytes":3,"dense_bytes":4,"step":-5,'
+        '"source":{"path":"checkpoint-5"},"metadata":{"reward":0.5}'
+    )
+    tip = follow(tip, "seal", seal, 1)
+    tip = follow(tip, "anchor", f',"version":1,"index":{REF},"total":"ffffffffffffffff","bytes":5', 1)
+    tip = follow(tip, "floor", ',"floor":1', 1)
+    tip = follow(tip, "release", "", 1)
+    assert tip.state == State(
+        seal=SealRef(6, 1), epoch=EpochRef(1, "trainer-0", True), anchor=records.AnchorRef(7, 1), floor=1, keys=2
+    )
+
+
+def test_fields_that_a_later_writer_adds_are_ignored() -> None:
+    tip, _ = begin(STREAM.replace('"model"', '"colour":{"a":[1]},"model"').encode())
+    state = msgspec.json.encode(tip.state).decode()
+    head = HEAD.format(seq=1, prev=tip.digest, state=state, epoch=1)
+    assert fold(tip, f'{{"kind":"epoch",{head},"name":"a","mood":"good"}}'.encode()).record is not None
+
+
+@pytest.mark.parametrize(("value", "text"), [(0, "0" * 16), (255, "0" * 14 + "ff"), ((1 << 64) - 1, "f" * 16)])
+def test_u64_values_are_sixteen_hex_digits(value: int, text: str) -> None:
+    assert records.show_u64(value) == text
