@@ -151,16 +151,15 @@ class ExecutorWire:
         self._executor = executor
         self._watchdog = watchdog
 
-    def send(self, call: dict[str, Any]) -> Sequence[Any]:
+    def send(self, call: dict[str, Any]) -> Sequence[Any] | None:
         with self._watchdog.over(str(call["op"])):
             try:
                 return list(self._executor.collective_rpc(calls.METHOD, args=(call,)))
             except RuntimeError as error:
-                queues = getattr(self._executor, "response_mqs", None)
-                if queues is None or self._executor.is_failed:
+                if getattr(self._executor, "is_failed", False):
                     raise
                 log.warning("dcr: a worker answered with an error of an earlier call: %s", error)
-                return [None] * len(queues)
+                return None
 
     def next_reply(self, rank: int) -> Any:
         queues = getattr(self._executor, "response_mqs", None)

@@ -132,7 +132,21 @@ def place(recording: Recording, form: LoadFormat, layout: Layout, absent: set[st
         else:
             placement.held.append(Held.ABSENT if spec.name in absent else Held.SKIPPED)
     _refuse_shared(placement, layout)
+    unfilled = _unfilled(recording, form)
+    if unfilled and not placement.refusals:  # a refused tensor explains its own gap
+        listed = ", ".join(unfilled[:5]) + (f" and {len(unfilled) - 5} more" if len(unfilled) > 5 else "")
+        placement.refusals[""] = f"no tensor of this layout fills {listed}: it is another model's"
     return placement
+
+
+def _unfilled(recording: Recording, form: LoadFormat) -> list[str]:
+    """Parameters that no canonical tensor reaches: they would stay what they are, whatever the trainer does."""
+    filled = {id(form.live[piece.parameter]) for piece in recording.pieces}
+    return [
+        name
+        for name, tensor in form.live.items()
+        if isinstance(tensor, torch.nn.Parameter) and form.loading[name].numel() and id(tensor) not in filled
+    ]
 
 
 def _add(placement: Placement, index: int, pieces: list[Piece], form: LoadFormat) -> str | None:

@@ -1,9 +1,9 @@
 """All workers of one engine, asked as one. Lives on EngineCore's thread.
 
-A reply counts only under the call's own id (must E3). A reply of another id was left behind by somebody else's failed
-RPC (vLLM raises at the first failing rank and leaves the others' replies in their queues); reading that rank's queue
-forward until our own answer comes repairs it for everybody. Every call is watched: a worker that never returns ends
-the engine (must E5).
+A reply counts only under the call's own id (must E3). Somebody else's failed RPC leaves replies behind: vLLM raises at
+the first failing rank and does not read the later ones. A stale reply is read past, until that rank's own answer comes;
+a stale *error* is raised again by vLLM, which loses the replies it had read, so the call is made once more under a new
+id. Calls that could not be repeated are preceded by one that can. So the queues are in step again for everybody.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ from dcr_daemon.vllm_plugin.calls import Code, Op, Reply
 log = logging.getLogger("vllm.dcr")
 T = TypeVar("T")
 
+#: A second one would be refused, so a lost reply must not happen.
+ONCE = (Op.ATTACH, Op.START)
+STALE = 64  #: replies left behind that we read past, per rank
+
 _KINDS: dict[str, type[DcrError]] = {
     Code.FENCED: Fenced,
     Code.REFUSED: EngineRefused,
@@ -35,8 +39,8 @@ _KINDS: dict[str, type[DcrError]] = {
 class Wire(Protocol):
     """How calls reach the workers; `hooks` implements it over vLLM's executor."""
 
-    def send(self, call: dict[str, Any]) -> Sequence[Any]:
-        """One answer per rank, whatever it is; nothing is raised for a worker's error."""
+    def send(self, call: dict[str, Any]) -> Sequence[Any] | None:
+        """One answer per rank, whatever it is. None: an error of an earlier call came up, the answers are lost."""
         ...
 
     def next_reply(self, rank: int) -> Any:
@@ -65,17 +69,21 @@ class Ranks:
 
     def replies(self, op: Op, arg: msgspec.Struct | None = None) -> list[Reply]:
         """The reply of every rank, ok or not, in rank order."""
-        self._calls += 1
-        call = calls.Call(
-            op=op, call=f"{self._nonce}-{self._calls}", token=self.token, arg=calls.plain(arg) if arg else {}
-        )
-        answers = self._wire.send(calls.plain(call))
-        replies = [self._own(rank, answer, call.call) for rank, answer in enumerate(answers)]
-        self.generations = [reply.generation for reply in replies]
-        return replies
+        if op in ONCE:
+            self.replies(Op.STATUS)
+        for _ in range(STALE):
+            self._calls += 1
+            name = f"{self._nonce}-{self._calls}"
+            call = calls.Call(op=op, call=name, token=self.token, arg=calls.plain(arg) if arg else {})
+            answers = self._wire.send(calls.plain(call))
+            if answers is not None:
+                replies = [self._own(rank, answer, name) for rank, answer in enumerate(answers)]
+                self.generations = [reply.generation for reply in replies]
+                return replies
+        raise EngineRefused("the workers answer with nothing but errors of earlier calls", hint="restart the server")
 
     def _own(self, rank: int, answer: Any, call: str) -> Reply:
-        for _ in range(64):
+        for _ in range(STALE):
             if isinstance(answer, dict) and answer.get("call") == call:
                 return calls.parse(answer, Reply)
             log.warning("dcr: rank %d had a stale reply in its queue; reading on to our own", rank)
