@@ -12,9 +12,9 @@ from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
-from dcr_daemon.errors import DcrError, Fenced, Misuse, StoreUnavailable
+from dcr_daemon.errors import DcrError, Misuse, StoreUnavailable
 from dcr_daemon.events import Emit, Rounded, Waiting, discard
 from dcr_daemon.publish.attempt import Attempt
 from dcr_daemon.publish.intake import Intake
@@ -22,64 +22,13 @@ from dcr_daemon.publish.opening import open_session
 from dcr_daemon.publish.options import PublishOptions, default_state, parse_codec
 from dcr_daemon.publish.session import Session
 from dcr_daemon.publish.sources import Source, TensorSource, settle_devices
-from dcr_daemon.publish.versions import SealedVersion, checked_metadata
+from dcr_daemon.publish.update import Update
+from dcr_daemon.publish.versions import checked_metadata
 from dcr_daemon.publish.weights import as_stream, as_table, check_kind
 from dcr_daemon.runtime import LoopThread
 from dcr_daemon.store import Store, open_store
 
-T = TypeVar("T")
-
-
-class Update:
-    """One call of `publish`: an attempt, later a version."""
-
-    def __init__(self, version: int) -> None:
-        self._version = version
-        self._fate: Future[SealedVersion] = Future()
-        self._told = False
-
-    @property
-    def version(self) -> int:
-        """The version that this update is, or would have been."""
-        return self._version
-
-    @property
-    def sealed(self) -> bool:
-        """Whether the version exists now."""
-        return self._fate.done() and self._fate.exception() is None
-
-    def wait_sealed(self, timeout: float | None = None) -> SealedVersion:
-        """Wait until the version exists.
-
-        Raises:
-            TimeoutError: not within `timeout` seconds; it may still be.
-            Fenced, StoreUnavailable, ...: it does not exist and never will, unless the message says that this is not
-                known; publish again.
-        """
-        try:
-            return self._fate.result(timeout)
-        except TimeoutError:
-            raise TimeoutError(f"version {self._version} was not sealed within {timeout} s") from None
-        except DcrError:
-            self._told = True
-            raise
-
-    def _ended(self, behind: Future[None]) -> None:
-        """Nobody waits for ever, even for work that died of a bug or of the interpreter's end."""
-        if not self._fate.done():
-            error = None if behind.cancelled() else behind.exception()
-            self._fate.set_exception(error or DcrError(f"version {self._version} was given up: the publisher ended"))
-
-    def _found(self, sealed: SealedVersion) -> None:
-        """It exists after all."""
-        self._fate = Future()
-        self._fate.set_result(sealed)
-
-    def _raise_untold(self) -> None:
-        error = self._fate.exception()
-        if error and (not self._told or isinstance(error, Fenced)):
-            self._told = True
-            raise error
+__all__ = ["Publisher", "Update"]
 
 
 class Publisher:
@@ -198,7 +147,7 @@ class Publisher:
         self._tell_rounded(intake)
         self._update = update = Update(attempt.version)
         self._behind = self._running.start(self._complete(attempt, update, data))
-        self._behind.add_done_callback(update._ended)
+        self._behind.add_done_callback(update.ended)
         return update
 
     def _diff_table(self, table: list[TensorSource], intake: Intake, step: int | None) -> Attempt:
@@ -254,7 +203,7 @@ class Publisher:
         except DcrError as error:
             await self._settle_failed(update, error)
             return
-        update._fate.set_result(sealed)
+        update.found(sealed)
         try:
             await self._session.anchor_if_due()
         except StoreUnavailable as error:
@@ -273,15 +222,15 @@ class Publisher:
                     hint="the next publish finds out before it begins; nothing is lost",
                 )
         if sealed:
-            update._fate.set_result(sealed)
+            update.found(sealed)
         else:
-            update._fate.set_exception(error)
+            update.failed(error)
 
     def _settle_unknown(self) -> None:
         """Learn the fate of an update that nobody could tell so far."""
         if self._unknown:
             if sealed := self._running.call(self._session.settle("the next update began")):
-                self._unknown._found(sealed)
+                self._unknown.found(sealed)
             self._unknown = None
 
     def _wait_behind(self) -> None:
@@ -293,7 +242,7 @@ class Publisher:
             error = behind.exception()
             self._behind = self._update = None
             if update:
-                update._raise_untold()
+                update.raise_untold()
             if error:
                 raise error
 

@@ -27,6 +27,7 @@ from dcr_daemon.publish.taking import Taking, check_headers
 from dcr_daemon.store.port import Store
 
 LOOK = 1.0  #: seconds between two timed looks beside inotify
+SETBACK_LIMIT = 60.0  #: seconds between two tries at a checkpoint that changes or cannot be read, at most
 STORE_PAUSE = 5.0  #: seconds before an unavailable bucket is tried again
 
 
@@ -77,6 +78,7 @@ class Watcher:
         self._last_look = float("-inf")
         self._current: Taking | None = None
         self._dying: str | None = None
+        self._setbacks = 0
         self._newest = -1
         self._published: set[str] = set()
         self._given_up: dict[str, frozenset[FileIdentity]] = {}
@@ -133,6 +135,8 @@ class Watcher:
             await self._bury(self._dying)
         except SourceChanged as error:
             self._dying = error.message
+            self._setbacks += 1
+            await runtime.sleep(min(self._interval * 2 ** min(self._setbacks, 10), SETBACK_LIMIT))
         except StoreUnavailable as error:
             self._emit(Waiting(what=f"the bucket: {error.message}"))
             self._dying = self._dying or (f"StoreUnavailable: {error.message}" if self._current else None)
@@ -206,7 +210,7 @@ class Watcher:
 
     async def _seal(self, current: Taking) -> None:
         await current.seal()
-        self._current = None
+        self._current, self._setbacks = None, 0
         current.close()
         self._remember(current.relative, current.identity)
         try:

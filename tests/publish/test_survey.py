@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dcr_daemon.checkpoint.safetensors import pack_safetensors
+from dcr_daemon.publish.survey import Survey, identify, number_in
+
+
+@pytest.mark.parametrize(
+    ("path", "number"),
+    [
+        ("checkpoint-40", 40),
+        ("global_step_7/actor/huggingface", 7),
+        ("run2/step_0011", 11),
+        ("epoch-3-step-12", 12),
+        ("final", None),
+    ],
+)
+def test_the_last_integer_of_the_path_orders(path: str, number: int | None) -> None:
+    assert number_in(path) == number
+
+
+def write(path: Path, body: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(body)
+    return path
+
+
+def whole(world: Any) -> bytes:
+    return bytes(pack_safetensors([(spec, world.weights[spec.name]) for spec in world.layout]))
+
+
+def test_a_file_nobody_was_seen_closing_needs_two_timed_looks(world: Any, tmp_path: Path) -> None:
+    survey = Survey(tmp_path / "w", [], None)
+    path = write(tmp_path / "w/step_1/model.safetensors", whole(world)[:-9])
+    layout = world.layout
+    assert "written" in survey.look(layout, True)["step_1"].lacks(layout)
+    write(path, whole(world))  # it grew: the first look is void
+    assert survey.look(layout, True)["step_1"].lacks(layout)
+    assert survey.look(layout, False)["step_1"].lacks(layout), "an untimed look must not count"
+    assert not survey.look(layout, True)["step_1"].lacks(layout)
+
+
+def test_a_closed_file_is_complete_at_once_and_a_touched_one_not_any_more(world: Any, tmp_path: Path) -> None:
+    survey, layout = Survey(tmp_path / "w", [], None), world.layout
+    path = write(tmp_path / "w/step_1/model.safetensors", whole(world))
+    survey.closed(path)
+    assert not survey.look(layout, False)["step_1"].lacks(layout)
+    survey.touched(path)
+    assert survey.look(layout, False)["step_1"].lacks(layout)
+    survey.closed(path)
+    write(path, whole(world)[:-1])  # after the notice was taken it is another file
+    survey.look(layout, False)
+    assert "step_1" in survey.look(layout, False)
+
+
+def test_a_closed_but_short_file_is_not_complete_and_says_why(world: Any, tmp_path: Path) -> None:
+    survey, layout = Survey(tmp_path / "w", [], None), world.layout
+    path = write(tmp_path / "w/step_1/model.safetensors", whole(world)[:-1])
+    survey.closed(path)
+    assert "truncated" in survey.look(layout, False)["step_1"].lacks(layout)
+    survey.closed(write(path, b"\x80\x02torch pickle, renamed"))
+    assert "not a safetensors file" in survey.look(layout, False)["step_1"].lacks(layout)
+
+
+def test_what_is_published_is_not_found_again_until_it_changes(world: Any, tmp_path: Path) -> None:
+    survey, layout = Survey(tmp_path / "w", [], None), world.layout
+    path = write(tmp_path / "w/step_1/model.safetensors", whole(world))
+    identity = identify(path)
+    assert identity is not None
+    survey.done.add(("step_1", frozenset({identity})))
+    assert not survey.look(layout, True)
+    path.unlink()
+    write(tmp_path / "w/step_1/other.safetensors", whole(world))
+    assert set(survey.look(layout, True)) == {"step_1"}
+
+
+def test_completion_orders_what_has_no_number(world: Any, tmp_path: Path) -> None:
+    survey, layout = Survey(tmp_path / "w", [], None), world.layout
+    for name in ("zeta", "alpha"):
+        survey.closed(write(tmp_path / f"w/{name}/model.safetensors", whole(world)))
+        survey.look(layout, False)
+    found = survey.look(layout, False)
+    assert sorted(found, key=lambda name: found[name].order) == ["zeta", "alpha"]
