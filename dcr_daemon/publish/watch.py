@@ -96,8 +96,10 @@ class Watcher:
         try:
             while True:
                 if not await self._turn():
+                    # Not `wait_for`: in Python 3.11 it can swallow a cancellation that comes with the event.
                     with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(self._changed.wait(), self._interval)
+                        async with asyncio.timeout(self._interval):
+                            await self._changed.wait()
                     self._changed.clear()
         finally:
             if notices:
