@@ -297,4 +297,5 @@ def _cpu_env(path: Path) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the default refuses two ranks on one NUMA node
         "VLLM_PLUGINS": "dcr,dcr_endpoint",
         "DCR_SOCKET": str(path),
+        "DCR_STAGE_CAP": str(256 << 20),  # small models: each worker reserves this much
     }
