@@ -160,7 +160,7 @@ class Changes:
         core.moving = what
         try:
             yield was, core.host.pause()
-        except (DcrError, GeneratorExit):
+        except BaseException:
             core.moving = ""
             if core.proved is not None and core.begun is None:
                 core.host.restore(was)

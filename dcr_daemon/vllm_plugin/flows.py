@@ -53,6 +53,10 @@ class Flow:
         except DcrError as error:
             self.answer = refused(self.id, error)
             return self.answer
+        except Exception as error:
+            # Whoever asks again is told, and the next call is not kept waiting by a flow that is no more.
+            self.answer = refused(self.id, DcrError(f"{self.kind} failed: {error}", hint="see the server's log"))
+            raise
         if waits_for is None:
             return Pending(id=self.id)
         return self._after(waits_for)
