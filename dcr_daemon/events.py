@@ -50,6 +50,8 @@ class ChunkPut(Event, frozen=True, kw_only=True):
 
 
 class Sealed(Event, frozen=True, kw_only=True):
+    """`seconds` from the opening of the attempt to its seal."""
+
     version: int
     attempt: int
     step: int | None

@@ -41,6 +41,10 @@ class AnchorPolicy:
     every: int | None
     share: float | None
 
+    @property
+    def active(self) -> bool:
+        return self.every is not None or self.share is not None
+
     def due(self, versions: int, chain_bytes: int, dense_bytes: int) -> bool:
         """`versions` and `chain_bytes` count from the last anchor (or version 0)."""
         if versions == 0:

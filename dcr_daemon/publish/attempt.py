@@ -16,6 +16,7 @@ import itertools
 from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from dcr_daemon import runtime
 from dcr_daemon.canonical.box import Box
 from dcr_daemon.canonical.fingerprint import Vector, advance
 from dcr_daemon.canonical.layout import Layout
@@ -66,6 +67,7 @@ class Attempt:
         self.record = record
         self.id = record.seq
         self.version = record.version
+        self.started = runtime.monotonic()
         self._nonce, self._baseline, self._spool = nonce, baseline, spool
         self._uploads, self._workers = uploads, workers
         self._encoders = [ChunkEncoder(baseline.layout, codec=codec, target=chunk_bytes) for _ in range(workers.count)]

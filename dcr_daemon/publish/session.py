@@ -129,7 +129,7 @@ class Session:
             Fenced: another publisher owns the stream; the attempt is not a version and never will be.
             StoreUnavailable: the bucket did not answer within the patience. `settle` tells the fate.
         """
-        started, open_ = runtime.monotonic(), attempt.record
+        open_ = attempt.record
         contribution = await attempt.upload(self._options.patience)
         self._contribution = contribution
         before = show_u64(total(self._baseline.vector))
@@ -148,7 +148,7 @@ class Session:
 
         seal = await self._append_seal(attempt, make)
         runtime.failpoint("publish.sealed")
-        return self._commit(attempt, seal, runtime.monotonic() - started)
+        return self._commit(attempt, seal)
 
     async def _append_seal(self, attempt: Attempt, make: Callable[[Header], Seal]) -> Seal:
         """Append until the seal is known to be in the ledger; its slot alone decides that (must L1)."""
@@ -172,7 +172,7 @@ class Session:
         seal = await self.ledger.history.seal(attempt.version)
         return seal if seal.attempt == attempt.id else None
 
-    def _commit(self, attempt: Attempt, seal: Seal, seconds: float) -> SealedVersion:
+    def _commit(self, attempt: Attempt, seal: Seal) -> SealedVersion:
         """Version and baseline move together: the seal is in the ledger."""
         assert self._contribution is not None
         self._baseline.commit(attempt.version, self._contribution.vector)
@@ -181,7 +181,8 @@ class Session:
         self._emit(
             Sealed(
                 version=seal.version, attempt=seal.attempt, step=seal.step, seq=seal.seq, changed=seal.changed,
-                elements=seal.elements, bytes=seal.bytes, dense_bytes=seal.dense_bytes, seconds=seconds,
+                elements=seal.elements, bytes=seal.bytes, dense_bytes=seal.dense_bytes,
+                seconds=runtime.monotonic() - attempt.started,
             )
         )  # fmt: skip
         return SealedVersion.of(seal)
@@ -201,7 +202,7 @@ class Session:
         await self.ledger.settle()
         state = await self.ledger.read()
         if attempt and (seal := await self._seal_of(attempt)):
-            return self._commit(attempt, seal, 0.0)
+            return self._commit(attempt, seal)
         ours = state.epoch is not None and state.epoch.seq == self.ledger.epoch
         opened = (state.open.seq, state.open.version) if state.open else (0, 0)
         try:
@@ -230,7 +231,7 @@ class Session:
         """
         state = self.ledger.state
         newest = state.anchor.version if state.anchor else None
-        if self._attempt or newest == self.head:
+        if self._attempt or newest == self.head or not (at_once or self._policy.active):
             return
         if not at_once:
             since = await self.ledger.history.between((newest or 0) + 1)
