@@ -1,0 +1,366 @@
+"""The private socket and the gate: permissions, a live socket never replaced, calls that outlive their clients."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from toy_engine import ToyEngine
+from toy_model import placed
+
+from dcr_daemon.engine import messages
+from dcr_daemon.engine.port import EngineGone, Verdict
+from dcr_daemon.engine.vllm import VllmEngine
+from dcr_daemon.errors import DcrError, EngineRefused, Fenced, Misuse
+from dcr_daemon.vllm_plugin import faults, hooks, loading
+from dcr_daemon.vllm_plugin.compat import UnsupportedVllm
+from dcr_daemon.vllm_plugin.endpoint import Endpoint, Engines, SocketServer
+from dcr_daemon.vllm_plugin.settings import Settings
+
+exceptions = pytest.importorskip("vllm.v1.engine.exceptions")
+
+
+@pytest.fixture(autouse=True)
+def toy_loader(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def attach(model: Any, config: Any, layout: Any, platform: str) -> Any:
+        placement, homes = placed(model)
+        return placement, homes.live
+
+    monkeypatch.setattr(loading, "attach_model", attach)  # vLLM's loader is another test's
+    monkeypatch.setattr(faults, "ENABLED", True)
+    yield
+    for name in faults.NAMES:
+        faults.plant(name, times=0)
+
+
+class CoreClient:
+    """vLLM's client of its engines, without the processes: a utility call per engine."""
+
+    def __init__(self, *engines: ToyEngine, client_index: int = 0) -> None:
+        self.client_index = client_index
+        self.cores = [SimpleNamespace(dcr=engine.core) for engine in engines]
+        self.dead = False
+        self.gate: asyncio.Event | None = None
+
+    async def call_utility_all_async(self, method: str, record: bytes) -> list[bytes]:
+        assert method == hooks.METHOD
+        if self.dead:
+            raise exceptions.EngineDeadError
+        if self.gate is not None:
+            await self.gate.wait()
+        answers = [hooks.dcr_core(core, record) for core in self.cores]
+        return [one if isinstance(one, bytes) else await asyncio.wrap_future(one) for one in answers]
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> ToyEngine:
+    home = tmp_path / "engine"
+    home.mkdir()
+    return ToyEngine(home)
+
+
+@asynccontextmanager
+async def listening(path: Path, *engines: ToyEngine) -> AsyncIterator[CoreClient]:
+    client = CoreClient(*engines)
+    server = SocketServer(path, Engines(client))
+    await server.open()
+    try:
+        yield client
+    finally:
+        await server.close()
+
+
+async def served(owner: VllmEngine, engine: ToyEngine) -> None:
+    await owner.attach(engine.facts)
+    await owner.prove(0, engine.vector_file(0), "v0")
+    await owner.serve()
+
+
+async def test_the_whole_port_over_the_socket(tmp_path: Path, engine: ToyEngine) -> None:
+    path = tmp_path / "run" / "e.sock"
+    version = engine.step()
+    async with listening(path, engine):
+        owner = VllmEngine(path)
+        await served(owner, engine)
+        assert (await owner.prepare(engine.transaction(version))).fits == 1
+        assert (await owner.status()).prepared == "txn"
+        await owner.drop()
+        await owner.prepare(engine.transaction(version))
+        swapped = await owner.swap("txn")
+        assert swapped.verdict is Verdict.COMMITTED
+        assert await owner.outcome("txn") == swapped
+        report = await owner.inspect()
+        assert (report.version, len(report.tensors)) == (version, len(engine.vector(0)))
+        assert len(await owner.checksums()) == 2
+        loaded = await owner.load(0, [engine.anchor(0)], engine.vector_file(0), "v0")
+        assert loaded.verdict is Verdict.COMMITTED
+        await owner.close()
+
+
+async def test_socket_and_directory_are_private(tmp_path: Path, engine: ToyEngine) -> None:
+    path = tmp_path / "run" / "e.sock"
+    async with listening(path, engine):
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert path.parent.stat().st_mode & 0o777 == 0o700
+    assert not path.exists()
+
+
+async def test_a_directory_open_to_others_is_refused(tmp_path: Path, engine: ToyEngine) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir(mode=0o755)
+    with pytest.raises(UnsupportedVllm, match="open to others"):
+        await SocketServer(shared / "e.sock", Engines(CoreClient(engine))).open()
+
+
+async def test_a_live_socket_is_never_replaced_and_a_dead_one_is(tmp_path: Path, engine: ToyEngine) -> None:
+    path = tmp_path / "run" / "e.sock"
+    async with listening(path, engine):
+        with pytest.raises(UnsupportedVllm, match="another live server"):
+            await SocketServer(path, Engines(CoreClient(engine))).open()
+        assert (await VllmEngine(path).status()).serving is False
+    stale = socket.socket(socket.AF_UNIX)
+    stale.bind(str(path))
+    stale.close()  # as a killed server leaves it
+    async with listening(path, engine):
+        assert (await VllmEngine(path).status()).serving is False
+
+
+async def test_what_is_no_socket_is_not_removed(tmp_path: Path, engine: ToyEngine) -> None:
+    path = tmp_path / "run" / "e.sock"
+    path.parent.mkdir(mode=0o700)
+    path.write_text("mine")
+    with pytest.raises(UnsupportedVllm, match="not a socket"):
+        await SocketServer(path, Engines(CoreClient(engine))).open()
+    assert path.read_text() == "mine"
+
+
+async def test_a_swap_runs_on_when_its_client_hangs_up(tmp_path: Path, engine: ToyEngine) -> None:
+    path = tmp_path / "run" / "e.sock"
+    version = engine.step()
+    async with listening(path, engine) as client:
+        owner = VllmEngine(path)
+        await served(owner, engine)
+        await owner.prepare(engine.transaction(version))
+        client.gate = asyncio.Event()
+        waiting = asyncio.create_task(owner.swap("txn"))
+        await asyncio.sleep(0.05)
+        waiting.cancel()
+        client.gate.set()
+        other = VllmEngine(path)
+        for _ in range(200):
+            if (await other.outcome("txn")).verdict is Verdict.COMMITTED:
+                break
+            await asyncio.sleep(0.01)
+        assert engine.holds(version)
+
+
+async def test_status_answers_while_a_prepare_runs(tmp_path: Path, engine: ToyEngine) -> None:
+    path = tmp_path / "run" / "e.sock"
+    version = engine.step()
+    async with listening(path, engine):
+        owner = VllmEngine(path)
+        await served(owner, engine)
+        faults.plant("slow", times=1000, seconds=0.01)
+        preparing = asyncio.create_task(owner.prepare(engine.transaction(version)))
+        await asyncio.sleep(0.02)
+        assert (await VllmEngine(path).status()).serving
+        assert not preparing.done()
+        faults.plant("slow", times=0)
+        await preparing
+
+
+async def test_patience_ends_the_wait_and_not_the_call(tmp_path: Path, engine: ToyEngine) -> None:
+    path = tmp_path / "run" / "e.sock"
+    async with listening(path, engine) as client:
+        client.gate = asyncio.Event()
+        with pytest.raises(EngineGone, match="no answer to status within"):
+            await VllmEngine(path, patience=0.05).status()
+        client.gate.set()
+
+
+async def test_a_dead_engine_is_gone_and_an_unforeseen_failure_is_told(tmp_path: Path, engine: ToyEngine) -> None:
+    path = tmp_path / "run" / "e.sock"
+    async with listening(path, engine) as client:
+        client.dead = True
+        with pytest.raises(EngineGone, match="dead"):
+            await VllmEngine(path).status()
+        client.dead = False
+        client.cores = [SimpleNamespace(dcr=None)]
+        with pytest.raises(DcrError, match="the engine failed"):
+            await VllmEngine(path).status()
+
+
+async def exchange(path: Path, body: bytes) -> bytes:
+    reader, writer = await asyncio.open_unix_connection(str(path))
+    writer.write(body)
+    writer.write_eof()
+    answer = await reader.read()
+    writer.close()
+    return answer
+
+
+async def test_nonsense_gets_a_refusal_or_a_closed_connection_and_never_more(tmp_path: Path, engine: ToyEngine) -> None:
+    path = tmp_path / "run" / "e.sock"
+    async with listening(path, engine):
+        for record in (b"", b"\xc1", os.urandom(40), messages.encode(messages.Poll(id="x"))):
+            answer = messages.decode_answer((await exchange(path, messages.frame(record)))[4:])
+            assert isinstance(answer, messages.Refused)
+            assert answer.kind == "Misuse"
+        assert await exchange(path, struct.pack(">I", messages.FRAME_LIMIT + 1)) == b""
+        assert await exchange(path, struct.pack(">I", 100) + b"cut off") == b""
+        other = messages.encode(messages.Status(id="x", protocol=99))
+        answer = messages.decode_answer((await exchange(path, messages.frame(other)))[4:])
+        with pytest.raises(Misuse, match="protocol 99"):
+            messages.result_of(answer, dict)
+        assert (await VllmEngine(path).status()).serving is False
+
+
+# -- several engines --------------------------------------------------------------------------------------------------
+
+
+async def test_dense_data_parallel_engines_move_together(tmp_path: Path) -> None:
+    homes = [tmp_path / "a", tmp_path / "b"]
+    for home in homes:
+        home.mkdir()
+    one, two = (ToyEngine(home) for home in homes)
+    path = tmp_path / "run" / "e.sock"
+    version = one.step()
+    two.step()
+    async with listening(path, one, two):
+        owner = VllmEngine(path)
+        await served(owner, one)
+        await owner.prepare(one.transaction(version))
+        assert (await owner.swap("txn")).verdict is Verdict.COMMITTED
+        assert one.holds(version)
+        assert two.holds(version)
+        first = owner
+        owner = VllmEngine(path)
+        await owner.attach(one.facts)
+        with pytest.raises(Fenced):
+            await first.drop()
+        assert len((await owner.inspect()).tensors[0].held) == 4
+
+
+async def test_engines_that_differ_are_told_and_not_served_as_one(tmp_path: Path) -> None:
+    homes = [tmp_path / "a", tmp_path / "b"]
+    for home in homes:
+        home.mkdir()
+    one, two = (ToyEngine(home) for home in homes)
+    path = tmp_path / "run" / "e.sock"
+    version = one.step()
+    async with listening(path, one, two):
+        owner = VllmEngine(path)
+        await served(owner, one)
+        await owner.prepare(one.transaction(version))
+        faults.plant("apply", times=4)  # both applies of both ranks of the first engine
+        swapped = await owner.swap("txn")
+        assert swapped.verdict is Verdict.BEGUN
+        assert "engine 0: rolled back" in swapped.reason
+        assert "engine 1: committed" in swapped.reason
+        with pytest.raises(EngineRefused, match="different weights"):
+            await VllmEngine(path).attach(one.facts)
+
+
+# -- the gate ---------------------------------------------------------------------------------------------------------
+
+
+class Health:
+    """What vLLM's API server asks of an endpoint plugin, and what a load balancer asks of it."""
+
+    def __init__(self, settings: Settings, client: CoreClient) -> None:
+        from fastapi import FastAPI
+
+        self.endpoint = Endpoint(settings)
+        self.app = FastAPI()
+        self.client = SimpleNamespace(engine_core=client, check_health=self._check)
+        self.app.state.engine_client = self.client
+        self.endpoint.attach_router(self.app)
+
+    async def _check(self) -> None:
+        if self.client.engine_core.dead:
+            raise exceptions.EngineDeadError
+
+    async def init(self) -> None:
+        await self.endpoint.init_state(self.client, self.app.state, SimpleNamespace())
+
+    async def status(self) -> int:
+        (route,) = [route for route in self.app.routes if getattr(route, "path", "") == "/health"]
+        answer = await route.endpoint()
+        return int(answer.status_code)
+
+    async def becomes(self, status: int) -> bool:
+        for _ in range(100):
+            if await self.status() == status:
+                return True
+            await asyncio.sleep(0.02)
+        return False
+
+
+async def test_the_port_is_held_until_the_engine_serves(tmp_path: Path, engine: ToyEngine) -> None:
+    path = tmp_path / "run" / "e.sock"
+    server = Health(Settings(socket=path), CoreClient(engine))
+    opening = asyncio.create_task(server.init())
+    while not path.exists():  # noqa: ASYNC110  the server makes it
+        await asyncio.sleep(0.005)
+    owner = VllmEngine(path)
+    await owner.attach(engine.facts)
+    await owner.prove(0, engine.vector_file(0), "v0")
+    await asyncio.sleep(0.3)
+    assert not opening.done()
+    await owner.serve()
+    await opening
+    assert await server.becomes(200)
+
+
+async def test_a_second_api_server_waits_too_and_opens_no_socket(tmp_path: Path, engine: ToyEngine) -> None:
+    path = tmp_path / "run" / "e.sock"
+    server = Health(Settings(socket=path), CoreClient(engine, client_index=1))
+    opening = asyncio.create_task(server.init())
+    await asyncio.sleep(0.3)
+    assert not opening.done()
+    assert not path.exists()
+    engine.ready()
+    await opening
+
+
+async def test_health_follows_proof_and_death_but_not_a_pause(tmp_path: Path, engine: ToyEngine) -> None:
+    server = Health(Settings(socket=tmp_path / "run" / "e.sock", gate="health"), CoreClient(engine))
+    await server.init()
+    assert await server.status() == 503
+    engine.ready()
+    assert await server.becomes(200)
+    engine.host.halt()  # an operator's pause, or a swap
+    await asyncio.sleep(0.4)
+    assert await server.status() == 200
+    engine.core.unprove("a test says so")
+    assert await server.becomes(503)
+    engine.ready()
+    assert await server.becomes(200)
+    server.client.engine_core.dead = True
+    assert await server.status() == 503
+
+
+async def test_a_dead_engine_ends_the_wait_at_the_gate(tmp_path: Path, engine: ToyEngine) -> None:
+    server = Health(Settings(socket=tmp_path / "run" / "e.sock"), CoreClient(engine))
+    opening = asyncio.create_task(server.init())
+    await asyncio.sleep(0.05)
+    server.client.engine_core.dead = True
+    with pytest.raises(EngineGone):
+        await opening
+
+
+async def test_without_a_socket_or_an_engine_the_plugin_does_nothing(tmp_path: Path, engine: ToyEngine) -> None:
+    off = Health(Settings(), CoreClient(engine))
+    await off.init()
+    assert not [route for route in off.app.routes if getattr(route, "path", "") == "/health"]
+    render = Endpoint(Settings(socket=tmp_path / "run" / "e.sock"))
+    await render.init_state(None, SimpleNamespace(), SimpleNamespace())
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,142 @@
+"""What is put into EngineCore, what is checked before, and how the process ends when a worker does not answer."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dcr_daemon.vllm_plugin import compat, hooks
+from dcr_daemon.vllm_plugin.compat import UnsupportedVllm
+from dcr_daemon.vllm_plugin.settings import Settings
+
+GOOD = {"VLLM_PLUGINS": "dcr,dcr_endpoint", "DCR_SOCKET": "/run/dcr/vllm.sock"}
+
+
+def test_a_call_that_does_not_come_back_ends_the_engine() -> None:
+    ended = threading.Event()
+    why: list[str] = []
+
+    def end(reason: str) -> None:
+        why.append(reason)
+        ended.set()
+
+    watchdog = hooks.Watchdog(0.05, end)
+    with watchdog.over("apply"):
+        assert ended.wait(10)
+    assert "apply" in why[0]
+
+
+def test_calls_in_time_end_nothing() -> None:
+    ended = threading.Event()
+    watchdog = hooks.Watchdog(0.2, lambda reason: ended.set())
+    for _ in range(50):
+        with watchdog.over("apply"):
+            pass
+    assert not ended.wait(0.5)
+
+
+def test_a_watchdog_can_be_switched_off() -> None:
+    before = threading.active_count()
+    with hooks.Watchdog(0, lambda reason: None).over("apply"):
+        assert threading.active_count() == before
+
+
+def test_an_engine_without_our_workers_does_not_start() -> None:
+    engine = SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(worker_extension_cls="")))
+    with pytest.raises(UnsupportedVllm, match="--worker-extension-cls"):
+        hooks.make_core(engine, Settings(socket=Path("/run/dcr/vllm.sock")))
+
+
+def test_resume_asks_the_core_whoever_calls_it() -> None:
+    resumed: list[Any] = []
+    resume = hooks._guarded(resumed.append)
+    with pytest.raises(RuntimeError, match="no dcr core"):
+        resume(SimpleNamespace())
+    with pytest.raises(RuntimeError, match="resume refused: it is Tuesday"):
+        resume(SimpleNamespace(dcr=SimpleNamespace(why_not_resume=lambda: "it is Tuesday")))
+    assert resumed == []
+    resume(SimpleNamespace(dcr=SimpleNamespace(why_not_resume=lambda: "")))
+    assert len(resumed) == 1
+
+
+def test_this_vllm_has_every_name_we_touch() -> None:
+    pytest.importorskip("vllm")
+    compat.require(compat.ENGINE_NAMES)
+    compat.require(compat.CPU_RIG_NAMES)
+
+
+def test_a_missing_name_is_told_with_what_to_do() -> None:
+    assert compat.missing({"json": ("loads", "JSONDecoder.nothing"), "no_such_module": ("x",)}) == [
+        "json.JSONDecoder.nothing",
+        "no_such_module",
+    ]
+    pytest.importorskip("vllm")
+    with pytest.raises(UnsupportedVllm, match=r"json\.nothing.*docs/VLLM\.md"):
+        compat.require({"json": ("nothing",)})
+
+
+def test_a_changed_signature_is_found() -> None:
+    assert compat.misfits({("json", "loads"): ("s", "nothing")}) == ["json.loads(nothing=)"]
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"VLLM_PLUGINS": "dcr"}, "does not name both"),
+        ({"VLLM_PLUGINS": ""}, "does not name both"),
+        ({"VLLM_USE_RUST_FRONTEND": "1"}, "Rust front end"),
+    ],
+)
+def test_a_start_that_could_never_be_proved_is_refused(change: dict[str, str], text: str) -> None:
+    compat.require_start(GOOD)
+    with pytest.raises(UnsupportedVllm, match=text):
+        compat.require_start(GOOD | change)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("DCR_SOCKET", "relative.sock"),
+        ("DCR_SOCKET", "/" + "x" * 120),
+        ("DCR_PAUSE", "sometimes"),
+        ("DCR_CACHES", "maybe"),
+        ("DCR_STAGE_CAP", "much"),
+        ("DCR_STAGE_CAP", "10"),
+        ("DCR_BACKGROUND_CPUS", "0-x"),
+        ("DCR_WATCHDOG", "-1"),
+        ("DCR_WATCHDOG", "nan"),
+        ("DCR_GATE", "open"),
+    ],
+)
+def test_a_wrong_variable_is_named(name: str, value: str) -> None:
+    with pytest.raises(UnsupportedVllm, match=name):
+        Settings.read({name: value})
+
+
+def test_variables_are_read_as_documented() -> None:
+    assert Settings.read({}) == Settings()
+    read = Settings.read(
+        {
+            "DCR_SOCKET": "/run/dcr/vllm.sock",
+            "DCR_PAUSE": "wait",
+            "DCR_CACHES": "keep",
+            "DCR_STAGE_CAP": "1048576",
+            "DCR_BACKGROUND_CPUS": "8,0-2",
+            "DCR_GATE": "health",
+            "DCR_WATCHDOG": "0",
+        }
+    )
+    assert read == Settings(Path("/run/dcr/vllm.sock"), "wait", "keep", 1 << 20, (0, 1, 2, 8), 0.0, "health")
+
+
+def test_without_a_socket_the_plugin_leaves_vllm_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = pytest.importorskip("vllm.v1.engine.core")
+    monkeypatch.delenv("DCR_SOCKET", raising=False)
+    from dcr_daemon.vllm_plugin import register
+
+    register()
+    assert not hasattr(core.EngineCore, hooks.METHOD)
