@@ -88,6 +88,8 @@ def run(arguments: Sequence[str]) -> int:
     except BrokenPipeError:
         sys.stderr.close()  # whoever read our output has gone, as after `dcr log … | head`
         return 0
+    if code == INTERRUPTED:  # typer's own answer to a KeyboardInterrupt
+        return report_error("interrupted", "", "Interrupted", INTERRUPTED, json=json)
     return code if isinstance(code, int) else 0
 
 

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -53,11 +53,12 @@ class Process:
     _popen: subprocess.Popen[bytes] | None = None
 
     def start(self) -> Self:
-        """Start it; returns at once."""
+        """Start it; returns at once. An interrupt meanwhile is raised only when `stop` knows what to stop."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as files:
             log: IO[bytes] = files.enter_context(self.log.open("ab"))
             out = files.enter_context(self.stdout.open("wb")) if self.stdout else log
+            files.enter_context(_signals_deferred())
             self._popen = subprocess.Popen(
                 list(self.argv),
                 stdin=subprocess.DEVNULL,
@@ -91,6 +92,10 @@ class Process:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, sig)
 
+    def signal_leader(self, sig: signal.Signals) -> None:
+        """Send a signal to the process alone, as a terminal or a supervisor would to a command that has children."""
+        os.kill(self.pid, sig)
+
     def stop(self) -> None:
         """SIGTERM to the leader, `grace` seconds, then SIGKILL to whatever is left of the group."""
         if self._popen is None:
@@ -120,10 +125,32 @@ class Process:
         return self
 
     def __enter__(self) -> Self:
-        return self if self._popen else self.start()
+        try:
+            return self if self._popen else self.start()
+        except BaseException:
+            self.stop()  # a `with` whose entry fails has no exit
+            raise
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.stop()
+
+
+@contextlib.contextmanager
+def _signals_deferred() -> Iterator[None]:
+    """Hold SIGINT and SIGTERM back while a child is being made: between fork and assignment nobody could stop it."""
+    held: list[int] = []
+    try:
+        old = {n: signal.signal(n, lambda n, _: held.append(n)) for n in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not the main thread: no handler runs here anyway
+        yield
+        return
+    try:
+        yield
+    finally:
+        for caught, handler in old.items():
+            signal.signal(caught, handler)
+        for number in held:
+            signal.raise_signal(number)
 
 
 def free_ports(count: int) -> list[int]:

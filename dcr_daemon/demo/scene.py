@@ -56,7 +56,12 @@ class Scene:
     def start(self, name: str, argv: Sequence[str], env: Mapping[str, str] | None = None) -> Process:
         """Start a process that ends with the scene."""
         process = Process(name, argv, self.work / f"{name}.log", {**self.env, **(env or {})})
-        self._stack.enter_context(process)
+        return self._begin(process)
+
+    def _begin(self, process: Process) -> Process:
+        """Its end is arranged before its beginning, so that no interrupt can fall between the two."""
+        self._stack.callback(process.stop)
+        process.start()
         self.processes.append(process)
         return process
 
@@ -86,8 +91,7 @@ class Scene:
     def vllm(self, model: Path, name: str = "vllm", **options: Any) -> VllmServer:
         """Start a vLLM server; it opens its public port only when a subscriber has proved it."""
         server = vllm_server(model, self.work, name=name, **options)
-        self._stack.enter_context(server.process)
-        self.processes.append(server.process)
+        self._begin(server.process)
         return server
 
     def traffic(self, server: VllmServer, *, clients: int = 2, tokens: int = 24) -> Process:

@@ -55,9 +55,13 @@ def configure(level: Level = "info", *, json: bool | None = None) -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-        cache_logger_on_first_use=True,
+        logger_factory=_to_stderr,
+        cache_logger_on_first_use=False,  # stderr may be replaced while we run, and lines are few
     )
+
+
+def _to_stderr(*_: Any) -> structlog.PrintLogger:
+    return structlog.PrintLogger(sys.stderr)
 
 
 def bind(**context: Any) -> None:
