@@ -70,7 +70,7 @@ def make(home: Path) -> Streamed:
 
 @pytest.fixture(scope="session")
 def streamed(tmp_path_factory: pytest.TempPathFactory) -> Streamed:
-    """For tests that only read it."""
+    """For tests that only read it (replicas may report into it)."""
     return make(tmp_path_factory.mktemp("streamed"))
 
 
