@@ -5,6 +5,7 @@ Every record names the seal and the anchor before it, so a cold reader loads exa
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Callable, Collection
 from typing import TypeVar
 
@@ -65,10 +66,12 @@ class History:
         """
         last = self._tip().state.seal.version if last is None else last
         found: list[Seal] = []
+        if last < first:
+            return found
         async for seal in self._back(last):
-            if seal.version < first:
-                break
             found.append(seal)
+            if seal.version <= first:
+                break
         return found[::-1]
 
     async def seal(self, version: int) -> Seal:
@@ -79,16 +82,16 @@ class History:
 
     async def anchors(self) -> list[Anchor]:
         """Anchors at or above the floor, newest first; of several for one version, the newest."""
-        state = self._tip().state
-        found: dict[int, Anchor] = {}
-        at = state.anchor
-        while at is not None and at.version >= state.floor:
-            anchor = self._anchors.get(at.seq) or await self.record(at.seq)
-            if not isinstance(anchor, Anchor) or anchor.version != at.version or anchor.state is None:
-                raise Corrupt(f"record {at.seq} of {self._store.url} is not the anchor of version {at.version}")
-            found.setdefault(anchor.version, anchor)
-            at = anchor.state.anchor
-        return list(found.values())
+        return [anchor async for anchor in self.anchors_back()]
+
+    async def anchor(self, version: int) -> Anchor:
+        """The newest anchor of one version. Raises `NotFound` if it has none at or above the floor."""
+        async for anchor in self.anchors_back():
+            if anchor.version == version:
+                return anchor
+            if anchor.version < version:
+                break
+        raise NotFound(f"version {version} of {self._store.url} has no anchor")
 
     async def route(self, have: int | None, target: int, *, avoid: Collection[int] = ()) -> Route:
         """The cheapest way from `have` (None: from nothing) to `target`, reading no more history than decides it.
@@ -100,33 +103,58 @@ class History:
             NoRoute: nothing leads there, with the reason.
         """
         floor = self._tip().state.floor
-        sizes = {a.version: a.bytes for a in await self.anchors() if a.version <= target and a.version not in avoid}
-        lowest = max(floor, 1, min(sizes, default=target) + 1 if have is None else have + 1)
+        if target > self._tip().state.seal.version:
+            raise self._unsealed(target)
+        seals = self._back(target)
+        anchors = (a async for a in self.anchors_back() if a.version <= target and a.version not in avoid)
+        anchor = await anext(anchors, None)
         hops: dict[int, int] = {}
-        cost, best = 0, sizes.get(target)
-        async for seal in self._back(target):
+        sizes: dict[int, int] = {}
+        version, cost, best = target, 0, math.inf
+        while True:
+            if anchor is not None and anchor.version == version:
+                sizes[version], best = anchor.bytes, min(best, cost + anchor.bytes)
+                anchor = await anext(anchors, None)
             # Every other way passes over the hops read so far: once dearer than a whole way, none of them matters.
-            if seal.version < lowest or (best is not None and cost > best):
+            end = have if have is not None else anchor.version if anchor else version
+            if version <= end or version < max(floor, 1) or cost > best:
                 break
-            hops[seal.version] = seal.bytes
-            cost += seal.bytes
-            if (anchor := sizes.get(seal.version - 1)) is not None:
-                best = min(best if best is not None else cost + anchor, cost + anchor)
+            hops[version] = (await anext(seals)).bytes
+            cost, version = cost + hops[version], version - 1
         return plan_route(have, target, hops=hops, anchors=sizes, floor=floor)
+
+    async def anchors_back(self) -> AsyncIterator[Anchor]:
+        """What `anchors` lists, each record read when it is asked for."""
+        state, last = self._tip().state, None
+        at = state.anchor
+        while at is not None and at.version >= state.floor:
+            anchor = self._anchors.get(at.seq) or await self.record(at.seq)
+            if not isinstance(anchor, Anchor) or anchor.version != at.version or anchor.state is None:
+                raise Corrupt(f"record {at.seq} of {self._store.url} is not the anchor of version {at.version}")
+            if anchor.version != last:
+                yield anchor
+            at, last = anchor.state.anchor, anchor.version
 
     async def _back(self, version: int) -> AsyncIterator[Seal]:
         """The seals from `version` down to that of version 1, read as they are asked for."""
         newest = self._tip().state.seal
         if version > newest.version:
-            raise NotFound(f"version {version} of {self._store.url} is not sealed; the newest is {newest.version}")
-        # Any seal above says where the one below it lies; the lowest of those known saves reading those between.
-        known = min((above for above in self._seals if above > version), default=None)
-        seq, at = (newest.seq, newest.version) if known is None else (self._seals[known].previous, known - 1)
+            raise self._unsealed(version)
+        # Every record that counts says where the newest seal before it lies: the lowest of those that are known and not
+        # below `version` saves reading what is between.
+        known = [(newest.version, newest.seq)]
+        known += [(above - 1, seal.previous) for above, seal in self._seals.items() if above > version]
+        known += [(a.state.seal.version, a.state.seal.seq) for a in self._anchors.values() if a.state]
+        at, seq = min(place for place in known if place[0] >= version)
         while at >= 1:
             seal = self._seals.get(at) or await self._seal(seq, at)
             if at <= version:
                 yield seal
             seq, at = seal.previous, at - 1
+
+    def _unsealed(self, version: int) -> NotFound:
+        newest = self._tip().state.seal.version
+        return NotFound(f"version {version} of {self._store.url} is not sealed; the newest is {newest}")
 
     async def _seal(self, seq: int, version: int) -> Seal:
         record = await self.record(seq)

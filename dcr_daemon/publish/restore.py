@@ -111,13 +111,13 @@ class Restorer:
 
     async def extras(self) -> dict[str, bytes]:
         """Side files of the newest anchor; none if there is no anchor."""
-        for anchor in await self._ledger.history.anchors():
+        async for anchor in self._ledger.history.anchors_back():
             index = await self._objects.read_anchor_index(anchor)
             return {Path(ref.key).name: await self._objects.read_file(ref, anchor.version) for ref in index.extras}
         return {}
 
     async def _load_anchor(self, version: int) -> None:
-        anchor = next(a for a in await self._ledger.history.anchors() if a.version == version)
+        anchor = await self._ledger.history.anchor(version)
         index = await self._objects.read_anchor_index(anchor)
         filled = [0] * len(self._baseline.layout)
         self._baseline.lose()

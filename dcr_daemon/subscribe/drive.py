@@ -363,7 +363,7 @@ class Driver:
 
     async def _load(self, version: int) -> None:
         at, base, began = self._at, self.version, runtime.monotonic()
-        anchor = next(anchor for anchor in await at.ledger.history.anchors() if anchor.version == version)
+        anchor = await at.ledger.history.anchor(version)
         record = await record_of(at.ledger, version)
         try:
             files = await at.anchors.fetch(anchor)

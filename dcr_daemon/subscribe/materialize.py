@@ -183,7 +183,7 @@ class _Builder:
 
     async def _load_anchor(self, engine: DirectoryEngine, stage: Stage, version: int) -> None:
         anchors = AnchorFiles(self._shop, self._objects, self._workers)
-        anchor = next(anchor for anchor in await self._ledger.history.anchors() if anchor.version == version)
+        anchor = await self._ledger.history.anchor(version)
         await self._load(engine, stage, version, await anchors.fetch(anchor), "anchor")
         anchors.forget()
 

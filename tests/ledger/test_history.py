@@ -102,6 +102,56 @@ def test_anchors_newest_first_down_to_the_floor(store: Any, writer: Any) -> None
     asyncio.run(check())
 
 
+def test_a_route_costs_the_same_however_long_the_history(store: Any, make: Any) -> None:
+    async def check() -> None:
+        writer = make.Writer(Ledger(store))
+        await writer.create()
+        await writer.ledger.claim("trainer")
+        for version in range(1, 301):
+            await writer.version(100)
+            if version % 5 == 0:
+                await writer.anchor(version)
+        for have, hops in ((299, (300,)), (None, ())):
+            ledger = await reader(store)
+            store.requests.clear()
+            route = await ledger.history.route(have, 300)
+            assert route.hops == hops
+            assert store.requests["get"] < 20, "neither every anchor nor every seal"
+
+    asyncio.run(check())
+
+
+def test_an_old_version_is_found_by_way_of_the_anchors_above_it(store: Any, writer: Any) -> None:
+    async def check() -> None:
+        ledger = await reader(store)
+        await ledger.history.anchors()
+        store.requests.clear()
+        assert (await ledger.history.seal(2)).bytes == 2
+        assert store.requests["get"] == 3, "from the anchor of version 4 down"
+
+    asyncio.run(check())
+
+
+def test_the_anchor_of_one_version(store: Any, writer: Any) -> None:
+    async def check() -> None:
+        history = (await reader(store)).history
+        assert (await history.anchor(4)).version == 4
+        for version in (0, 6, 10):
+            with pytest.raises(NotFound, match=f"version {version} "):
+                await history.anchor(version)
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("have", [None, 3, 11])
+def test_no_route_to_a_version_that_is_not_sealed(store: Any, writer: Any, have: int | None) -> None:
+    async def check() -> None:
+        with pytest.raises(NotFound, match=r"version 11 .* is not sealed; the newest is 10"):
+            await (await reader(store)).history.route(have, 11)
+
+    asyncio.run(check())
+
+
 @pytest.mark.parametrize("damage", ["gone", "junk", "another record"])
 def test_a_damaged_record_is_named(store: Any, writer: Any, damage: str) -> None:
     async def check() -> None:
