@@ -261,7 +261,7 @@ async def test_a_chunk_of_another_version_is_refused(dense: Rig) -> None:
         before=right.before,
         after=right.after,
     )
-    await refused(dense, Transaction(id="mixed", hops=[mixed], label="mixed"), Corrupt, "")
+    await refused(dense, Transaction(id="mixed", hops=[mixed], label="mixed"), Corrupt, "version")
 
 
 async def test_a_failure_inside_the_job_is_told_and_the_next_prepare_works(dense: Rig) -> None:
