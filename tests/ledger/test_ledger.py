@@ -44,6 +44,7 @@ class TestOutcomes:
             seal = await writer.version()
             assert records.decode_record(store.objects[names.record(seal.seq)]) == seal
             assert writer.ledger.state == await state_of(store)
+            assert await writer.ledger.settle() is None, "nothing is open"
 
         run(check())
 
@@ -105,7 +106,7 @@ class TestOutcomes:
 
     @pytest.mark.parametrize("lands", [True, False])
     def test_an_undecided_record_is_kept_and_settled_first(
-        self, store: Any, make: Any, events: Any, lands: bool
+        self, store: Any, make: Any, events: Any, still: Any, lands: bool
     ) -> None:
         async def check() -> None:
             writer = await publisher(store, make, emit=events)
@@ -118,6 +119,8 @@ class TestOutcomes:
             assert ledger.undecided
             assert ledger.state.seal.version == 0, "nothing is reported before it is read"
             assert len(events.of(Waiting)) == TRIES
+            assert len(still.slept) == TRIES - 1
+            assert still.slept == sorted(still.slept), "tries grow rarer"
             if lands:
                 store.land_ghosts()
             settled = await ledger.settle()

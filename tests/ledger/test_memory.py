@@ -23,6 +23,8 @@ def test_it_survives_and_never_goes_down(tmp_path: Path) -> None:
     assert memory.served is None
     memory.saw(tip(5))
     memory.saw(tip(3))
+    assert memory.mark is not None
+    assert memory.mark.tip == tip(5)
     memory.serves(2)
     memory.serves(1)
     memory.saw(tip(6))

@@ -11,7 +11,8 @@ import pytest
 from fakes import MemoryStore
 from streams import StreamWriter
 
-from dcr_daemon.errors import Corrupt, NotFound
+from dcr_daemon.codec.decode import open_chunk
+from dcr_daemon.errors import Corrupt, CorruptChunk, NotFound
 from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.records import Floor, ObjectRef
 from dcr_daemon.ledger.verify import Report, verify
@@ -205,6 +206,32 @@ class TestThatItAddsUp:
         self.reseal(stream, parts=[self.put(stream, seals[4].parts[0].key, body)])
         (damage,) = check(stream).damages
         assert "does not have the" in damage.what
+
+    def test_a_chunk_that_cannot_be_decoded(self, stream: StreamWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Its digest is right and its table is; what its writer put into the streams is not."""
+
+        def spoiled(*arguments: Any) -> Any:
+            chunk = open_chunk(*arguments)
+            if chunk.id.version == 2:
+                monkeypatch.setattr(chunk, "changes", self.raising)
+            return chunk
+
+        monkeypatch.setattr("dcr_daemon.ledger.verify.open_chunk", spoiled)
+        assert {damage.version for damage in check(stream).damages} == {2}
+
+    @staticmethod
+    def raising(_n: int) -> None:
+        raise CorruptChunk("positions do not ascend")
+
+    def test_an_anchor_with_another_sum_than_its_version(self, stream: StreamWriter) -> None:
+        async def write() -> None:
+            anchor = await stream.anchor(4)
+            body = records.encode(msgspec.structs.replace(anchor, total="0" * 16))
+            stream.store.objects[names.record(anchor.seq)] = body
+
+        asyncio.run(write())
+        (damage,) = check(stream).damages
+        assert "its sum is not that of the version" in damage.what
 
 
 class TestRetention:
