@@ -58,7 +58,7 @@ class Placement:
 class HopTable:
     """The segment tables of one version's chunks, one row per segment in the order in which ranks number them.
 
-    `tensor`, `changed`: int64; `before`, `after`: u64; `chunk`: which of the hop's chunks.
+    `tensor`, `changed`: int64; `before`, `after`: u64.
     """
 
     version: int
@@ -66,7 +66,6 @@ class HopTable:
     changed: Ints
     before: Vector
     after: Vector
-    chunk: Ints
 
     def delta(self, tensors: int) -> Vector:
         """[tensors]: what this version adds to each tensor's fingerprint, mod 2^64."""

@@ -71,18 +71,14 @@ def read_promise(hops: Sequence[Hop], layout: Layout) -> Promise:
 def read_table(hop: Hop, layout: Layout) -> HopTable:
     """The segments of one version, in the order in which workers number them."""
     segments: list[Segment] = []
-    chunk: list[int] = []
-    for number, path in enumerate(hop.chunks):
-        here = _segments(path, hop, layout)
-        segments += here
-        chunk += [number] * len(here)
+    for path in hop.chunks:
+        segments += _segments(path, hop, layout)
     return HopTable(
         version=hop.version,
         tensor=np.array([s.tensor for s in segments], dtype=np.int64),
         changed=np.array([s.changed for s in segments], dtype=np.int64),
         before=np.array([s.before for s in segments], dtype=np.uint64),
         after=np.array([s.after for s in segments], dtype=np.uint64),
-        chunk=np.array(chunk, dtype=np.int64),
     )
 
 

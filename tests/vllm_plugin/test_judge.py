@@ -131,7 +131,6 @@ def table(*rows: tuple[int, int, int, int]) -> judge.HopTable:
         changed=np.array(columns[1], dtype=np.int64),
         before=np.array(columns[2], dtype=np.uint64),
         after=np.array(columns[3], dtype=np.uint64),
-        chunk=np.zeros(len(rows), dtype=np.int64),
     )
 
 
