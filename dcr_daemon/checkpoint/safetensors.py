@@ -13,6 +13,7 @@ import errno
 import json
 import mmap
 import os
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,7 +102,7 @@ def _read_exact(descriptor: int, size: int, at: int) -> bytes:
     return b"".join(parts)
 
 
-def read_header(path: Path, descriptor: int | None = None) -> Header:
+def read_header(path: Path) -> Header:
     """Read and check a file's header; not one byte of weights.
 
     Raises:
@@ -109,22 +110,38 @@ def read_header(path: Path, descriptor: int | None = None) -> Header:
         Incompatible: it is no safetensors file, or holds a dtype that is not byte-sized.
         Corrupt: it is one, but truncated, too long, or inconsistent.
     """
-    own = descriptor is None
+    descriptor = _open(path, os.O_RDONLY)
     try:
-        fd = os.open(path, os.O_RDONLY) if descriptor is None else descriptor
+        return _header_of(path, descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _open(path: Path, access: int) -> int:
+    """A descriptor of a plain file. Whatever else bears the name is refused, and a pipe is not waited for."""
+    try:
+        descriptor = os.open(path, access | os.O_NONBLOCK | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise NotFound(f"there is no file {path}") from error
     except OSError as error:
         raise Incompatible(f"{path} cannot be opened: {error.strerror}") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise Incompatible(f"{path} is not a regular file", hint="remove it, or rename it")
+    return descriptor
+
+
+def _header_of(path: Path, descriptor: int) -> Header:
+    """`read_header` of an open file; every error names it."""
     try:
-        return _read_header(path, fd)
+        return _read_header(path, descriptor)
+    except (EOFError, OSError) as error:
+        why = "it shrank while it was read" if isinstance(error, EOFError) else error.strerror
+        raise Corrupt(f"{path} cannot be read: {why}", hint="write the file again") from error
     except DcrError as error:
         if str(path) in error.message:
             raise
         raise type(error)(f"{path}: {error.message}", hint=error.hint) from error
-    finally:
-        if own:
-            os.close(fd)
 
 
 def _read_header(path: Path, fd: int) -> Header:
@@ -159,15 +176,10 @@ class SafetensorsFile:
     def __init__(self, path: Path | str, *, writable: bool = False) -> None:
         self.path = Path(path)
         self._writable = writable
-        try:
-            self._fd = os.open(self.path, os.O_RDWR if writable else os.O_RDONLY)
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise NotFound(f"there is no file {self.path}") from error
-        except OSError as error:
-            raise Incompatible(f"{self.path} cannot be opened: {error.strerror}") from error
+        self._fd = _open(self.path, os.O_RDWR if writable else os.O_RDONLY)
         self._map: mmap.mmap | None = None
         try:
-            self.header = read_header(self.path, self._fd)
+            self.header = _header_of(self.path, self._fd)
         except DcrError:
             os.close(self._fd)
             raise
@@ -212,10 +224,6 @@ class SafetensorsFile:
             self._map.flush()
         os.fsync(self._fd)
 
-    @property
-    def descriptor(self) -> int:
-        return self._fd
-
     def close(self) -> None:
         if self._fd < 0:
             return
@@ -251,10 +259,11 @@ class SafetensorsBytes:
         except (ValueError, RecursionError) as error:
             raise Corrupt(f"{name} is damaged: {error}") from error
         self.specs, self.metadata = self.header.specs, self.header.metadata
+        self._by_name = {spec.name: spec for spec in self.specs}
 
     def bits(self, name: str) -> Bits:
         """Unsigned lanes [elements] of a tensor, a view over the bytes."""
-        spec = next(spec for spec in self.specs if spec.name == name)
+        spec = self._by_name[name]
         begin, _ = self.header.spans[name]
         return np.frombuffer(self._body, dtype=lane_dtype(spec.width), count=spec.elements, offset=begin)
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcr_daemon.canonical.layout import TensorSpec
+from dcr_daemon.checkpoint import safetensors as module
 from dcr_daemon.checkpoint.safetensors import SafetensorsFile, read_header, write_safetensors
 from dcr_daemon.errors import Corrupt, Incompatible, NotFound
 
@@ -136,6 +139,31 @@ def test_other_files_are_incompatible(raw_file: Raw, tmp_path: Path) -> None:
         read_header(raw_file({"x": entry("F4")}, b"1234"))
     with pytest.raises(NotFound):
         read_header(tmp_path / "nothing.safetensors")
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo], ids=["directory", "pipe"])
+def test_what_is_no_plain_file_is_refused_and_never_waited_for(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    path = tmp_path / "a.safetensors"
+    make(path)
+    for look in (read_header, SafetensorsFile):
+        with pytest.raises(Incompatible, match="not a regular file"):
+            look(path)
+
+
+@pytest.mark.parametrize("error", [EOFError(8), OSError(errno.EIO, "Input/output error")])
+def test_a_header_that_cannot_be_read_to_its_end_is_corrupt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    path = tmp_path / "a.safetensors"
+    write_safetensors(path, specimens())
+
+    def fail(descriptor: int, size: int, at: int) -> bytes:
+        raise error
+
+    monkeypatch.setattr(module, "_read_exact", fail)
+    for look in (read_header, SafetensorsFile):
+        with pytest.raises(Corrupt, match=r"a\.safetensors cannot be read"):
+            look(path)
 
 
 def test_a_huge_header_claim_allocates_nothing(raw_file: Raw) -> None:
