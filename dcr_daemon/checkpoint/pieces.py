@@ -1,4 +1,4 @@
-"""How a version is cut into files that one PUT can carry, and joined again (FORMATS 3, anchors).
+"""How a version is cut into files that one PUT can carry, and joined again (docs/FORMAT.md 3, anchors).
 
 A tensor that fits is stored under its own name. A larger one, or a box that one rank of many owns, is stored as
 entries `name#n`; the file's `__metadata__` maps each such entry to the JSON `[name, dst, shape, dst_strides]`.
@@ -38,8 +38,8 @@ def plan_files(layout: Layout, limit: int = FILE_BYTES) -> list[list[Piece]]:
     """Cut `layout` into files of at most `limit` bytes of tensors each, in layout order."""
     files: list[list[Piece]] = [[]]
     room = limit
-    for tensor, spec in enumerate(layout):
-        for piece in _cut(tensor, spec, limit):
+    for tensor in range(len(layout)):
+        for piece in _cut(layout, tensor, limit):
             if piece.entry.nbytes > room and files[-1]:
                 files.append([])
                 room = limit
@@ -48,14 +48,17 @@ def plan_files(layout: Layout, limit: int = FILE_BYTES) -> list[list[Piece]]:
     return files
 
 
-def _cut(tensor: int, spec: TensorSpec, limit: int) -> Iterator[Piece]:
+def _cut(layout: Layout, tensor: int, limit: int) -> Iterator[Piece]:
+    spec = layout[tensor]
     if spec.nbytes <= limit:
         yield Piece(tensor, 0, spec.elements, spec)
         return
-    step = max(1, limit // spec.width)
+    step, mark = max(1, limit // spec.width), "#"
     for n, start in enumerate(range(0, spec.elements, step)):
+        while f"{spec.name}{mark}{n}" in layout:  # a tensor may itself be called so
+            mark += "#"
         count = min(step, spec.elements - start)
-        yield Piece(tensor, start, count, TensorSpec(f"{spec.name}#{n}", spec.dtype, (count,)))
+        yield Piece(tensor, start, count, TensorSpec(f"{spec.name}{mark}{n}", spec.dtype, (count,)))
 
 
 def piece_metadata(layout: Layout, pieces: list[Piece]) -> dict[str, str]:
@@ -75,8 +78,8 @@ def read_pieces(file: SafetensorsFile | SafetensorsBytes, layout: Layout) -> Ite
         Corrupt: an entry that is neither a tensor of the layout nor a well-placed piece of one.
     """
     for entry in file.specs:
-        placed = file.metadata.get(entry.name)
-        name, box = _place(file, entry, placed) if placed is not None else (entry.name, None)
+        # Metadata holds other things too ("format"), which a tensor may be called: its own name comes first.
+        name, box = (entry.name, None) if entry.name in layout else _place(file, entry)
         if name not in layout:
             raise Corrupt(f"{file.path}: {name} is not in the stream's layout")
         tensor = layout.index(name)
@@ -85,14 +88,17 @@ def read_pieces(file: SafetensorsFile | SafetensorsBytes, layout: Layout) -> Ite
             if entry != spec:
                 raise Corrupt(f"{file.path}: {name} is {entry.dtype} {entry.shape}, not {spec.dtype} {spec.shape}")
             box = Box.flat(0, spec.elements) if spec.elements else None
-        elif entry.dtype != spec.dtype or box.last >= spec.elements or box.elements != entry.elements:
-            raise Corrupt(f"{file.path}: {entry.name} does not lie inside {name}")
+        elif entry.dtype != spec.dtype or not box.fits(spec.elements) or box.elements != entry.elements:
+            raise Corrupt(f"{file.path}: {entry.name} is no piece of {name}")
         yield tensor, box, file.bits(entry.name)
 
 
-def _place(file: SafetensorsFile | SafetensorsBytes, entry: TensorSpec, placed: str) -> tuple[str, Box]:
+def _place(file: SafetensorsFile | SafetensorsBytes, entry: TensorSpec) -> tuple[str, Box]:
+    if entry.name not in file.metadata:
+        raise Corrupt(f"{file.path}: {entry.name} is not in the stream's layout")
     try:
-        name, dst, shape, strides = msgspec.json.decode(placed, type=tuple[str, int, tuple[int, ...], tuple[int, ...]])
+        place = msgspec.json.decode(file.metadata[entry.name], type=tuple[str, int, tuple[int, ...], tuple[int, ...]])
+        name, dst, shape, strides = place
         return name, Box(dst, shape, strides)
     except (msgspec.MsgspecError, ValueError) as error:
         raise Corrupt(f"{file.path}: the place of {entry.name} does not parse: {error}") from error

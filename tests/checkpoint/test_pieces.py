@@ -34,9 +34,32 @@ def test_pieces_join_to_the_tensors_whatever_the_limit(tmp_path: Path, limit: in
     assert all((s == 1).all() for s in seen)
 
 
+def test_tensors_named_like_metadata_or_like_pieces_come_back(tmp_path: Path) -> None:
+    names = ("format", "w", "w#1", "w#3", "w##3")
+    layout = Layout([TensorSpec(name, "U8", (6 if name == "w" else 1,)) for name in names])
+    values = [np.arange(spec.elements, dtype="u1") + 10 * n for n, spec in enumerate(layout)]
+    joined = [np.zeros_like(v) for v in values]
+    for n, pieces in enumerate(plan_files(layout, 1)):
+        path = tmp_path / f"{n}.safetensors"
+        items = [(p.entry, values[p.tensor][p.start : p.start + p.count]) for p in pieces]
+        write_safetensors(path, items, piece_metadata(layout, pieces))
+        with SafetensorsFile(path) as file:
+            for tensor, box, bits in read_pieces(file, layout):
+                assert box is not None
+                joined[tensor][box.dst : box.dst + box.elements] += bits
+    assert all(np.array_equal(a, b) for a, b in zip(joined, values, strict=True))
+
+
 @pytest.mark.parametrize(
     "place",
-    ['["big", 60, [50], [1]]', '["other", 0, [50], [1]]', '["big", 0, [49], [1]]', '["small", 0, [2], [1]]', "no"],
+    [
+        '["big", 0, [25, 2], [1, 1]]',
+        '["big", 60, [50], [1]]',
+        '["other", 0, [50], [1]]',
+        '["big", 0, [49], [1]]',
+        '["small", 0, [2], [1]]',
+        "no",
+    ],
 )
 def test_a_piece_outside_its_tensor_is_corrupt(tmp_path: Path, place: str) -> None:
     path = tmp_path / "a.safetensors"
