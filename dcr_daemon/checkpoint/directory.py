@@ -36,20 +36,23 @@ def read_index(path: Path) -> dict[str, str]:
     try:
         mapping = json.loads(path.read_bytes())["weight_map"]
         pairs = {str(name): str(file) for name, file in mapping.items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise Corrupt(f"{path} is not a safetensors index: {error}", hint="write it again") from error
     for file in pairs.values():
-        if Path(file).name != file or not file.endswith(".safetensors"):
+        if Path(file).name != file or "\0" in file or not file.endswith(".safetensors"):
             raise Corrupt(f"{path} names {file!r}, which is no safetensors file beside it")
     return pairs
 
 
 def find_index(directory: Path) -> Path | None:
-    """The index file of a directory, if any; `Incompatible` if there are several."""
+    """The index file of a directory, if any: `INDEX` among several, as loaders choose; else `Incompatible`."""
     found = sorted(directory.glob("*.safetensors.index.json"))
-    if len(found) > 1:
-        raise Incompatible(f"{directory} has several indexes: {', '.join(path.name for path in found)}")
-    return found[0] if found else None
+    if len(found) > 1 and directory / INDEX not in found:
+        raise Incompatible(
+            f"{directory} has several indexes: {', '.join(path.name for path in found)}",
+            hint=f"leave one of them, or name it {INDEX}",
+        )
+    return directory / INDEX if directory / INDEX in found else next(iter(found), None)
 
 
 def shard_paths(path: Path) -> list[Path]:
@@ -72,22 +75,24 @@ class Checkpoint:
     Raises:
         NotFound: nothing there, or a file that the index names is absent.
         Corrupt: a file is truncated, the index disagrees with the files, or the directory is being changed.
-        Incompatible: no safetensors, or a tensor occurs twice.
+        Incompatible: no safetensors, a tensor occurs twice, or the path cannot be read.
     """
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         self.files: list[SafetensorsFile] = []
-        if (self.path / DIRTY).exists():
-            raise Corrupt(
-                f"{self.path} is between two versions (must E8)", hint="start its subscriber: attaching repairs it"
-            )
         try:
+            if (self.path / DIRTY).exists():
+                hint = "start its subscriber: attaching repairs it"
+                raise Corrupt(f"{self.path} is between two versions (must E8)", hint=hint)
             for shard in shard_paths(self.path):
                 self.files.append(SafetensorsFile(shard))
             self._home = {spec.name: file for file in self.files for spec in file.specs}
             self.layout = Layout(spec for file in self.files for spec in file.specs)
             self._check_index()
+        except OSError as error:
+            self.close()
+            raise Incompatible(f"{self.path} cannot be read: {error.strerror}", hint="check its permissions") from error
         except DcrError:
             self.close()
             raise
@@ -170,9 +175,10 @@ def write_checkpoint(
         Exhausted: the disk is full; nothing is left behind.
     """
     out = out.absolute()
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
         raise Incompatible(f"{out} is not empty", hint="name an empty or a new directory")
     partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)  # left by a process of this number that was killed: 1 in a container
     try:
         partial.mkdir(parents=True)
         _write_shards(partial, plan_shards(layout, shard_bytes), layout, bits_of)

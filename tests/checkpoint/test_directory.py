@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -74,12 +75,38 @@ def test_an_index_must_agree_with_the_files(tmp_path: Path) -> None:
         Checkpoint(tmp_path / "out")
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b'{"weight_map": 3}', b'{"weight_map": {"x": "../x.safetensors"}}'])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b"[" * 100_000,
+        b'{"weight_map": 3}',
+        b'{"weight_map": {"x": "../x.safetensors"}}',
+        b'{"weight_map": {"x": "\\u0000.safetensors"}}',
+    ],
+)
 def test_a_broken_index_is_corrupt(tmp_path: Path, body: bytes) -> None:
     write(tmp_path / "out", 100)
     (tmp_path / "out" / INDEX).write_bytes(body)
     with pytest.raises(Corrupt, match=INDEX):
         Checkpoint(tmp_path / "out")
+
+
+def test_of_several_indexes_the_usual_one_counts(tmp_path: Path) -> None:
+    write(tmp_path, 100)
+    body = (tmp_path / INDEX).read_bytes()
+    for name in ("consolidated", "another"):
+        (tmp_path / f"{name}.safetensors.index.json").write_bytes(b'{"weight_map": {"x": "gone.safetensors"}}')
+    with Checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.layout == LAYOUT
+    (tmp_path / INDEX).unlink()
+    with pytest.raises(Incompatible, match="several indexes"):
+        Checkpoint(tmp_path)
+    (tmp_path / "another.safetensors.index.json").unlink()
+    (tmp_path / "consolidated.safetensors.index.json").write_bytes(body)
+    with Checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.layout == LAYOUT
 
 
 def test_files_beside_an_index_that_it_does_not_name_are_not_read(tmp_path: Path) -> None:
@@ -107,11 +134,30 @@ def test_nothing_there_says_so(tmp_path: Path) -> None:
         Checkpoint(tmp_path / "out")
 
 
+def test_a_path_that_cannot_be_read_says_so(tmp_path: Path) -> None:
+    with pytest.raises(Incompatible, match="cannot be read: File name too long"):
+        Checkpoint(tmp_path / ("x" * 300))
+
+
 def test_a_directory_in_use_is_not_written_over(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     write(tmp_path / "out", 100)
     with pytest.raises(Incompatible, match="not empty"):
         write(tmp_path / "out", 100)
+
+
+def test_a_name_that_leads_nowhere_is_not_written_through(tmp_path: Path) -> None:
+    (tmp_path / "out").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(Incompatible, match="not empty"):
+        write(tmp_path / "out", 100)
+
+
+def test_what_a_killed_process_of_the_same_number_left_is_no_hindrance(tmp_path: Path) -> None:
+    left = tmp_path / f".out.partial-{os.getpid()}"
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"half")
+    write(tmp_path / "out", 100)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
