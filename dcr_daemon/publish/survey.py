@@ -207,7 +207,7 @@ class Survey:
         try:
             index = find_index(directory)
             found.index = read_index(index) if index else None
-        except Corrupt as error:
+        except (Corrupt, Incompatible) as error:
             found.waiting["index"] = error.message
         if found.index is not None:
             named = set(found.index.values())

@@ -66,6 +66,17 @@ def test_a_closed_but_short_file_is_not_complete_and_says_why(world: Any, tmp_pa
     assert "not a safetensors file" in survey.look(layout, False)["step_1"].lacks(layout)
 
 
+def test_a_checkpoint_with_a_choice_of_indexes_waits_and_harms_no_other(world: Any, tmp_path: Path) -> None:
+    survey, layout = Survey(tmp_path / "w", [], None), world.layout
+    for step in (1, 2):
+        survey.closed(write(tmp_path / f"w/step_{step}/model.safetensors", whole(world)))
+    for name in ("a", "b"):
+        write(tmp_path / f"w/step_1/{name}.safetensors.index.json", b"{}")
+    found = survey.look(layout, False)
+    assert "several indexes" in found["step_1"].lacks(layout)
+    assert not found["step_2"].lacks(layout)
+
+
 def test_what_is_published_is_not_found_again_until_it_changes(world: Any, tmp_path: Path) -> None:
     survey, layout = Survey(tmp_path / "w", [], None), world.layout
     path = write(tmp_path / "w/step_1/model.safetensors", whole(world))
