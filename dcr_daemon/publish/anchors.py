@@ -31,6 +31,7 @@ from dcr_daemon.store.retry import Patience
 
 FILE_BYTES = 256 << 20  #: of tensors in one file: what `CONCURRENCY` of them may cost in memory
 CONCURRENCY = 2
+INDEX_NAME = "index.json"  #: of an anchor's own index; a side file of this name stays behind
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +74,11 @@ async def write_anchor(
         baseline.vector, vector, baseline.layout, f"anchor of version {version} in {ledger.store.url}",
         "the publisher's memory is damaged; restart it, it rebuilds its baseline from the bucket",
     )  # fmt: skip
-    side = [await writer.put(name, body) for name, body in sorted(extras.items()) if is_key(name)]
+    side = [
+        await writer.put(name, body) for name, body in sorted(extras.items()) if is_key(name) and name != INDEX_NAME
+    ]
     index = AnchorIndex(stream=ledger.stream.stream, version=version, files=files, extras=side)
-    place = await writer.put("index.json", records.encode(index))
+    place = await writer.put(INDEX_NAME, records.encode(index))
     runtime.failpoint("publish.anchor.put")
     size = sum(file.size for file in [*files, *side])
     record = await ledger.append(

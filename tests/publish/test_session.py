@@ -436,6 +436,20 @@ def test_anchors_come_when_the_chain_outweighs_its_share(world: Any, toolbox: An
     assert [a.version for a in world.events.of(AnchorPut)] == [0, 1, 2, 3, 4]
 
 
+def test_a_side_file_called_like_the_index_of_an_anchor_is_left_behind(world: Any, toolbox: Any) -> None:
+    for name in ("index.json", "read me first.txt"):
+        (world.base / name).write_bytes(b"{}")
+
+    async def run() -> None:
+        session = await opened(world)
+        await publish(session, toolbox.make_weights(world.layout, seed=1), world)
+        await session.anchor_if_due(at_once=True)
+        await session.close()
+
+    asyncio.run(run())
+    assert 1 in [a.version for a in world.events.of(AnchorPut)]
+
+
 def test_chunks_leave_while_the_diff_goes_on(world: Any, toolbox: Any) -> None:
     new = toolbox.make_weights(world.layout, seed=4)
 
