@@ -273,11 +273,10 @@ class Ledger:
 
     async def _read_next(self) -> bool:
         body = await read_slot(self.store, self.tip.seq + 1)
-        if body is None:
-            return False
-        self._take(fold(self.tip, body), body)
-        self._publish()
-        return True
+        if body is not None:
+            self._take(fold(self.tip, body), body)
+        self._publish()  # with nothing new too: an earlier call may have failed to remember what it took
+        return body is not None
 
     async def _resolve(self) -> Record | None:
         """Decide the record that was sent, if there is one; the record if it is ours and in the ledger."""

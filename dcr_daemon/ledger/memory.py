@@ -40,7 +40,7 @@ class Memory:
 
     Raises:
         Corrupt: the file is there and is not a mark.
-        Incompatible: it was written by a newer DCR.
+        Incompatible: it was written by a newer DCR, or cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -77,6 +77,11 @@ class Memory:
             body = self.path.read_bytes()
         except FileNotFoundError:
             return None
+        except OSError as error:
+            raise Incompatible(
+                f"cannot read the high-water mark {self.path}: {error.strerror}",
+                hint="fix the permissions of the state directory",
+            ) from error
         try:
             mark = msgspec.json.decode(body, type=Mark)
         except (msgspec.MsgspecError, RecursionError) as error:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
+from pathlib import Path
 from typing import Any
 
 import fakes
 import pytest
 
-from dcr_daemon.errors import Corrupt
+from dcr_daemon.errors import Corrupt, Exhausted
 from dcr_daemon.events import Alarm, Waiting
 from dcr_daemon.ledger import names
 from dcr_daemon.ledger.follow import GAP_CHECK, Polling
 from dcr_daemon.ledger.ledger import Ledger
+from dcr_daemon.ledger.memory import Memory
 from dcr_daemon.ledger.records import Open, Seal
 
 
@@ -52,6 +56,35 @@ def test_each_record_that_counts_comes_once_and_in_order(store: Any, writer: Any
         assert seqs == [2, 3, 5, 6], "the void one is an alarm, not a record"
         assert len(events.of(Alarm)) == 1
         assert [(await anext(late)).seq for _ in range(4)] == seqs, "whoever else read them"
+
+    asyncio.run(check())
+
+
+def test_a_full_disk_delays_what_is_told_and_loses_nothing(
+    store: Any, writer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Must T1: remembered before it is told; must not be forgotten because it could not be remembered at once."""
+
+    async def check() -> None:
+        reader = Ledger(store, memory=tmp_path / "mark")
+        await reader.read()
+        follower = reader.follow()
+        await writer.version()
+        with monkeypatch.context() as full:
+            full.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
+            with pytest.raises(Exhausted):
+                await anext(follower)
+        kinds = [type(await anext(follower)) for _ in range(2)]
+        assert kinds == [Open, Seal]
+        full_again = Ledger(store, memory=tmp_path / "mark")
+        await writer.open()
+        with monkeypatch.context() as full:
+            full.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
+            with pytest.raises(Exhausted):
+                await full_again.read()
+        state = await full_again.read()
+        assert state.open is not None
+        assert Memory(tmp_path / "mark").mark.tip == full_again.tip
 
     asyncio.run(check())
 

@@ -47,6 +47,11 @@ def test_a_file_that_is_no_mark_is_refused(tmp_path: Path, body: bytes) -> None:
         Memory(tmp_path / "mark")
 
 
+def test_a_mark_that_cannot_be_read_is_not_taken_for_none(tmp_path: Path) -> None:
+    with pytest.raises(Incompatible, match="cannot read the high-water mark"):
+        Memory(tmp_path)
+
+
 def test_a_newer_mark_is_refused(tmp_path: Path) -> None:
     memory = Memory(tmp_path / "mark")
     memory.saw(tip(1))
