@@ -125,12 +125,16 @@ class FileStore:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except (FileNotFoundError, NotADirectoryError):
             raise Missing(key) from None
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise _strange(path) from error
+            raise
         try:
             status = os.fstat(descriptor)
             if stat.S_ISDIR(status.st_mode):
                 raise Missing(key)
             if not stat.S_ISREG(status.st_mode):
-                raise Corrupt(f"{path} is not a regular file", hint="something else than DCR wrote into the stream")
+                raise _strange(path)
             if status.st_size > limit:
                 raise Corrupt(
                     f"{path} has {status.st_size} bytes, at most {limit} were expected",
@@ -204,7 +208,9 @@ class FileStore:
                     os.fsync(descriptor)
                     yield path
                 finally:
-                    path.unlink(missing_ok=True)
+                    # One that cannot be removed is swept later. An error here would belie a name that was given.
+                    with suppress(OSError):
+                        path.unlink()
             return
 
     def _prepare(self, directory: Path) -> None:
@@ -258,6 +264,10 @@ class FileStore:
             for parent in path.relative_to(self.root).parents:
                 if parent != Path():
                     (self.root / parent).rmdir()
+
+
+def _strange(path: Path) -> Corrupt:
+    return Corrupt(f"{path} is not a regular file", hint="something else than DCR wrote into the stream")
 
 
 def _sync(directory: Path) -> None:

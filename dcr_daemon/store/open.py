@@ -69,7 +69,7 @@ def _directory(url: str, parts: SplitResult) -> Path:
     path = Path(unquote(parts.path))
     if parts.netloc not in ("", "localhost") or parts.query or parts.fragment:
         raise Misuse(f"{url}: a file URL has an empty host and only a path", hint=_EXAMPLES)
-    if not path.is_absolute() or path == Path("/") or ".." in path.parts or "\0" in str(path):
+    if not path.is_absolute() or not path.name or ".." in path.parts or "\0" in str(path):
         raise Misuse(f"{url}: the directory must be absolute, not the root, and without '..'", hint=_EXAMPLES)
     return path
 

@@ -32,7 +32,7 @@ class _OneTry(AIOHTTPSession):  # type: ignore[misc]
     async def _get_session(self, proxy_url: str | None) -> aiohttp.ClientSession:
         session: aiohttp.ClientSession = await super()._get_session(proxy_url)
         # aiohttp repeats an idempotent request, PUT included, if a kept-alive connection turns out closed. It has
-        # no public switch; tests/store/test_s3_faults.py fails if this attribute ever stops being the switch.
+        # no public switch; tests/store/test_s3.py fails if this attribute ever stops being the switch.
         session._retry_connection = False
         return session
 

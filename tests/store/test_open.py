@@ -21,6 +21,7 @@ from dcr_daemon.store.s3_client import _is_aws
             "x",
             "file:",
             "file:///",
+            "file:////",
             "file://host/x",
             "file:x",
             "file:///a/../b",
