@@ -15,20 +15,22 @@ from dcr_daemon.codec.decode import open_chunk
 from dcr_daemon.codec.encode import ChunkEncoder
 
 _DTYPES = {1: "U8", 2: "U16", 4: "U32", 8: "U64"}
+_SIZE = 4096
 
 
 def compile_kernels(widths: Iterable[int]) -> None:
-    """Send a tiny chunk through encoder, decoder and sums for each lane width in bytes (1, 2, 4, 8)."""
+    """Send small chunks of every codec and density through encoder, decoder and sums, per lane width in bytes."""
     identity = ChunkId(stream="warm", attempt=0, base=0, version=1, group="warm", rank=0, nonce="warm", n=0)
     for width in sorted(set(widths)):
-        layout = Layout([TensorSpec("warm", _DTYPES[width], (256,))])
-        base = np.zeros(256, dtype=lane_dtype(width))
-        encoder = ChunkEncoder(layout, codec=Codec.AUTO)
-        for step in (100, 2):  # few changes go as gaps, many as a bitmask
-            new = base.copy()
-            new[::step] += 1
-            encoder.add(0, Box.flat(0, 256), base, new)
-        chunk = open_chunk(encoder.finish(identity).data, layout)
-        for i in range(len(chunk.segments)):
-            sum_at(base[:1], chunk.changes(i).positions[:1], 0)
-        sum_box(base.reshape(16, 16).T, Box(0, (16, 16), (1, 16)), 0)
+        layout, lane = Layout([TensorSpec("warm", _DTYPES[width], (_SIZE,))]), lane_dtype(width)
+        for codec in Codec:
+            encoder = ChunkEncoder(layout, codec=codec)
+            for every in (_SIZE // 2, 64, 2, 1):  # gaps with and without low bits, a bitmask, all
+                new = np.zeros(_SIZE, dtype=lane)
+                new[::every] = 1
+                new[0] = 77  # a step of more than one
+                encoder.add(0, Box.flat(0, _SIZE), np.zeros(_SIZE, dtype=lane), new)
+            chunk = open_chunk(encoder.finish(identity).data, layout)
+            changes = [chunk.changes(i) for i in range(len(chunk.segments))]
+        sum_at(changes[0].operands, changes[0].positions, 0)
+        sum_box(np.zeros((16, 16), dtype=lane).T, Box(0, (16, 16), (1, 16)), 0)

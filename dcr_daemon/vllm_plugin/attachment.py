@@ -8,18 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 
-from dcr_daemon.canonical.box import Box
-from dcr_daemon.canonical.dtypes import lane_dtype
-from dcr_daemon.canonical.layout import Layout, TensorSpec
-from dcr_daemon.codec.chunk import ChunkId, Codec
-from dcr_daemon.codec.decode import open_chunk
-from dcr_daemon.codec.encode import ChunkEncoder
+from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.codec.warm import compile_kernels
 from dcr_daemon.errors import Corrupt, DcrError
 from dcr_daemon.vllm_plugin import faults, loading
 from dcr_daemon.vllm_plugin.calls import FingerprintRank, Held, HopFiles
@@ -110,7 +104,7 @@ def attach(
     except ValueError as error:
         refused = Placement(held=[Held.REFUSED] * len(layout), refusals={"": str(error)})
         return Attachment(layout, refused, None, generation)
-    warm_codec(frozenset(spec.dtype for spec in layout))
+    compile_kernels(spec.width for spec in layout)
     return Attachment(layout, placement, memory, generation)
 
 
@@ -121,24 +115,6 @@ def open_memory(placement: Placement, homes: Homes, layout: Layout, device: torc
     from dcr_daemon.vllm_plugin.device import TorchMemory
 
     return TorchMemory(placement, homes, layout, device)
-
-
-@cache
-def warm_codec(dtypes: frozenset[str]) -> None:
-    """Compile what decoding needs, by decoding a small chunk of every dtype, codec and density."""
-    identity = ChunkId(stream="warm", attempt=0, base=0, version=1, group="warm", rank=0, nonce="warm", n=0)
-    size = 4096
-    for dtype in sorted(dtypes):
-        layout = Layout([TensorSpec("t", dtype, (size,))])
-        lane = lane_dtype(layout[0].width)
-        for codec in (Codec.ULP, Codec.XOR, Codec.OVERWRITE):
-            for every in (size // 2, 64, 2, 1):  # gaps with and without low bits, a bitmask, all
-                encoder = ChunkEncoder(layout, codec=codec)
-                new = np.zeros(size, dtype=lane)
-                new[::every] = 1
-                new[0] = 77  # a step of more than one
-                encoder.add(0, Box.flat(0, size), np.zeros(size, dtype=lane), new)
-                open_chunk(encoder.finish(identity).data, layout).changes(0)
 
 
 def _maybe_fail() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,7 +17,6 @@ from dcr_daemon.codec.chunk import SEGMENT_BYTES, ChunkId, Codec
 from dcr_daemon.codec.decode import open_chunk
 from dcr_daemon.codec.encode import ChunkEncoder
 from dcr_daemon.codec.format import MAX_SEGMENTS, RAW_LIMIT
-from dcr_daemon.codec.warm import compile_kernels
 
 
 def zeros(count: int, lane: str = "<u2") -> Any:
@@ -155,5 +156,33 @@ def test_a_chunk_may_be_decoded_from_several_threads(sample: Any, layout: Layout
             assert np.array_equal(a.operands, b.operands)
 
 
-def test_kernels_compile_ahead_for_every_width() -> None:
-    compile_kernels((1, 2, 4, 8))
+def test_after_compiling_ahead_nothing_is_compiled() -> None:
+    """In a process of its own: here the kernels are compiled already. A compile in a worker would hold generation."""
+    program = """
+import numpy as np
+from dcr_daemon.canonical.box import Box
+from dcr_daemon.canonical.layout import Layout, TensorSpec
+from dcr_daemon.codec import kernels
+from dcr_daemon.codec.chunk import ChunkId, Codec
+from dcr_daemon.codec.decode import open_chunk
+from dcr_daemon.codec.encode import ChunkEncoder
+from dcr_daemon.codec.warm import compile_kernels
+
+def compiled():
+    return [len(k.signatures) for k in vars(kernels).values() if hasattr(k, "signatures")]
+
+compile_kernels((2,))
+before = compiled()
+layout = Layout([TensorSpec("w", "BF16", (50, 100))])
+identity = ChunkId(stream="a", attempt=1, base=0, version=1, group="b", rank=0, nonce="c", n=0)
+for codec in Codec:
+    for every in (2500, 900, 7, 3, 1):
+        new = np.zeros(5000, dtype="<u2")
+        new[::every] = 300
+        encoder = ChunkEncoder(layout, codec=codec)
+        encoder.add(0, Box(0, (100, 50), (1, 100)), np.zeros(5000, dtype="<u2"), new)
+        chunk = open_chunk(bytearray(encoder.finish(identity).data), layout)
+        assert chunk.changes(0).positions.size
+assert before == compiled() and any(before), (before, compiled())
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
