@@ -1,6 +1,6 @@
 """Whole checkpoints on disk: joined from the files of an anchor or a base, and summed.
 
-What is built here is a plain Hugging Face checkpoint however the files were cut (FORMATS 3, anchors). Nothing is
+What is built here is a plain Hugging Face checkpoint however the files were cut (docs/FORMAT.md 3, anchors). Nothing is
 trusted: whoever builds one compares its vector with the seal's afterwards.
 """
 

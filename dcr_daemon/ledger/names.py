@@ -1,4 +1,4 @@
-"""Where things lie in a stream: every key is made here and nowhere else (FORMATS 3)."""
+"""Where things lie in a stream: every key is made here and nowhere else (docs/FORMAT.md 3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The records of the ledger, exactly as they lie in the bucket (FORMATS 3).
+"""The records of the ledger, exactly as they lie in the bucket (docs/FORMAT.md 3).
 
 One JSON object per seq, created once. Every record repeats the stream id, the digest of the record before it
 and the folded state before it, so that a cold reader can start at the tail and a sequential reader compares.

@@ -1,4 +1,4 @@
-"""The canonical values of the last sealed version, in one file-backed map (DESIGN 4).
+"""The canonical values of the last sealed version, in one file-backed map.
 
 The map outlives the process, but nobody believes it: at start it counts only if its full fingerprint is that of a
 sealed version (must P3). While an attempt is being diffed the map runs ahead of its version; only `commit` moves the

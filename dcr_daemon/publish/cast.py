@@ -1,4 +1,4 @@
-"""One rule for dtypes: the canonical dtype is the base checkpoint's, tensor by tensor (FORMATS 4).
+"""One rule for dtypes: the canonical dtype is the base checkpoint's, tensor by tensor.
 
 Equal dtypes pass as bits. A wider float is rounded to the canonical one (to nearest even, NaN as torch casts it)
 before it is diffed; an exact widening is allowed. Anything else is *retyped* and refused. torch is imported only

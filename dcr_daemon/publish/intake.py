@@ -1,4 +1,4 @@
-"""One rule for names, whatever the input: an update is every tensor of the layout, once, and nothing else (FORMATS 4).
+"""One rule for names, whatever the input: an update is every tensor of the layout, once, and nothing else.
 
 A name outside the layout is dropped only if it is a second copy of a layout tensor of the same update (a tied head)
 or if `ignore` says so. Everything that does not fit is collected, so that one error lists it all.

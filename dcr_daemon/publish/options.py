@@ -37,7 +37,7 @@ def parse_codec(name: str) -> Codec:
 class PublishOptions:
     """A publisher's choices. Sizes are in bytes, times in seconds.
 
-    `state`: root of the state of all streams (FORMATS 5); this stream's own part is kept below it.
+    `state`: root of the state of all streams; this stream's own part is kept below it.
     `base`: the checkpoint that is version 0; needed with `create`, else only if a route needs version 0.
     `name`: publisher name, None to draw one and keep it in the state; `take_over` claims from another name.
     `upload_base`: write the anchor of version 0 at `create`.

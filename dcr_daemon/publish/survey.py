@@ -1,4 +1,4 @@
-"""What lies below a watched directory, and what of it is complete (FORMATS 4). Reads headers, never weights.
+"""What lies below a watched directory, and what of it is complete. Reads headers, never weights.
 
 A *checkpoint* is a directory, 1 to 4 levels down, that directly holds `*.safetensors`. A *file is complete* when its
 writer closed it (or moved it in), or when two timed looks in a row found it unchanged; and its header parses and its

@@ -1,4 +1,4 @@
-"""`dcr publish --watch`: checkpoints that any framework writes below a directory become versions (FORMATS 4).
+"""`dcr publish --watch`: checkpoints that any framework writes below a directory become versions.
 
 An attempt opens at the first complete file of a checkpoint and takes up the others as they come. It is aborted and
 undone when a file that was read changes, when its directory vanishes, or when another checkpoint is complete first;

@@ -1,4 +1,4 @@
-"""Whole canonical tensors out of an anchor's safetensors files, mapped and not copied (FORMATS 3).
+"""Whole canonical tensors out of an anchor's safetensors files, mapped and not copied (docs/FORMAT.md 3).
 
 The subscriber has verified the files; here they are read again from scratch, because a worker that writes what a
 header misdescribes would write outside a tensor. A tensor is stored whole under its name, or as entries `name#n`

@@ -252,7 +252,7 @@ class TestMissing:
 
 
 def test_keys_are_made_in_one_place() -> None:
-    """FORMATS of keys: where things lie never changes under a stream."""
+    """docs/FORMAT.md 3: where things lie never changes under a stream."""
     assert names.record(7) == "ledger/0000000000000007.json"
     assert names.chunk(3, 9, "g", 0, "a", 2) == "data/3/9/g-0-a-2.dcr"
     assert names.part(3, 9, "g", 0, "a") == "data/3/9/g-0-a.part.json"
