@@ -84,7 +84,7 @@ format: $(VENV)/.tools
 	$(BIN)/ruff check --fix .
 
 bench: $(VENV)/.installed
-	@set -e; for file in $(wildcard benchmarks/bench_*$(ARGS)*.py); do echo "== $$file"; $(BIN)/python -P "$$file"; done
+	@set -e; for file in $(wildcard benchmarks/*$(ARGS)*.py); do echo "== $$file"; $(BIN)/python -P "$$file"; done
 
 clean:
 	rm -rf dist build .demo $(VENV)
