@@ -68,6 +68,9 @@ class Download:
             self._restart()
             if begin:
                 raise Transient("the object changed while it was read")
+        if begin and not size.isdecimal():  # "*": what is there is of no use, the next try asks for the whole
+            self._restart()
+            raise Transient("the answer does not tell the size of the object")
         if "ContentLength" not in answer:
             raise Transient("the answer does not tell its length, so that a cut could not be seen")
         self._etag = etag

@@ -52,7 +52,7 @@ class FakeS3:
     `faults` is consumed from the left, one per request: a name of `ERRORS`, or
     `ok`; `drop` (the request never arrives); `drop-after` (it takes effect, the answer is lost); `cut:N` (the answer
     breaks off after N bytes of body); `html` (a proxy's 404 page); `stall` (no answer at all);
-    `no-range` (ignores Range); `no-length` (chunked answer); `trickle` (headers, then silence).
+    `no-range` (ignores Range); `no-size` (answers a range without telling of how much); `no-length` (chunked answer); `trickle` (headers, then silence).
     """
 
     objects: dict[str, bytes] = field(default_factory=dict)
@@ -124,6 +124,8 @@ class FakeS3:
         if fault == "html":
             return await self._send(writer, 404, b"<html>no such host</html>", {"content-type": "text/html"})
         status, body, more = await self._effect(request, ranges=fault != "no-range")
+        if fault == "no-size" and "content-range" in more:
+            more["content-range"] = more["content-range"].partition("/")[0] + "/*"
         if fault == "drop-after":
             return False
         return await self._send(writer, status, body, more, fault)

@@ -221,6 +221,14 @@ async def test_a_server_without_ranges_is_read_from_the_start_again(fake_s3) -> 
         assert len(server.seen) == 2
 
 
+async def test_a_range_of_unknown_size_is_not_trusted(fake_s3) -> None:
+    whole = os.urandom(3 << 20)
+    async with fake_s3(objects={"run/data/a": whole}, always="no-size") as (server, store):
+        server.faults.extend(["cut:1000000"])
+        assert await store.get("data/a", limit=len(whole)) == whole
+        assert ["range" in request.headers for request in server.seen] == [False, True, False]
+
+
 @pytest.mark.parametrize("after", [b"B" * (2 << 20), b"short"])
 async def test_two_objects_are_never_mixed(fake_s3, after: bytes) -> None:
     async with fake_s3(objects={"run/replicas/a": b"A" * (2 << 20)}) as (server, store):
