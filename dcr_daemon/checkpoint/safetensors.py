@@ -297,7 +297,8 @@ def write_safetensors(
         metadata: the `__metadata__` of the header.
 
     Raises:
-        Exhausted: the disk is full; the partial file is removed.
+        Exhausted: the disk is full, or does not take it; the partial file is removed.
+        FileExistsError: there is such a file; it stays as it is.
     """
     parts = _parts(items, metadata)
     try:
@@ -305,9 +306,11 @@ def write_safetensors(
             for part in parts:
                 _write_all(file.fileno(), part)
             os.fsync(file.fileno())
+    except FileExistsError:
+        raise  # it is not ours to remove, and no fault of the disk
     except OSError as error:
-        if not isinstance(error, FileExistsError):
-            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink()
         raise exhausted(error, path) from error
     return sum(len(part) for part in parts)
 
@@ -336,8 +339,14 @@ def _write_all(descriptor: int, left: memoryview) -> None:
         left = left[os.write(descriptor, left[:_BLOCK]) :]
 
 
-def exhausted(error: OSError, path: Path) -> Exception:
-    """The error to raise for a failed write: `Exhausted` when the disk is full, else the error itself."""
-    if errno.errorcode.get(error.errno or 0) in _DISK_FULL:
+def disk_full(error: OSError) -> bool:
+    """Whether a write failed for want of room, and not of a disk or of permission."""
+    return errno.errorcode.get(error.errno or 0) in _DISK_FULL
+
+
+def exhausted(error: OSError, path: Path) -> Exhausted:
+    """The error to raise for a failed write, whatever was in its way: a disk that is full, read-only or broken."""
+    if disk_full(error):
         return Exhausted(f"no space left to write {path}", hint="free space there or point it elsewhere")
-    return error
+    reason = error.strerror or str(error)
+    return Exhausted(f"cannot write {path}: {reason}", hint="look at that disk and its permissions")

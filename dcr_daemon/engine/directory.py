@@ -199,7 +199,7 @@ class DirectoryEngine:
         """Apply twice at most, else roll back (must E5). How often it was tried, and why it failed if it did.
 
         Raises:
-            Corrupt, OSError: not even the way back could be written; the mark stays.
+            Corrupt, OSError: nothing could be begun, or not even the way back be written; then the mark stays.
         """
         checkout = self._checkout
         checkout.begin(self._draft, head.stream, head.txn)
@@ -379,11 +379,18 @@ class DirectoryEngine:
 
     @contextlib.asynccontextmanager
     async def _owned(self, *, locked: bool = True) -> AsyncIterator[None]:
-        """One call at a time, and only by the owner; `locked` keeps other processes out meanwhile."""
+        """One call at a time, and only by the owner; `locked` keeps other processes out meanwhile.
+
+        Raises:
+            Exhausted: the disk does not take what is written.
+        """
         async with self._turn, self._locked() if locked else contextlib.nullcontext():
             _ = self._stream
             self._check_owner()
-            yield
+            try:
+                yield
+            except OSError as error:  # what was begun is found, and finished, by the next attach
+                raise exhausted(error, self.path) from error
 
     @contextlib.asynccontextmanager
     async def _locked(self) -> AsyncIterator[None]:

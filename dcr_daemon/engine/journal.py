@@ -10,6 +10,7 @@ is torn or altered is told by its digest and counts as absent.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import mmap
 import os
@@ -92,7 +93,8 @@ def write_journal(path: Path, head: Patch | Install, entries: Iterable[Patched] 
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink()
         raise exhausted(error, path) from error
     return changed
 

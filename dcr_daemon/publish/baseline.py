@@ -25,7 +25,7 @@ from dcr_daemon.checkpoint.directory import Checkpoint
 from dcr_daemon.checkpoint.safetensors import exhausted
 from dcr_daemon.codec.chunk import SEGMENT_BYTES
 from dcr_daemon.codec.decode import Chunk
-from dcr_daemon.errors import Corrupt, Exhausted, Incompatible
+from dcr_daemon.errors import Corrupt, Incompatible
 from dcr_daemon.publish.intake import differences
 from dcr_daemon.runtime import Workers
 
@@ -125,11 +125,9 @@ class Baseline:
         try:
             temporary.write_bytes(msgspec.json.encode(clean))
             temporary.replace(self._hint)
-        except OSError as error:
-            # Without the hint the next start rebuilds: slower, never wrong.
-            temporary.unlink(missing_ok=True)
-            if not isinstance(exhausted(error, self._hint), Exhausted):
-                raise
+        except OSError:  # without the hint the next start rebuilds: slower, never wrong
+            with contextlib.suppress(OSError):
+                temporary.unlink()
 
     def lose(self) -> None:
         """Nothing is known of the bytes any more; they are to be loaded anew."""
@@ -203,7 +201,10 @@ def _offsets(layout: Layout) -> tuple[list[int], int]:
 
 def _map_file(path: Path, size: int) -> mmap.mmap:
     """Map a file of exactly `size` bytes whose disk space is reserved: a full disk must show here, not as SIGBUS."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise exhausted(error, path) from error
     try:
         if os.fstat(descriptor).st_size != size:
             os.ftruncate(descriptor, 0)

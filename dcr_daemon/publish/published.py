@@ -4,13 +4,12 @@ read a long chain again. The file is only a shortcut: without it the seals are a
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from dcr_daemon.checkpoint.safetensors import exhausted
-from dcr_daemon.errors import Exhausted
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.publish.survey import FileIdentity
 
@@ -68,7 +67,6 @@ def _save(kept: Path, state: _Kept) -> None:
     try:
         temporary.write_bytes(msgspec.json.encode(state))
         temporary.replace(kept)
-    except OSError as error:
-        if not isinstance(exhausted(error, kept), Exhausted):
-            raise
-        temporary.unlink(missing_ok=True)
+    except OSError:  # without it the next start asks the seals: slower, never wrong
+        with contextlib.suppress(OSError):
+            temporary.unlink()

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from dcr_daemon import runtime
-from dcr_daemon.checkpoint.safetensors import exhausted
+from dcr_daemon.checkpoint.safetensors import disk_full, exhausted
 from dcr_daemon.errors import Misuse
 
 
@@ -27,9 +27,8 @@ class StateDirectory:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            cause = exhausted(error, path)
-            if cause is not error:
-                raise cause from error
+            if disk_full(error):
+                raise exhausted(error, path) from error
             raise Misuse(
                 f"state directory {path} cannot be used: {error.strerror}", hint="name one with --state"
             ) from error

@@ -55,7 +55,7 @@ class AnchorFiles:
         if needed > free:
             raise Exhausted(
                 f"an anchor of {needed} bytes does not fit into the {free} bytes free at {place}",
-                hint="free space there, or name another --state directory",
+                hint="free space there, or name a directory elsewhere",
             )
 
     def forget(self) -> None:

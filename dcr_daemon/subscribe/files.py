@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from pathlib import Path
 
@@ -16,7 +17,7 @@ def write_whole(path: Path, body: bytes) -> None:
     Not fsynced: what is staged is judged by its digest whenever it is used.
 
     Raises:
-        Exhausted: the file system is full.
+        Exhausted: the file system is full, or does not take it.
     """
     partial = path.with_name(f".{path.name}.partial")
     try:
@@ -24,7 +25,8 @@ def write_whole(path: Path, body: bytes) -> None:
         partial.write_bytes(body)
         partial.rename(path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink()
         raise exhausted(error, path) from error
 
 

@@ -29,6 +29,7 @@ from dcr_daemon.ledger.records import Seal, Stream
 from dcr_daemon.ledger.route import NoRoute, Route
 from dcr_daemon.store.port import Store
 from dcr_daemon.subscribe.anchors import AnchorFiles
+from dcr_daemon.subscribe.files import write_whole
 from dcr_daemon.subscribe.locate import locate, record_of
 from dcr_daemon.subscribe.stage import Stage
 
@@ -69,8 +70,7 @@ async def materialize(
     try:
         with _workshop(out) as shop:
             await _Builder(ledger, shop, workers, emit).build(_version(record), base)
-            (shop / "out").rename(out)
-            sync_directory(out.parent)
+            _give_name(shop / "out", out)
             layout = Layout.decode((shop / "layout.json").read_bytes())
     finally:
         workers.close()
@@ -83,6 +83,14 @@ def _new_directory(out: Path) -> Path:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise Misuse(f"{out} is not empty", hint="name a new directory")
     return out.absolute()
+
+
+def _give_name(built: Path, out: Path) -> None:
+    try:
+        built.rename(out)
+        sync_directory(out.parent)
+    except OSError as error:  # somebody filled it meanwhile, or took it away
+        raise Misuse(f"{out} cannot be made: {error.strerror}", hint="name a new directory") from error
 
 
 def _version(record: Stream | Seal) -> int:
@@ -113,7 +121,7 @@ class _Builder:
 
     async def build(self, target: int, base: Path | None) -> None:
         layout = await self._objects.read_layout(self._ledger.stream)
-        (self._shop / "layout.json").write_bytes(layout.encoded)
+        write_whole(self._shop / "layout.json", layout.encoded)
         stage = Stage(
             self._shop / "staging",
             limit=BUDGET,

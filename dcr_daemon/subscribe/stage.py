@@ -42,7 +42,9 @@ def open_staging(path: Path) -> Path:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = path.lstat()
     except OSError as error:
-        raise Exhausted(f"staging directory {path} cannot be made: {error.strerror}", hint="name another") from error
+        raise Exhausted(
+            f"staging directory {path} cannot be made: {error.strerror}", hint="name one with --staging"
+        ) from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
         raise Incompatible(f"staging directory {path} belongs to somebody else", hint="name another with --staging")
     return path

@@ -15,7 +15,7 @@ from dcr_daemon.engine import open_engine
 from dcr_daemon.engine.checkout import Checkout
 from dcr_daemon.engine.directory import DirectoryEngine
 from dcr_daemon.engine.port import Transaction, Verdict
-from dcr_daemon.errors import Corrupt, CorruptChunk, EngineRefused, Fenced, Misuse
+from dcr_daemon.errors import Corrupt, CorruptChunk, EngineRefused, Exhausted, Fenced, Misuse
 
 
 @pytest.fixture
@@ -327,6 +327,24 @@ async def test_a_directory_that_can_go_neither_way_keeps_its_mark_until_attach(m
     assert (outcome.verdict, outcome.version) == (Verdict.COMMITTED, 1)
     await engine.close()
     await again.close()
+
+
+async def test_a_disk_that_takes_no_journal_leaves_the_weights_as_they_are(make_versions, here):
+    versions = make_versions(1)
+    engine = await proved(versions, here)
+    await engine.prepare(versions.transaction(1))
+    obstacle = here / ".dcr" / "journal" / "in the way"
+    obstacle.mkdir(parents=True)
+    with pytest.raises(Exhausted, match=r"cannot write .*directory"):
+        await engine.swap("to-1")
+    assert versions.version_of(here) == 0
+    assert (here / "config.json").exists()
+    obstacle.rmdir()
+    obstacle.parent.rmdir()
+    assert (await engine.attach(versions.facts())).version == 0
+    await engine.prepare(versions.transaction(1))
+    assert (await engine.swap("to-1")).version == 1
+    await engine.close()
 
 
 async def test_a_damaged_journal_under_a_mark_leaves_only_an_anchor(make_versions, here, tmp_path):

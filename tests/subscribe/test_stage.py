@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from dcr_daemon.errors import Incompatible
+from dcr_daemon.errors import Exhausted, Incompatible
 from dcr_daemon.subscribe.files import file_digest, write_whole
 from dcr_daemon.subscribe.stage import default_staging, open_staging
 
@@ -35,3 +35,9 @@ def test_files_appear_whole(tmp_path):
     assert [entry.name for entry in path.parent.iterdir()] == ["file"]
     assert file_digest(tmp_path / "absent") == ""
     assert file_digest(path).startswith("3fc4ccfe")
+
+
+def test_a_disk_that_takes_no_files_is_said_with_its_reason(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Exhausted, match=r"cannot write .*deep: "):
+        write_whole(tmp_path / "file" / "deep", b"one")
