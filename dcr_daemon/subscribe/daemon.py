@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dcr_daemon import runtime
+from dcr_daemon.checkpoint.safetensors import disk_full, exhausted
 from dcr_daemon.engine.port import Engine
 from dcr_daemon.errors import DcrError, Fenced, Misuse, NotFound, StoreUnavailable
 from dcr_daemon.events import Emit, FencedOut, Waiting
@@ -45,7 +46,7 @@ async def run_subscribe(options: SubscribeOptions, store: Store, engine: Engine,
         Incompatible: the stream has another format or layout than engine or state know.
         NotFound: with `once`, there is no stream.
         Corrupt: the ledger does not extend the one remembered here (must T1).
-        Misuse: another subscriber runs with the same state and replica id.
+        Misuse: another subscriber runs with the same state and replica id, or the state directory cannot be used.
     """
     home = subscriber_state(options.state, store.url, options.replica)
     workers = runtime.Workers()
@@ -123,8 +124,15 @@ def _polling(options: SubscribeOptions) -> Polling:
 @contextlib.contextmanager
 def _only_one(home: Path) -> Iterator[None]:
     """Keep a second subscriber with the same state and replica id out; a lock that dies with the process."""
-    home.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(home / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(home / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if disk_full(error):
+            raise exhausted(error, home) from error
+        raise Misuse(
+            f"state directory {home} cannot be used: {error.strerror}", hint="name one with --state"
+        ) from error
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from dcr_daemon.errors import Misuse
+
 STAGING_LIMIT = 8 << 30
+_ID = re.compile(r"[a-z0-9]{1,32}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubscribeOptions:
     """What an operator may choose. Sizes are in bytes, times in seconds.
 
-    `replica`: id of this replica. `state`: root of the state of all streams (FORMATS 5).
+    `replica`: id of this replica, 1 to 32 of `a-z0-9`: it names an object and a directory. `state`: root of the state
+    of all streams.
     `staging`: where chunks wait, None for a directory of this replica's in `/dev/shm`, or in the state without one.
     `staging_limit`: bytes of chunks staged at most.
     `once`: reach the newest seal read at the start, then return.
@@ -29,6 +34,13 @@ class SubscribeOptions:
     pin: int | None = None
     poll: float = 1.0
     patience: float = 60.0
+
+    def __post_init__(self) -> None:
+        """Raises `Misuse` for an id that is none, before anything of that name is made."""
+        if not _ID.fullmatch(self.replica):
+            raise Misuse(
+                f"not the id of a replica: {self.replica!r}", hint="give --replica an id of 1 to 32 of a-z and 0-9"
+            )
 
 
 def subscriber_state(root: Path, url: str, replica: str) -> Path:

@@ -447,6 +447,24 @@ async def test_the_same_replica_cannot_run_twice_on_one_state(make_stream, make_
             await replica.run()
 
 
+@pytest.mark.parametrize("replica", ["", "..", "../r1", "node-1", "R1", "r1\n", "a" * 33])
+async def test_an_id_that_is_no_name_is_refused_before_anything_is_made(make_stream, make_replica, replica):
+    """It would name a directory of the state, and an object of the stream."""
+    stream = await make_stream()
+    subscriber = await replica_at_base(make_replica, stream)
+    with pytest.raises(Misuse, match="not the id of a replica"):
+        await subscriber.run(replica=replica)
+    assert not (subscriber.home / "state").exists()
+
+
+async def test_a_state_directory_that_cannot_be_made_is_said(make_stream, make_replica, tmp_path):
+    stream = await make_stream()
+    replica = await replica_at_base(make_replica, stream)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Misuse, match=r"state directory .*cannot be used: "):
+        await replica.run(state=tmp_path / "file")
+
+
 class Mortal(DirectoryEngine):
     """An engine that dies at chosen calls: its answers are lost, before or after the work."""
 
