@@ -1,0 +1,85 @@
+"""Which version are these weights: told by content, at a cost that a long history does not raise for a fresh engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import fakes
+import numpy as np
+import pytest
+
+from dcr_daemon.canonical.fingerprint import total
+from dcr_daemon.canonical.layout import Layout, TensorSpec
+from dcr_daemon.engine.port import TensorClass
+from dcr_daemon.ledger import names, records
+from dcr_daemon.ledger.ledger import Ledger
+from dcr_daemon.ledger.objects import Objects
+from dcr_daemon.ledger.records import ObjectRef, Open, Seal
+from dcr_daemon.subscribe import locate as module
+from dcr_daemon.subscribe.locate import locate
+
+LAYOUT = Layout([TensorSpec("a", "BF16", (4,)), TensorSpec("b", "BF16", (4,))])
+
+
+def vector_of(version: int) -> Any:
+    return np.array([version + 1, 7], dtype=np.uint64)
+
+
+async def make_history(store: Any, versions: list[int]) -> None:
+    """A stream whose version n has the sums of `versions[n]`."""
+    ledger = Ledger(store)
+    await ledger.create_stream(LAYOUT, vector_of(versions[0]))
+    await ledger.claim("trainer")
+    for version, content in enumerate(versions[1:], start=1):
+        opened = await ledger.append(
+            lambda header, version=version: Open(**header.fields, version=version, base=version - 1, group="g", call=0)
+        )
+        body = vector_of(content).astype("<u8").tobytes()
+        place = ObjectRef(names.vector(version, opened.seq), len(body), records.digest(body))
+        store.objects[place.key] = body
+        sums = [records.show_u64(total(vector_of(versions[n]))) for n in (version - 1, version)]
+        await ledger.append(
+            lambda header, version=version, opened=opened, place=place, sums=sums: Seal(
+                **header.fields, version=version, base=version - 1, attempt=opened.seq, parts=[], fingerprint=place,
+                before=sums[0], after=sums[1], previous=header.state.seal.seq, changed=0, elements=8, bytes=0,
+                dense_bytes=16,
+            )
+        )  # fmt: skip
+
+
+async def found(store: Any, content: int) -> int | None:
+    ledger = Ledger(store)
+    await ledger.read()
+    store.requests.clear()
+    return await locate(
+        ledger,
+        Objects(store, floor=lambda: 0),
+        LAYOUT,
+        vector_of(content),
+        [TensorClass.EXACT] * len(LAYOUT),
+        highest=ledger.state.seal.version,
+        emit=lambda _: None,
+    )
+
+
+@pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BATCH", 2)
+    monkeypatch.setattr(module, "RECENT", 8)
+
+
+@pytest.mark.usefixtures("brief")
+async def test_a_fresh_engine_is_known_at_once_however_long_the_history() -> None:
+    store = fakes.MemoryStore()
+    await make_history(store, list(range(101)))
+    assert await found(store, 0) == 0
+    assert store.requests["get"] < 12, "the recent versions and the vector of the base"
+    assert await found(store, 5) == 5
+    assert await found(store, 1000) is None
+
+
+@pytest.mark.usefixtures("brief")
+async def test_a_recent_return_to_the_base_is_the_recent_version() -> None:
+    store = fakes.MemoryStore()
+    await make_history(store, [0, 1, 2, 0, 4, 5])
+    assert await found(store, 0) == 3
