@@ -52,7 +52,8 @@ class FakeS3:
     `faults` is consumed from the left, one per request: a name of `ERRORS`, or
     `ok`; `drop` (the request never arrives); `drop-after` (it takes effect, the answer is lost); `cut:N` (the answer
     breaks off after N bytes of body); `html` (a proxy's 404 page); `stall` (no answer at all);
-    `no-range` (ignores Range); `no-size` (answers a range without telling of how much); `no-length` (chunked answer); `trickle` (headers, then silence).
+    `no-range` (ignores Range); `no-size` (answers a range, but not of how much); `no-length` (chunked answer);
+    `trickle` (headers, then silence).
     """
 
     objects: dict[str, bytes] = field(default_factory=dict)
