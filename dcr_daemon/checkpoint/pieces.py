@@ -18,8 +18,6 @@ from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.checkpoint.safetensors import SafetensorsBytes, SafetensorsFile
 from dcr_daemon.errors import Corrupt
 
-FILE_BYTES = 1 << 30  #: of tensors in one anchor file, at most
-
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -34,7 +32,7 @@ class Piece:
         return self.entry.name == layout[self.tensor].name
 
 
-def plan_files(layout: Layout, limit: int = FILE_BYTES) -> list[list[Piece]]:
+def plan_files(layout: Layout, limit: int) -> list[list[Piece]]:
     """Cut `layout` into files of at most `limit` bytes of tensors each, in layout order."""
     files: list[list[Piece]] = [[]]
     room = limit

@@ -79,11 +79,6 @@ class Chunk:
         self._streams = streams
         self._unpacked: dict[int, npt.NDArray[np.uint8]] = {}
 
-    @property
-    def changed(self) -> int:
-        """Changed elements of all segments."""
-        return sum(segment.changed for segment in self.segments)
-
     def changes(self, index: int) -> Changes:
         """Decode segment `index`. Raises `CorruptChunk`. Streams are unpacked once and kept until `release`."""
         row = self._rows[index]

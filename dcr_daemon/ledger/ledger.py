@@ -26,7 +26,7 @@ from dcr_daemon.ledger.fold import Step, Tip, begin, fold, judge
 from dcr_daemon.ledger.follow import Follower, Polling
 from dcr_daemon.ledger.history import History
 from dcr_daemon.ledger.memory import Memory
-from dcr_daemon.ledger.records import Epoch, Record, Release, Seal, State, Stream
+from dcr_daemon.ledger.records import Epoch, Record, Release, State, Stream
 from dcr_daemon.ledger.slot import TRIES, occupy, read_slot
 from dcr_daemon.ledger.tail import Tail, find_gap, missing_record
 from dcr_daemon.store.port import Store
@@ -100,11 +100,6 @@ class Ledger:
         if self._stream is None:
             raise Misuse(f"the ledger of {self.store.url} was not read yet", hint="call read() first")
         return self._stream
-
-    @property
-    def seals(self) -> dict[int, Seal]:
-        """Seals read so far, by version; `history` reads more."""
-        return self.history.seals
 
     @property
     def epoch(self) -> int | None:

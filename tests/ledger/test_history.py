@@ -54,7 +54,7 @@ def test_what_was_read_once_is_not_read_again(store: Any, writer: Any) -> None:
     async def check() -> None:
         ledger = await reader(store)
         await ledger.history.between(5)
-        assert set(range(5, 11)) <= set(ledger.seals)
+        assert set(range(5, 11)) <= set(ledger.history.seals)
         store.requests.clear()
         assert (await ledger.history.seal(7)).bytes == 7
         assert store.requests["get"] == 0
@@ -71,7 +71,7 @@ def test_memory_is_bounded_and_nothing_is_lost_by_it(store: Any, writer: Any, mo
         ledger = await reader(store)
         for _ in range(2):
             assert [seal.version for seal in await ledger.history.between(0)] == list(range(1, 11))
-            assert len(ledger.seals) <= 3
+            assert len(ledger.history.seals) <= 3
 
     asyncio.run(check())
 

@@ -42,7 +42,7 @@ def reader(stream: StreamWriter, events: Any) -> Objects:
 
 
 def seal_of(stream: StreamWriter, version: int) -> Seal:
-    return stream.ledger.seals[version]
+    return stream.ledger.history.seals[version]
 
 
 def resealed(stream: StreamWriter, version: int, /, **changes: Any) -> Seal:

@@ -116,7 +116,7 @@ def damages(stream: StreamWriter) -> dict[str, Any]:
 
 class TestWhatCanBeDone:
     def chunk(self, stream: StreamWriter, version: int) -> str:
-        part = records.decode_part(stream.store.objects[stream.ledger.seals[version].parts[0].key])
+        part = records.decode_part(stream.store.objects[stream.ledger.history.seals[version].parts[0].key])
         return part.chunks[0].key
 
     def test_a_delta_below_an_anchor_is_passed_by_it(self, stream: StreamWriter) -> None:
@@ -145,7 +145,7 @@ class TestWhatCanBeDone:
         assert "until the publisher writes an anchor" in found[gone].repair
 
     def test_a_vector_follows_from_the_chunks(self, stream: StreamWriter) -> None:
-        key = stream.ledger.seals[2].fingerprint.key
+        key = stream.ledger.history.seals[2].fingerprint.key
         stream.store.objects[key] = b"\0" * len(stream.store.objects[key])
         found = damages(stream)
         assert list(found) == [key], "and the chain goes on from what was recomputed"
@@ -176,7 +176,7 @@ class TestThatItAddsUp:
         sums = stream.versions.vector(4).copy()
         sums[0] += 1
         sums[1] -= 1
-        place = self.put(stream, stream.ledger.seals[4].fingerprint.key, sums.astype("<u8").tobytes())
+        place = self.put(stream, stream.ledger.history.seals[4].fingerprint.key, sums.astype("<u8").tobytes())
         self.reseal(stream, fingerprint=place)
         (damage,) = check(stream).damages
         first, second = (stream.versions.layout[n].name for n in (0, 1))
@@ -188,7 +188,7 @@ class TestThatItAddsUp:
         assert "its sum before is not the sum after" in damage.what
 
     def test_a_chunk_of_another_version_under_this_ones_key(self, stream: StreamWriter) -> None:
-        seals = stream.ledger.seals
+        seals = stream.ledger.history.seals
         part3, part4 = (records.decode_part(stream.store.objects[seals[v].parts[0].key]) for v in (3, 4))
         old = stream.store.objects[part3.chunks[0].key]
         stream.store.objects[part4.chunks[0].key] = old
@@ -199,7 +199,7 @@ class TestThatItAddsUp:
         assert "is a chunk of another attempt" in damage.what
 
     def test_a_chunk_with_other_counts_than_its_part(self, stream: StreamWriter) -> None:
-        seals = stream.ledger.seals
+        seals = stream.ledger.history.seals
         part = records.decode_part(stream.store.objects[seals[4].parts[0].key])
         chunks = [msgspec.structs.replace(part.chunks[0], segments=part.chunks[0].segments + 1), *part.chunks[1:]]
         body = records.encode(msgspec.structs.replace(part, chunks=chunks))
