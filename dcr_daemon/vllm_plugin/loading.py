@@ -88,7 +88,7 @@ def record_model(model: torch.nn.Module, layout: Layout, platform: str) -> tuple
                     reason = str(error)
             if reason is not None:
                 refusals |= dict.fromkeys(own, reason)
-        recording = record(model.load_weights, loading.items(), layout)
+        recording = record(model.load_weights, lambda: ((n, t) for n, t in named(model).items() if n in live), layout)
     return recording, LoadFormat(live, loading, repacks, refusals)
 
 

@@ -1,22 +1,24 @@
 """Watch the engine's own loader and write down which canonical element it puts where.
 
 The loader runs once over meta tensors of the checkpoint's names, shapes and dtypes, under a dispatch mode that sees
-every operation. A plain copy is recorded and not executed; anything that computes with a checkpoint tensor (a cast, a
-concatenation, arithmetic) rejects that tensor with its reason. Nothing of the loader is re-implemented, so whatever
-fusing, sharding and padding it does is followed; whether it was followed rightly is proved later by content.
+every operation. A plain copy is recorded and not executed; what only moves elements is followed; anything that computes
+with a checkpoint tensor (a cast, arithmetic) rejects that tensor with its reason. Nothing of the loader is
+re-implemented, so whatever fusing, sharding and padding it does is followed; whether it was followed rightly is proved
+later by content.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.vllm_plugin import moves
 from dcr_daemon.vllm_plugin.placement import Piece
 
 aten = torch.ops.aten
@@ -49,6 +51,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped her
         self._targets: dict[int, str] = {}
         self._alive: list[torch.Tensor] = []  # a freed storage's address may be given out again
         self._scalar: str | None = None
+        self._moves = moves.Moves()
+        self._strays: list[tuple[torch.Tensor, torch.Tensor]] = []  # (target, source) of copies to who knows where
         for name, tensor in parameters:
             self._alive.append(tensor)
             self._targets.setdefault(tensor.untyped_storage()._cdata, name)
@@ -92,6 +96,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped her
                 return args[0].view_as(args[0])  # the same elements: stay in canonical coordinates
             self._reject(sources, f"the loader casts it from {args[0].dtype} to {kwargs['dtype']}")
             return func(*args, **kwargs)
+        if (moved := self._moved(func, args, kwargs, tensors, sources)) is not None:
+            return moved
         if any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments):
             self._reject(sources, f"the loader writes through {func}")
             return args[0]
@@ -99,9 +105,41 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped her
             self._reject(sources, f"the loader computes with it ({func})")
         return func(*args, **kwargs)
 
+    def _moved(self, func: Any, args: Any, kwargs: Any, tensors: Any, sources: Any) -> torch.Tensor | None:
+        """The result of an operation that only moves elements of one checkpoint tensor, None of any other."""
+        if func in moves.RESHAPES:
+            try:
+                return cast("torch.Tensor", func(*args, **kwargs))
+            except RuntimeError:  # it follows a copy that we left out: in memory of its own it is no view
+                if self._target(args[0]):
+                    raise
+        elif func not in moves.JOINS or len(set(sources)) > 1 or len({tensor.dtype for tensor in tensors}) > 1:
+            return None
+        try:
+            result = self._moves.follow(func, args, kwargs)
+        except ValueError as error:
+            self._reject(sources, str(error))
+            return None
+        self._alive.append(result)
+        self._sources[result.untyped_storage()._cdata] = sources[0]
+        return result
+
+    def settle(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Once the loader is done: copies into parameters that it registered itself."""
+        for name, tensor in parameters:
+            self._targets.setdefault(tensor.untyped_storage()._cdata, name)
+        strays, self._strays = self._strays, []
+        for target, source in strays:
+            if self._target(target) is None:
+                self._reject([self._source(source)], "a staged copy")
+            else:
+                self._copy(target, source)
+
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         name, parameter = self._source(source), self._target(target)
-        if name is None or parameter is None:
+        if name is not None and parameter is None:
+            self._strays.append((target, source))
+        elif name is None or parameter is None:
             self._reject([name], f"a staged or computed copy{f' into {parameter}' if parameter else ''}")
         elif target.dtype != source.dtype:
             self._reject([name], f"the loader casts it from {source.dtype} to {target.dtype}")
@@ -122,32 +160,36 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped her
         self._record(name, source.reshape(target.shape), str(self._target(target)), target)
 
     def _record(self, name: str, source: torch.Tensor, parameter: str, target: torch.Tensor) -> None:
-        self.recording.pieces.append(
-            Piece(
-                name,
-                source.storage_offset(),
-                tuple(source.shape),
-                tuple(source.stride()),
-                parameter,
-                target.storage_offset(),
-                tuple(target.stride()),
-            )
-        )
+        dst, strides = target.storage_offset(), tuple(target.stride())
+        add = self.recording.pieces.append
+        if source not in self._moves:
+            shape = tuple(source.shape)
+            add(Piece(name, source.storage_offset(), shape, tuple(source.stride()), parameter, dst, strides))
+            return
+        found = moves.boxes(self._moves.numbers(source), strides)
+        if found is None:
+            self._reject([name], "the loader reorders single elements of it")
+        for b in found or ():
+            add(Piece(name, b.src, b.shape, b.src_strides, parameter, dst + b.dst, b.dst_strides))
 
 
-def record(load: Callable[[Any], Any], parameters: Iterable[tuple[str, torch.Tensor]], layout: Layout) -> Recording:
+def record(
+    load: Callable[[Any], Any], parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]], layout: Layout
+) -> Recording:
     """Run a loader over meta tensors of `layout`.
 
     Args:
         load: takes an iterable of (name, tensor), as a model's `load_weights` does.
-        parameters: where it may write, by name, in load format; never written here.
+        parameters: where it may write, by name, in load format; never written here. Asked again afterwards, because
+            a loader may register parameters of its own.
 
     A loader that raises rejects the whole model.
     """
-    recorder = Recorder(parameters)
+    recorder = Recorder(parameters())
     with torch.no_grad(), recorder:
         try:
             load(recorder.offer(layout))
+            recorder.settle(parameters())
         except Exception as error:  # noqa: BLE001 - a foreign loader may raise anything; all of it means "refused"
             last = recorder.recording.fed[-1] if recorder.recording.fed else "nothing"
             reason = f"the model's loader failed on meta tensors, last given {last}: {type(error).__name__}: {error}"

@@ -20,7 +20,7 @@ def watch(loader: Callable[[dict[str, torch.Tensor], torch.Tensor], None], *, dt
     def load(weights) -> None:
         loader(dict(weights), parameter)
 
-    return record(load, [("p", parameter)], LAYOUT)
+    return record(load, lambda: [("p", parameter)], LAYOUT)
 
 
 def test_a_fused_transposed_sharded_copy_is_followed_through_views_and_clones() -> None:
@@ -76,6 +76,18 @@ def test_a_staged_copy_names_the_tensor_in_hand() -> None:
     assert "staged" in watch(load).rejected["b"]
 
 
+def test_a_parameter_that_the_loader_registers_itself_is_known_by_its_name() -> None:
+    made: dict[str, torch.Tensor] = {}
+
+    def load(weights) -> None:
+        made["new"] = torch.zeros(4, 6, dtype=torch.bfloat16)
+        made["new"].copy_(dict(weights)["a"])
+
+    recording = record(load, made.items, LAYOUT)
+    assert recording.pieces == [Piece("a", 0, (4, 6), (6, 1), "new", 0, (6, 1))]
+    assert not made["new"].any()
+
+
 def test_live_tensors_are_never_written_while_recording() -> None:
     live = torch.ones(4, 6, dtype=torch.bfloat16)
 
@@ -85,5 +97,5 @@ def test_live_tensors_are_never_written_while_recording() -> None:
             live.fill_(0)
             live.mul_(3)
 
-    record(load, [("live", live)], LAYOUT)
+    record(load, lambda: [("live", live)], LAYOUT)
     assert (live == 1).all()

@@ -1,0 +1,102 @@
+"""A loader that reorders a tensor is followed to the element, or the tensor is refused; never guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+from dcr_daemon.canonical.layout import Layout, TensorSpec
+from dcr_daemon.vllm_plugin import moves
+from dcr_daemon.vllm_plugin.placement import simplify
+from dcr_daemon.vllm_plugin.recorder import Recording, record
+
+HEADS, INNER, WIDTH = 4, 6, 8
+SHAPE = (HEADS * 3 * INNER, WIDTH)
+Reorder = Callable[[torch.Tensor], torch.Tensor]
+
+
+def interleaved(w: torch.Tensor) -> torch.Tensor:
+    """BLOOM and GPT-NeoX: per head q, k, v."""
+    return w.view(HEADS, 3, INNER, WIDTH).transpose(0, 1).reshape(SHAPE)
+
+
+def grouped(w: torch.Tensor) -> torch.Tensor:
+    """Falcon: per group its queries, one key, one value."""
+    parts = w.view(HEADS, 3, INNER, WIDTH)
+    return torch.cat([parts.narrow(1, 0, 1).reshape(-1, WIDTH), parts.narrow(1, 1, 1).reshape(-1, WIDTH),
+                      parts.narrow(1, 2, 1).reshape(-1, WIDTH)])  # fmt: skip
+
+
+def rotary(w: torch.Tensor) -> torch.Tensor:
+    """Llama's own format: even and odd channels of a head come apart."""
+    return w.view(HEADS * 3, INNER // 2, 2, WIDTH).transpose(1, 2).reshape(SHAPE)
+
+
+def stacked(w: torch.Tensor) -> torch.Tensor:
+    return torch.stack([w[::2], w[1::2]]).flatten(0, 1)
+
+
+def twice(w: torch.Tensor) -> torch.Tensor:
+    return interleaved(rotary(w))
+
+
+def packed(w: torch.Tensor) -> torch.Tensor:
+    return w.t().contiguous().view(SHAPE)
+
+
+def recording_of(reorder: Reorder, shard: slice = slice(None)) -> tuple[Recording, torch.Tensor]:
+    layout = Layout([TensorSpec("w", "BF16", SHAPE)])
+    parameter = torch.empty(reorder(torch.empty(SHAPE))[shard].shape, dtype=torch.bfloat16, device="meta")
+
+    def load(weights) -> None:
+        parameter.copy_(reorder(dict(weights)["w"])[shard])
+
+    return record(load, lambda: [("p", parameter)], layout), parameter
+
+
+@pytest.mark.parametrize("shard", [slice(None), slice(0, 36), slice(36, 72), slice(6, 11)])
+@pytest.mark.parametrize("reorder", [interleaved, grouped, rotary, stacked, twice, packed])
+def test_every_element_of_a_reordered_tensor_is_found(reorder: Reorder, shard: slice) -> None:
+    recording, parameter = recording_of(reorder, shard)
+    assert recording.rejected == {}
+    found = np.full(parameter.numel(), -1)
+    for piece in map(simplify, recording.pieces):
+        grids = np.meshgrid(*[np.arange(n) for n in piece.shape], indexing="ij")
+        source = piece.src + sum(g * s for g, s in zip(grids, piece.src_strides, strict=True))
+        target = piece.dst + sum(g * s for g, s in zip(grids, piece.dst_strides, strict=True))
+        assert (found[target] == -1).all()
+        found[target] = source
+    assert (found == reorder(torch.arange(np.prod(SHAPE)).view(SHAPE))[shard].flatten().numpy()).all()
+
+
+def test_blocks_take_few_pieces() -> None:
+    assert len(recording_of(interleaved)[0].pieces) == 3
+    assert len(recording_of(grouped)[0].pieces) == 3
+
+
+def test_a_scattered_order_is_refused_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = torch.tensor([[0, 5, 3], [4, 2, 1]], dtype=torch.int32)
+    assert moves.boxes(numbers, (3, 1)) is None
+    monkeypatch.setattr(moves, "BOXES", 2)
+    assert "single elements" in recording_of(rotary)[0].rejected["w"]
+    monkeypatch.setattr(moves, "LIMIT", 2)
+    assert "reorders more than 2" in recording_of(grouped)[0].rejected["w"]
+
+
+@settings(deadline=None)
+@given(st.permutations(range(24)), st.integers(1, 3))
+def test_any_order_of_one_axis_comes_back_whole(order: list[int], stride: int) -> None:
+    numbers = torch.tensor(order, dtype=torch.int32)
+    found: dict[int, int] = {}
+    for box in moves.boxes(numbers, (stride,)) or []:
+        for i in range(box.shape[0]):
+            for j in range(box.shape[1]):
+                place = box.dst + i * box.dst_strides[0] + j * box.dst_strides[1]
+                assert place not in found
+                found[place] = box.src + i * box.src_strides[0] + j * box.src_strides[1]
+    assert found == {place * stride: number for place, number in enumerate(order)}
