@@ -332,7 +332,10 @@ class Ledger:
                 f"publisher {owner} has claimed {self.store.url} since (epoch {state.epoch and state.epoch.seq})",
                 hint="this publisher must stay down; only one may publish to a stream",
             )
-        body = records.encode(record)
+        try:
+            body = records.encode(record)
+        except (TypeError, ValueError) as error:
+            raise Misuse(f"a {type(record).__name__} record cannot be written as JSON: {error}") from error
         if len(body) > records.RECORD_LIMIT:
             raise Misuse(
                 f"a record of {len(body)} bytes is over the limit of {records.RECORD_LIMIT}",

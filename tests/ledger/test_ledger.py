@@ -289,6 +289,13 @@ class TestWhoMayWrite:
             before = store.requests["create"]
             with pytest.raises(Misuse, match="would not count: attempt 0 is not open"):
                 await writer.seal()
+            for reason in ("\udcff", object()):
+                with pytest.raises(Misuse, match="cannot be written as JSON"):
+                    await writer.ledger.append(
+                        lambda header, reason=reason: records.Abort(
+                            **header.fields, attempt=2, version=1, reason=reason
+                        )
+                    )
             with pytest.raises(Misuse, match="over the limit"):
                 await writer.ledger.append(
                     lambda header: records.Keys(**header.fields, keys=["x" * (records.RECORD_LIMIT + 1)])
