@@ -202,7 +202,12 @@ class Survey:
             return None
         if not paths:
             return None
-        found = Found(directory, directory.relative_to(self._root).as_posix())
+        relative = directory.relative_to(self._root).as_posix()
+        found = Found(directory, _printable(relative))
+        for name in (relative, *(path.name for path in paths)):
+            if name != _printable(name):
+                found.waiting["name"] = f"{_printable(name)} is not UTF-8, as the name of a source must be: rename it"
+                return found
         found.marked = self._marker is None or (directory / self._marker).exists()
         try:
             index = find_index(directory)
@@ -242,6 +247,11 @@ class Survey:
             found.waiting[path.name] = header
         else:
             found.files[path.name] = CompleteFile(path, identity, header)
+
+
+def _printable(name: str) -> str:
+    """`name` with escapes for bytes of a file name that are no UTF-8: no record, no log and no terminal takes those."""
+    return name.encode("utf-8", "backslashreplace").decode()
 
 
 def _header(path: Path) -> Header | str:

@@ -77,6 +77,18 @@ def test_a_checkpoint_with_a_choice_of_indexes_waits_and_harms_no_other(world: A
     assert not found["step_2"].lacks(layout)
 
 
+@pytest.mark.parametrize("odd", ["step_1\udcff/model.safetensors", "step_1/model\udcff.safetensors"])
+def test_a_name_that_no_record_can_hold_waits_and_harms_no_other(world: Any, tmp_path: Path, odd: str) -> None:
+    survey, layout = Survey(tmp_path / "w", [], None), world.layout
+    for name in (odd, "step_2/model.safetensors"):
+        survey.closed(write(tmp_path / "w" / name, whole(world)))
+    found = survey.look(layout, False)
+    waiting = found.pop("step_1" + "\\udcff" * ("step_1\udcff" in odd))
+    assert "is not UTF-8" in waiting.lacks(layout)
+    assert not waiting.files
+    assert not found["step_2"].lacks(layout)
+
+
 def test_what_is_published_is_not_found_again_until_it_changes(world: Any, tmp_path: Path) -> None:
     survey, layout = Survey(tmp_path / "w", [], None), world.layout
     path = write(tmp_path / "w/step_1/model.safetensors", whole(world))
