@@ -51,7 +51,9 @@ class Notices:
                 self._survey.closed(Path(os.fsdecode(event.src_path)))
             case FileMovedEvent():
                 self._survey.closed(Path(os.fsdecode(event.dest_path)))
-            case FileCreatedEvent() | FileModifiedEvent():
+            case FileCreatedEvent():
+                self._survey.created(Path(os.fsdecode(event.src_path)))
+            case FileModifiedEvent():
                 self._survey.touched(Path(os.fsdecode(event.src_path)))
             case _:
                 pass

@@ -1,9 +1,10 @@
 """What lies below a watched directory, and what of it is complete. Reads headers, never weights.
 
 A *checkpoint* is a directory, 1 to 4 levels down, that directly holds `*.safetensors`. A *file is complete* when its
-writer closed it (or moved it in), or when two timed looks in a row found it unchanged; and its header parses and its
-length is exactly what the header says. A *checkpoint is complete* when its complete files hold every tensor of the
-layout once, its index, if it has one, agrees, and the marker, if one is asked for, is there.
+writer closed it (or moved it in), or when two timed looks in a row found it unchanged and nobody was seen writing to
+it; and its header parses and its length is exactly what the header says. A *checkpoint is complete* when its complete
+files hold every tensor of the layout once, its index, if it has one, agrees, and the marker, if one is asked for, is
+there.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from dcr_daemon.checkpoint.safetensors import Header, read_header
 from dcr_daemon.errors import Corrupt, DcrError, Incompatible
 
 DEPTH = 4  #: levels below the watched directory at which checkpoints are looked for
+LOOKS = 2  #: timed looks that must find a file unchanged, if nobody was seen writing to it
+LOOKS_AT_WRITTEN = 30  #: the same for one that was written to and never closed: a stalled writer, or a lost notice
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
 
 
@@ -63,6 +66,7 @@ class Found:
 
     `files` are the complete ones by name, `waiting` says by name what the others lack. `index` is the weight map of
     its index file, `marked` whether the marker is there, `completion` its place among those that became complete.
+    `fresh` means that a file is here that may well be complete, and was not looked at often enough to tell.
     """
 
     path: Path
@@ -72,6 +76,7 @@ class Found:
     index: dict[str, str] | None = None
     marked: bool = True
     completion: int = 0
+    fresh: bool = False
 
     @property
     def number(self) -> int | None:
@@ -134,30 +139,41 @@ class Survey:
     def __init__(self, root: Path, exclude: list[Path], marker: str | None) -> None:
         self._root, self._marker = root, marker
         self._exclude = {path.resolve() for path in exclude}
-        self._notices: deque[tuple[Path, bool]] = deque()
+        self._notices: deque[tuple[Path, str]] = deque()
         #: checkpoints (relative path, identities) that are versions already
         self.done: set[tuple[str, frozenset[FileIdentity]]] = set()
         self._closed: dict[Path, FileIdentity] = {}
-        self._looked: dict[Path, FileIdentity] = {}
+        self._looked: dict[Path, tuple[FileIdentity, int]] = {}
+        self._written: dict[Path, None] = {}
         self._settled: dict[Path, FileIdentity] = {}
         self._headers: dict[tuple[Path, FileIdentity], Header | str] = {}
         self._completions: dict[tuple[str, frozenset[FileIdentity]], int] = {}
 
     def closed(self, path: Path) -> None:
         """A writer closed the file, or it was moved in. From any thread."""
-        self._notices.append((path, True))
+        self._notices.append((path, "closed"))
+
+    def created(self, path: Path) -> None:
+        """There is a new file; it may have been closed before anybody watched its directory. From any thread."""
+        self._notices.append((path, "created"))
 
     def touched(self, path: Path) -> None:
-        """The file was written to: whatever was known of it is void. From any thread."""
-        self._notices.append((path, False))
+        """The file was written to, so its writer will be seen closing it. From any thread."""
+        self._notices.append((path, "written"))
 
     def _take_notices(self) -> None:
         while self._notices:
-            path, closed = self._notices.popleft()
-            for known in (self._closed, self._looked, self._settled):
-                known.pop(path, None)
-            if closed and (identity := identify(path)):
+            path, what = self._notices.popleft()
+            identity, known = identify(path), self._closed.get(path)
+            if what == "written" and known and identity and _only_attributes(known, identity):
                 self._closed[path] = identity
+                continue
+            for table in (self._closed, self._looked, self._settled, self._written):
+                table.pop(path, None)
+            if what == "closed" and identity:
+                self._closed[path] = identity
+            elif what == "written":
+                self._written[path] = None
 
     def look(self, layout: Layout, timed: bool) -> dict[str, Found]:
         """All checkpoints that are no versions yet, by relative path.
@@ -174,9 +190,9 @@ class Survey:
                 if not checkpoint.lacks(layout):
                     key = (checkpoint.relative, checkpoint.identity)
                     checkpoint.completion = self._completions.setdefault(key, len(self._completions))
-        for known in (self._closed, self._looked, self._settled):
-            for path in known.keys() - seen:
-                del known[path]
+        for table in (self._closed, self._looked, self._settled, self._written):
+            for path in table.keys() - seen:
+                del table[path]
         self._headers = {key: header for key, header in self._headers.items() if key[0] in seen}
         return found
 
@@ -229,15 +245,14 @@ class Survey:
         identity = identify(path)
         if identity is None:
             return
-        if self._closed.get(path) == identity or self._settled.get(path) == identity:
-            settled = True
-        else:
-            settled = timed and self._looked.get(path) == identity
-            if timed:
-                self._looked[path] = identity
-        if not settled:
-            found.waiting[path.name] = "still being written"
-            return
+        if identity not in (self._closed.get(path), self._settled.get(path)):
+            before, looks = self._looked.get(path, (None, 0))
+            looks = timed + (looks if before == identity else 0)
+            self._looked[path] = (identity, looks)
+            if looks < (LOOKS_AT_WRITTEN if path in self._written else LOOKS):
+                found.waiting[path.name] = "still being written"
+                found.fresh |= before in (None, identity) and path not in self._written
+                return
         self._settled[path] = identity
         key = (path, identity)
         if key not in self._headers:
@@ -247,6 +262,11 @@ class Survey:
             found.waiting[path.name] = header
         else:
             found.files[path.name] = CompleteFile(path, identity, header)
+
+
+def _only_attributes(known: FileIdentity, now: FileIdentity) -> bool:
+    """Whether a closed file got another mode or an older time, as copying does last: the same notice as for a write."""
+    return (known.inode, known.size) == (now.inode, now.size) and now.mtime_ns <= known.mtime_ns
 
 
 def _printable(name: str) -> str:

@@ -150,7 +150,7 @@ class Watcher:
         return True
 
     async def _step(self, found: dict[str, Found]) -> bool:
-        complete = self._complete(found)
+        complete = _in_order(self._complete(found), found)
         if self._current is None:
             choice = complete[0] if complete else self._first_partial(found)
             if choice is None:
@@ -187,7 +187,7 @@ class Watcher:
         partial = [
             f for f in found.values() if f.files and self._is_new(f) and self._given_up.get(f.relative) != f.identity
         ]
-        return min(partial, key=lambda checkpoint: checkpoint.order, default=None)
+        return min(_in_order(partial, found), key=lambda checkpoint: checkpoint.order, default=None)
 
     def _is_new(self, checkpoint: Found) -> bool:
         return checkpoint.number is None or checkpoint.number > self._newest
@@ -200,8 +200,9 @@ class Watcher:
         if strangers := current.identity - checkpoint.identity:
             names = ", ".join(sorted(identity.name for identity in strangers))
             return f"{current.relative}: {names} does not belong to it any more"
-        if complete and checkpoint not in complete:
-            return f"{complete[0].relative} was complete before {current.relative}"
+        if complete and complete[0] is not checkpoint:
+            how = "is older than" if checkpoint in complete else "was complete before"
+            return f"{complete[0].relative} {how} {current.relative}"
         return ""
 
     async def _begin(self, checkpoint: Found) -> Taking:
@@ -250,6 +251,16 @@ class Watcher:
     def _lacks(self, found: dict[str, Found]) -> dict[str, str]:
         lacks = {name: checkpoint.lacks(self._session.layout) for name, checkpoint in found.items()}
         return {name: what for name, what in lacks.items() if what}
+
+
+def _in_order(candidates: list[Found], found: dict[str, Found]) -> list[Found]:
+    """Those of the candidates that no older checkpoint may turn out to go before.
+
+    A file that was closed before inotify watched its directory is known to be complete two looks later than its
+    successors. One of a checkpoint that is really being written holds nobody up.
+    """
+    fresh = [other.number for other in found.values() if other.fresh and other.number is not None]
+    return [f for f in candidates if f.number is None or not any(number < f.number for number in fresh)]
 
 
 def _excluded(options: WatchOptions, url: str) -> list[Path]:

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dcr_daemon.checkpoint.safetensors import pack_safetensors
-from dcr_daemon.publish.survey import Survey, identify, number_in
+from dcr_daemon.publish.survey import LOOKS_AT_WRITTEN, Survey, identify, number_in
 
 
 @pytest.mark.parametrize(
@@ -49,6 +50,7 @@ def test_a_closed_file_is_complete_at_once_and_a_touched_one_not_any_more(world:
     path = write(tmp_path / "w/step_1/model.safetensors", whole(world))
     survey.closed(path)
     assert not survey.look(layout, False)["step_1"].lacks(layout)
+    write(path, whole(world))
     survey.touched(path)
     assert survey.look(layout, False)["step_1"].lacks(layout)
     survey.closed(path)
@@ -75,6 +77,50 @@ def test_a_checkpoint_with_a_choice_of_indexes_waits_and_harms_no_other(world: A
     found = survey.look(layout, False)
     assert "several indexes" in found["step_1"].lacks(layout)
     assert not found["step_2"].lacks(layout)
+
+
+def test_a_file_seen_written_waits_for_its_writer_however_long_it_stalls(world: Any, tmp_path: Path) -> None:
+    """Its length and header may be those of the whole file from the start, as with preallocation."""
+    survey, layout = Survey(tmp_path / "w", [], None), world.layout
+    path = write(tmp_path / "w/step_1/model.safetensors", whole(world))
+    survey.created(path)
+    survey.touched(path)
+    for _ in range(LOOKS_AT_WRITTEN - 1):
+        assert survey.look(layout, True)["step_1"].lacks(layout)
+    survey.closed(path)
+    assert not survey.look(layout, False)["step_1"].lacks(layout)
+
+
+def test_a_lost_notice_of_a_close_costs_looks_not_the_checkpoint(world: Any, tmp_path: Path) -> None:
+    survey, layout = Survey(tmp_path / "w", [], None), world.layout
+    survey.touched(write(tmp_path / "w/step_1/model.safetensors", whole(world)))
+    waits = [bool(survey.look(layout, True)["step_1"].lacks(layout)) for _ in range(LOOKS_AT_WRITTEN)]
+    assert waits == [True] * (LOOKS_AT_WRITTEN - 1) + [False]
+
+
+def test_a_mode_or_an_older_time_set_after_the_close_is_no_write(world: Any, tmp_path: Path) -> None:
+    """`shutil.copytree` ends each file so; the notice is the one of a write."""
+    survey, layout = Survey(tmp_path / "w", [], None), world.layout
+    path = write(tmp_path / "w/step_1/model.safetensors", whole(world))
+    survey.closed(path)
+    survey.look(layout, False)
+    path.chmod(0o640)
+    os.utime(path, (1, 1))
+    survey.touched(path)
+    assert not survey.look(layout, False)["step_1"].lacks(layout)
+
+
+def test_only_a_file_that_may_be_complete_is_fresh(world: Any, tmp_path: Path) -> None:
+    survey, layout = Survey(tmp_path / "w", [], None), world.layout
+    path = write(tmp_path / "w/step_1/model.safetensors", whole(world)[:-2])
+    assert survey.look(layout, True)["step_1"].fresh
+    write(path, whole(world)[:-1])
+    assert not survey.look(layout, True)["step_1"].fresh, "it grows"
+    survey.touched(path)
+    survey.look(layout, True)
+    assert not survey.look(layout, False)["step_1"].fresh, "its writer is at it"
+    survey.closed(path)
+    assert not survey.look(layout, True)["step_1"].fresh
 
 
 @pytest.mark.parametrize("odd", ["step_1\udcff/model.safetensors", "step_1/model\udcff.safetensors"])

@@ -224,6 +224,25 @@ def test_a_checkpoint_that_never_completes_is_overtaken(world: Any, toolbox: Any
     assert toolbox.same(world.reader.versions()[1], new)
 
 
+def test_a_checkpoint_nobody_saw_being_closed_is_not_overtaken_by_its_successor(world: Any, toolbox: Any) -> None:
+    """inotify watches a new directory a moment late, and one that was written before the start not at all."""
+    chain = {n: toolbox.step_weights(world.weights, seed=n) for n in (1, 2)}
+    world.write(world.root / "out/step_1", chain[1])
+
+    async def run() -> None:
+        async with watching(world, poll=None):
+            await until(lambda: world.events.of(Waiting))
+            (world.root / "out/step_2").mkdir()
+            await asyncio.sleep(0.2)
+            world.write(world.root / "tmp", chain[2])
+            shutil.copy(world.root / "tmp/model.safetensors", world.root / "out/step_2")
+            await until(lambda: len(sealed(world)) == 2)
+
+    asyncio.run(run())
+    assert sealed(world) == [1, 2]
+    assert [toolbox.same(world.reader.versions()[n], chain[n]) for n in (1, 2)] == [True, True]
+
+
 def test_a_marker_completes_a_checkpoint(world: Any, toolbox: Any) -> None:
     new = toolbox.step_weights(world.weights, seed=1)
 
