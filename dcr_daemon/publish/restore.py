@@ -6,6 +6,7 @@ Whatever the start, the end is proved: the full fingerprint of the bytes equals 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from dcr_daemon.checkpoint.directory import Checkpoint
 from dcr_daemon.checkpoint.pieces import read_pieces
 from dcr_daemon.checkpoint.safetensors import SafetensorsBytes
 from dcr_daemon.codec.decode import Chunk, open_chunk
-from dcr_daemon.errors import Corrupt, Incompatible, NotFound
+from dcr_daemon.errors import Corrupt, DcrError, Incompatible, NotFound
 from dcr_daemon.events import Emit, Waiting
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import Objects
@@ -41,9 +42,9 @@ class Restorer:
         """Bring the baseline to the newest sealed version.
 
         Raises:
-            NotFound: nothing in the bucket leads there, and no base was given.
+            NotFound: nothing in the bucket leads there, and no base is at hand.
             Incompatible: the base is not the stream's version 0.
-            Corrupt: what the bucket holds does not have the fingerprint of its seal.
+            Corrupt: what the bucket holds does not have the fingerprint of its seal, from whatever anchor.
         """
         head = self._ledger.state.seal.version
         if self._baseline.version == head:
@@ -52,7 +53,24 @@ class Restorer:
         if have == head:
             return
         self._emit(Waiting(what=f"the baseline: building version {head} from {_start(have)}"))
-        route = await self._route(have, head)
+        try:
+            await self._build(await self._route(have, head), have, head)
+        except (Corrupt, NotFound) as error:
+            if not await self._go_round(head, error):
+                raise
+
+    async def _go_round(self, head: int, error: DcrError) -> bool:
+        """Build from the newest anchor that leads to the head: the cheapest way is damaged, or its base is gone."""
+        anchors = [anchor.version for anchor in await self._ledger.history.anchors()]
+        for version in anchors:
+            self._emit(Waiting(what=f"the baseline: {error.message}; trying the anchor of version {version}"))
+            with contextlib.suppress(Corrupt, NoRoute):
+                route = await self._ledger.history.route(None, head, avoid=set(anchors) - {version})
+                await self._build(route, None, head)
+                return True
+        return False
+
+    async def _build(self, route: Route, have: int | None, head: int) -> None:
         try:
             if route.anchor is not None:
                 await self._load_anchor(route.anchor)

@@ -10,7 +10,7 @@ import pytest
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.checkpoint.directory import Checkpoint
 from dcr_daemon.errors import Corrupt, Exhausted, Fenced, Incompatible, Misuse, NotFound, StoreUnavailable
-from dcr_daemon.events import Aborted, Alarm, AnchorPut, ChunkPut, Sealed
+from dcr_daemon.events import Aborted, Alarm, AnchorPut, ChunkPut, Sealed, Waiting
 from dcr_daemon.publish.opening import open_session
 from dcr_daemon.publish.options import PublishOptions, stream_state
 from dcr_daemon.publish.session import Session
@@ -177,6 +177,44 @@ def test_a_publisher_without_state_starts_from_the_newest_anchor(world: Any, too
     assert all(toolbox.same(versions[n], weights) for n, weights in enumerate(chain))
     extras = sorted(path.name for path in (world.root / "bucket/anchors/4").glob("*/*.json"))
     assert extras == ["config.json", "index.json", "tokenizer.json"]
+
+
+@pytest.mark.parametrize("trouble", ["the base is gone", "a chunk is damaged", "the newest anchor is damaged"])
+def test_a_baseline_is_built_from_whatever_anchor_leads_there(world: Any, toolbox: Any, trouble: str) -> None:
+    """The cheapest way is the base and the chain; a publisher must come up again by any other."""
+    chain = [world.weights]
+
+    async def first() -> None:
+        session = await opened(world, anchor_every=2, name="a")
+        for n in range(5):
+            chain.append(toolbox.step_weights(chain[-1], seed=n))
+            await publish(session, chain[-1], world)
+            await session.anchor_if_due()
+        await session.close()
+
+    asyncio.run(first())
+    base: Path | None = world.base
+    bucket = world.root / "bucket"
+    if trouble == "the base is gone":
+        base = world.root / "gone"
+    elif trouble == "a chunk is damaged":
+        next((bucket / "data/1").rglob("*.dcr")).write_bytes(b"spoilt")
+    else:
+        base = None
+        next((bucket / "anchors/4").rglob("*.safetensors")).write_bytes(b"spoilt")
+
+    async def second() -> None:
+        session = await opened(world, state=world.root / "elsewhere", base=base, name="a")
+        chain.append(toolbox.step_weights(chain[-1], seed=7))
+        await publish(session, chain[-1], world)
+        assert all(
+            np.array_equal(session.read(i, 0, s.elements), chain[-1][s.name].reshape(-1))
+            for i, s in enumerate(world.layout)
+        )
+        await session.close()
+
+    asyncio.run(second())
+    assert any("trying the anchor" in event.what for event in world.events.of(Waiting))
 
 
 def test_without_anchor_or_base_nothing_is_guessed(world: Any) -> None:
