@@ -36,6 +36,7 @@ class Intake:
     def __init__(self, what: str, layout: Layout, ignore: Sequence[str] = ()) -> None:
         self._what, self._layout, self._ignore = what, layout, ignore
         self._seen: set[int] = set()
+        self._unfit: set[int] = set()
         self._extras: list[Source] = []
         self._problems: dict[str, list[str]] = {}
         #: (given, canonical) -> tensors that will be rounded
@@ -52,8 +53,10 @@ class Intake:
         if index in self._seen:
             self._note("given twice", given.name)
         elif not castable(given.dtype, spec.dtype):
+            self._unfit.add(index)
             self._note("retyped", f"{given.name} (is {given.dtype}, should be {spec.dtype})")
         elif given.shape != spec.shape:
+            self._unfit.add(index)
             self._note("reshaped", f"{given.name} (is {list(given.shape)}, should be {list(spec.shape)})")
         else:
             self._seen.add(index)
@@ -80,8 +83,8 @@ class Intake:
 
     @property
     def missing(self) -> list[str]:
-        """Layout tensors not taken so far."""
-        return [spec.name for i, spec in enumerate(self._layout) if i not in self._seen]
+        """Layout tensors not given so far."""
+        return [spec.name for i, spec in enumerate(self._layout) if i not in self._seen | self._unfit]
 
     def check(self) -> None:
         """Raise `Incompatible` for what is already known to be wrong; more may still come."""

@@ -117,8 +117,9 @@ def test_weights_that_do_not_fit_are_refused_by_name_before_anything_is_opened(w
     }  # fmt: skip
     with publisher(world) as target:
         for what, tensors in bad.items():
-            with pytest.raises(Incompatible, match=what):
+            with pytest.raises(Incompatible, match=what) as caught:
                 target.publish(tensors)
+            assert ("missing" in what) == ("missing" in str(caught.value)), "what does not fit is not missing too"
             assert not world.events.of(Opened)
             with pytest.raises(Incompatible, match=what):
                 target.publish(iter(tensors.items()))
