@@ -212,14 +212,19 @@ class Survey:
                 yield from self._directories(path, depth + 1)
 
     def _look_at(self, directory: Path, timed: bool, seen: set[Path]) -> Found | None:
-        try:
-            paths = sorted(p for p in directory.glob("*.safetensors") if not p.name.startswith("."))
-        except OSError:
-            return None
-        if not paths:
-            return None
         relative = directory.relative_to(self._root).as_posix()
         found = Found(directory, _printable(relative))
+        try:
+            paths = sorted(
+                path for path in directory.iterdir() if path.suffix == ".safetensors" and path.name[0] != "."
+            )
+        except PermissionError as error:  # it may hold what the trainer takes for published
+            found.waiting["directory"] = f"cannot be listed: {error.strerror}"
+            return found
+        except OSError:
+            return None  # vanished between two looks
+        if not paths:
+            return None
         for name in (relative, *(path.name for path in paths)):
             if name != _printable(name):
                 found.waiting["name"] = f"{_printable(name)} is not UTF-8, as the name of a source must be: rename it"

@@ -63,6 +63,10 @@ async def run_watch(options: WatchOptions, store: Store, emit: Emit) -> None:
     session = await open_session(options, store, emit)
     try:
         await Watcher(options, session, emit).run()
+    except DcrError as error:
+        with contextlib.suppress(DcrError):
+            await session.settle(f"{type(error).__name__}: {error.message}")
+        raise
     finally:
         await session.close()
 
@@ -121,6 +125,8 @@ class Watcher:
                 current.close()
         for name, what in self._lacks(found).items():
             self._emit(Waiting(what=f"{name} is incomplete and was not published: {what}"))
+        if not found:
+            self._emit(Waiting(what=f"a checkpoint below {self._options.watch}: there is none that is no version yet"))
 
     async def _look(self) -> dict[str, Found]:
         now = runtime.monotonic()
@@ -143,10 +149,6 @@ class Watcher:
             self._emit(Waiting(what=f"the bucket: {error.message}"))
             self._dying = self._dying or (f"StoreUnavailable: {error.message}" if self._current else None)
             await runtime.sleep(STORE_PAUSE)
-        except DcrError as error:
-            with contextlib.suppress(DcrError):
-                await self._session.settle(f"{type(error).__name__}: {error.message}")
-            raise
         return True
 
     async def _step(self, found: dict[str, Found]) -> bool:

@@ -103,6 +103,11 @@ def test_a_rewritten_checkpoint_is_a_new_version_even_if_its_step_goes_back(worl
     assert toolbox.same(world.reader.versions()[3], weights[2])
 
 
+def test_once_with_nothing_to_publish_says_so(world: Any) -> None:
+    once(world)
+    assert any("there is none" in event.what for event in world.events.of(Waiting))
+
+
 def test_a_backlog_may_be_skipped_to_the_newest(world: Any, toolbox: Any) -> None:
     for n in (1, 2, 3):
         world.write(world.root / f"out/step_{n}", toolbox.step_weights(world.weights, seed=n))
@@ -326,6 +331,7 @@ def test_a_shard_that_does_not_fit_ends_the_attempt_and_leaves_no_trace(world: A
 
     asyncio.run(run())
     assert "Abort" in world.reader.kinds()
+    assert "added: what" in world.events.of(Aborted)[0].reason
     once(world, ignore=("wh*",))
     assert sealed(world) == []  # still two shards short
     for path, body in shards(world, new, out)[1:]:
