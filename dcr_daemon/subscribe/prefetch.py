@@ -18,7 +18,7 @@ from dcr_daemon.events import ChunkFetched, Emit, Waiting
 from dcr_daemon.ledger import names
 from dcr_daemon.ledger.records import OpenRef
 from dcr_daemon.store.port import Entry, Store
-from dcr_daemon.subscribe.stage import CONCURRENCY, Stage
+from dcr_daemon.subscribe.stage import CONCURRENCY, Stage, all_or_none
 
 
 class Prefetch:
@@ -66,7 +66,7 @@ class Prefetch:
         for first in range(0, len(fresh), CONCURRENCY):
             if self._stopped.is_set():
                 return
-            await asyncio.gather(*(self._fetch(entry) for entry in fresh[first : first + CONCURRENCY]))
+            await all_or_none([self._fetch(entry) for entry in fresh[first : first + CONCURRENCY]])
 
     def _wanted(self, entry: Entry) -> bool:
         name = PurePosixPath(entry.key).name

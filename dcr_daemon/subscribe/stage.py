@@ -137,7 +137,7 @@ class Stage:
         size = sum(chunk.size for chunk, _ in wanted.values())
         self._drop([path for path in self._sizes if path.parent == place and path not in wanted])
         self._make_room(wanted.keys(), size, kept)
-        await _all([self._complete(path, chunk, part, seal) for path, (chunk, part) in wanted.items()])
+        await all_or_none([self._complete(path, chunk, part, seal) for path, (chunk, part) in wanted.items()])
         self._emit(Staged(version=seal.version, bytes=size, chunks=len(wanted)))
         return Hop(
             version=seal.version,
@@ -245,7 +245,7 @@ def _version(path: Path) -> int:
     return int(path.parent.name.partition("-")[0])
 
 
-async def _all(jobs: Sequence[Coroutine[Any, Any, None]]) -> None:
+async def all_or_none(jobs: Sequence[Coroutine[Any, Any, None]]) -> None:
     """Await all; the first failure cancels the rest and is raised as it is."""
     tasks = [asyncio.ensure_future(job) for job in jobs]
     try:
