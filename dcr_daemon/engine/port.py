@@ -27,7 +27,7 @@ class TensorClass(StrEnum):
 
     EXACT = "exact"  #: bits copied; changed in place
     LOADED = "loaded"  #: the loader computes; fed whole through the native loader
-    ABSENT = "absent"  #: the loader skips it (a second tied head); left out of comparisons on both sides
+    ABSENT = "absent"  #: no loader reads it (a tied head, layers that predict ahead); left out of all comparisons
 
 
 class StreamFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -132,11 +132,10 @@ class BoxRow(msgspec.Struct, frozen=True, array_like=True):
 
 class Held(StrEnum):
     """What one rank's loader does with a canonical tensor. Joined over ranks: any `refused` refuses it; placed boxes
-    must tile it; `absent` everywhere is allowed, `skipped` everywhere is not."""
+    must tile it; `skipped` everywhere is left out."""
 
     PLACED = "placed"
-    SKIPPED = "skipped"  #: not this rank's (pipeline stage, other experts)
-    ABSENT = "absent"  #: left out by the loader for a known reason (a tied head)
+    SKIPPED = "skipped"  #: not this rank's (pipeline stage, other experts), or nobody's (a tied head)
     REFUSED = "refused"
 
 

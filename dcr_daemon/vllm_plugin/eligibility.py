@@ -50,14 +50,6 @@ def model_refusals(config: Any) -> list[str]:
     return [reason for refused, reason in checks if refused]
 
 
-def absent_names(config: Any, names: set[str]) -> set[str]:
-    """Canonical tensors that the loader may leave out: a second, tied head."""
-    text = config.model_config.hf_text_config
-    if not getattr(text, "tie_word_embeddings", False):
-        return set()
-    return {name for name in names if name == "lm_head.weight" or name.endswith(".lm_head.weight")}
-
-
 def module_refusal(module: torch.nn.Module, platform: str) -> str | None:
     """Why the parameters of one module (not of its children) must not be written in place, or None."""
     derived = [name for name in DERIVED if getattr(module, name, None) is not None]

@@ -84,7 +84,7 @@ def name_some(names: Iterable[str]) -> str:
 def join_placement(layout: Layout, ranks: Sequence[AttachedRank]) -> Placement:
     """One placement from all ranks' answers to attach.
 
-    Raises `EngineRefused` with every refused tensor and its reason, and every tensor not covered exactly once.
+    Raises `EngineRefused` with every reason, the tensors it is given for, and every tensor not covered exactly once.
     """
     numbers: dict[tuple[Any, ...], int] = {}
     local = [
@@ -110,11 +110,8 @@ def join_placement(layout: Layout, ranks: Sequence[AttachedRank]) -> Placement:
             if covered[index] != spec.elements:
                 reasons.append(f"{spec.name}: {covered[index]} of {spec.elements} elements are in some rank's memory")
             continue
+        # A fresh server would not read it either, and every parameter of the model is filled by other tensors.
         classes.append(TensorClass.ABSENT)
-        if Held.ABSENT not in held and Held.REFUSED not in held:
-            reasons.append(f"{spec.name}: no rank's loader places it")
-        elif covered[index]:
-            reasons.append(f"{spec.name}: left out by a loader, yet in some rank's memory")
     if reasons:
         raise EngineRefused(
             f"this engine cannot be kept up to date in place: {'; '.join(reasons[:100])}"
@@ -125,17 +122,16 @@ def join_placement(layout: Layout, ranks: Sequence[AttachedRank]) -> Placement:
 
 
 def _refusals(ranks: Sequence[AttachedRank]) -> list[str]:
-    """Reasons of all ranks, each once, with the ranks that gave it where it was not all of them."""
+    """Reasons of all ranks, each once: the tensors that have it, and the ranks that gave it unless all did."""
     by_reason: dict[tuple[str, str], list[int]] = {}
     for number, rank in enumerate(ranks):
         for name, reason in rank.refusals.items():
             by_reason.setdefault((name, reason), []).append(number)
-    return [
-        (f"{name}: " if name else "")
-        + reason
-        + ("" if len(who) == len(ranks) else f" (rank {', '.join(map(str, who))})")
-        for (name, reason), who in by_reason.items()
-    ]
+    names: dict[str, list[str]] = {}
+    for (name, reason), who in by_reason.items():
+        where = "" if len(who) == len(ranks) else f" (rank {', '.join(map(str, who))})"
+        names.setdefault(reason + where, []).append(name)
+    return [(f"{name_some(who)}: " if any(who) else "") + reason for reason, who in names.items()]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

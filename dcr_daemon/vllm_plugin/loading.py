@@ -26,12 +26,14 @@ Named = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LoadFormat:
-    """A model as its loader sees it. `live` are the tensors it computes with, `loading` their load-format shapes."""
+    """A model as its loader sees it. `live` are the tensors it computes with, `loading` their load-format shapes,
+    `saved` the names that a checkpoint of it would hold."""
 
     live: Named
     loading: Named
     repacks: dict[str, Repack]
     refusals: dict[str, str]
+    saved: frozenset[str]
 
 
 def named(model: torch.nn.Module) -> Named:
@@ -71,7 +73,7 @@ def load_format(model: torch.nn.Module) -> Iterator[None]:
 
 def record_model(model: torch.nn.Module, layout: Layout, platform: str) -> tuple[Recording, LoadFormat]:
     """Run the model's loader over meta tensors; the model is as before afterwards."""
-    live = named(model)
+    live, saved = named(model), frozenset(model.state_dict())
     repacks: dict[str, Repack] = {}
     refusals: dict[str, str] = {}
     with load_format(model):
@@ -89,7 +91,7 @@ def record_model(model: torch.nn.Module, layout: Layout, platform: str) -> tuple
             if reason is not None:
                 refusals |= dict.fromkeys(own, reason)
         recording = record(model.load_weights, lambda: ((n, t) for n, t in named(model).items() if n in live), layout)
-    return recording, LoadFormat(live, loading, repacks, refusals)
+    return recording, LoadFormat(live, loading, repacks, refusals, saved)
 
 
 def _shape_refusal(name: str, form: LoadFormat) -> str | None:
@@ -108,7 +110,7 @@ def _shape_refusal(name: str, form: LoadFormat) -> str | None:
     return None
 
 
-def place(recording: Recording, form: LoadFormat, layout: Layout, absent: set[str]) -> Placement:
+def place(recording: Recording, form: LoadFormat, layout: Layout) -> Placement:
     """Join what was recorded with what is live into a placement, every tensor classed, every refusal named."""
     by_tensor: dict[str, list[Piece]] = {}
     for piece in recording.pieces:
@@ -130,22 +132,29 @@ def place(recording: Recording, form: LoadFormat, layout: Layout, absent: set[st
         elif pieces:
             placement.held.append(Held.PLACED)
         else:
-            placement.held.append(Held.ABSENT if spec.name in absent else Held.SKIPPED)
-    _refuse_shared(placement, layout)
-    unfilled = _unfilled(recording, form)
+            placement.held.append(Held.SKIPPED)
+    _refuse_shared(placement, layout, form)
+    skipped = {spec.name for spec, held in zip(layout, placement.held, strict=True) if held is Held.SKIPPED}
+    unfilled = _unfilled(recording, form, skipped)
     if unfilled and not placement.refusals:  # a refused tensor explains its own gap
         listed = ", ".join(unfilled[:5]) + (f" and {len(unfilled) - 5} more" if len(unfilled) > 5 else "")
         placement.refusals[""] = f"no tensor of this layout fills {listed}: it is another model's"
     return placement
 
 
-def _unfilled(recording: Recording, form: LoadFormat) -> list[str]:
-    """Parameters that no canonical tensor reaches: they would stay what they are, whatever the trainer does."""
+def _unfilled(recording: Recording, form: LoadFormat, skipped: set[str]) -> list[str]:
+    """Parameters that no canonical tensor reaches: they would stay what they are, whatever the trainer does.
+
+    So would a buffer whose tensor the loader passed over; one that has no tensor is the model's own constant.
+    """
     filled = {id(form.live[piece.parameter]) for piece in recording.pieces}
+    wanted = {name.rpartition(".")[2] for name in skipped}
     return [
         name
         for name, tensor in form.live.items()
-        if isinstance(tensor, torch.nn.Parameter) and form.loading[name].numel() and id(tensor) not in filled
+        if id(tensor) not in filled
+        and form.loading[name].numel()
+        and (isinstance(tensor, torch.nn.Parameter) or (name in form.saved and name.rpartition(".")[2] in wanted))
     ]
 
 
@@ -165,9 +174,17 @@ def _add(placement: Placement, index: int, pieces: list[Piece], form: LoadFormat
     return None
 
 
-def _refuse_shared(placement: Placement, layout: Layout) -> None:
-    """Two canonical places on one live element: an update of one would silently change the other."""
-    for row, other in placement.overlaps():
+def _refuse_shared(placement: Placement, layout: Layout, form: LoadFormat) -> None:
+    """Two canonical places on one live element: an update of one would silently change the other.
+
+    Only a tensor and its whole twin (a tied head that the checkpoint stores as well) can be told to stay equal.
+    """
+    memory = {row.parameter: form.live[row.parameter].untyped_storage()._cdata for row in placement.rows}
+    for number, twin_number in placement.overlaps(memory):
+        row, other = placement.rows[number], placement.rows[twin_number]
+        if row.coincides(other) and layout[row.tensor].shape == layout[other.tensor].shape:
+            placement.twins.append((number, twin_number))
+            continue
         a, b = layout[row.tensor].name, layout[other.tensor].name
         for index, name, twin in ((row.tensor, a, b), (other.tensor, b, a)):
             placement.refusals[name] = f"shares memory ({row.parameter}) with {twin}"
@@ -183,12 +200,11 @@ def attach_model(model: torch.nn.Module, config: Any, layout: Layout, platform: 
     if reasons:
         refusals = {"": "; ".join(reasons)}
         return Placement(held=[Held.REFUSED] * len(layout), refusals=refusals), {}
-    names = {spec.name for spec in layout}
     try:
         recording, form = record_model(model, layout, platform)
     except Unplaceable as error:
         return Placement(held=[Held.REFUSED] * len(layout), refusals={"": str(error)}), {}
-    placement = place(recording, form, layout, eligibility.absent_names(config, names))
+    placement = place(recording, form, layout)
     if not placement.rows and not placement.refusals:
         placement.refusals[""] = (
             "the loader copied nothing: it was used since the model was loaded (a reload?); restart vLLM"

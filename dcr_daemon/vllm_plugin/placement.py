@@ -9,7 +9,7 @@ make up one *box*, the unit in which sums are reported and joined over ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -109,8 +109,9 @@ class Row:
 
     @property
     def reach(self) -> tuple[int, int]:
-        """First and last load-format place."""
-        return self.dst, self.dst + _span(self.shape, self.dst_strides)
+        """First and last load-format place, counted from the start of the storage."""
+        start = self.offset + self.dst
+        return start, start + _span(self.shape, self.dst_strides)
 
     @property
     def end(self) -> int:
@@ -118,6 +119,16 @@ class Row:
         if self.repack is None:
             return self.base + _span(self.shape, self.dst_strides) + 1
         return self.base + self.repack.live_block
+
+    def coincides(self, other: Row) -> bool:
+        """Whether both put the same canonical numbers at the same places."""
+        return (
+            self.start == other.start
+            and self.reach == other.reach
+            and (
+                (self.shape, self.src_strides, self.dst_strides) == (other.shape, other.src_strides, other.dst_strides)
+            )
+        )
 
     def places(self) -> npt.NDArray[np.int64]:
         """Load-format place of each ordinal (int64, row-major), relative to `dst`."""
@@ -234,13 +245,17 @@ def rows_of(piece: Piece, *, tensor: int, box: int, offset: int, repack: Repack 
 
 @dataclass(slots=True)
 class Placement:
-    """All that one worker holds of a layout. Lists are in layout order where they are per tensor."""
+    """All that one worker holds of a layout. Lists are in layout order where they are per tensor.
+
+    `twins`: pairs of rows that are one and the same memory, whose tensors must therefore stay equal.
+    """
 
     held: list[Held]
     boxes: list[BoxRow] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     refusals: dict[str, str] = field(default_factory=dict)
     by_tensor: dict[int, list[int]] = field(default_factory=dict)
+    twins: list[tuple[int, int]] = field(default_factory=list)
 
     def add(self, piece: Piece, *, tensor: int, offset: int, repack: Repack | None) -> None:
         """Add one copy as a box with its rows; raises `Unplaceable`."""
@@ -250,16 +265,26 @@ class Placement:
         self.by_tensor.setdefault(tensor, []).extend(range(len(self.rows), len(self.rows) + len(rows)))
         self.rows.extend(rows)
 
-    def overlaps(self) -> Iterator[tuple[Row, Row]]:
-        """Pairs of rows that share live elements: an update of one canonical tensor would change another."""
-        by_parameter: dict[str, list[Row]] = {}
-        for row in self.rows:
-            by_parameter.setdefault(row.parameter, []).append(row)
-        for rows in by_parameter.values():
-            rows.sort(key=lambda row: row.reach)
-            for i, row in enumerate(rows):
-                for other in rows[i + 1 :]:
+    def overlaps(self, memory: Mapping[str, int] | None = None) -> Iterator[tuple[int, int]]:
+        """Numbers of rows that share live elements: an update of one canonical tensor would change another.
+
+        `memory` tells parameters of one storage, whatever their names; without it each name is a storage of its own.
+        """
+        by_parameter: dict[object, list[int]] = {}
+        for number, row in enumerate(self.rows):
+            home = memory[row.parameter] if memory else row.parameter
+            by_parameter.setdefault((home, row.repack is None), []).append(number)
+        for numbers in by_parameter.values():
+            numbers.sort(key=lambda number: self.rows[number].reach)
+            for i, number in enumerate(numbers):
+                row = self.rows[number]
+                for other_number in numbers[i + 1 :]:
+                    other = self.rows[other_number]
                     if other.reach[0] > row.reach[1]:
                         break
-                    if np.intersect1d(row.dst + row.places(), other.dst + other.places(), assume_unique=True).size:
-                        yield row, other
+                    if row.coincides(other) or _meet(row.reach[0] + row.places(), other.reach[0] + other.places()):
+                        yield number, other_number
+
+
+def _meet(one: npt.NDArray[np.int64], other: npt.NDArray[np.int64]) -> bool:
+    return bool(np.intersect1d(one, other, assume_unique=True).size)

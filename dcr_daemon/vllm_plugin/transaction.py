@@ -20,7 +20,7 @@ from dcr_daemon.canonical.dtypes import lane_dtype
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.codec.chunk import Changes, Segment
 from dcr_daemon.codec.decode import Chunk, open_chunk
-from dcr_daemon.errors import CorruptChunk, Exhausted
+from dcr_daemon.errors import CorruptChunk, EngineRefused, Exhausted
 from dcr_daemon.vllm_plugin import faults
 from dcr_daemon.vllm_plugin.calls import HopFiles, PreparedRank, SegmentSums, Sums
 from dcr_daemon.vllm_plugin.memory import U32, U64, Bits, Group, Memory, Side
@@ -127,6 +127,7 @@ class Preparation:
         Raises:
             CorruptChunk: a chunk is damaged or not of its hop.
             Exhausted: the first hop alone is over the arena.
+            EngineRefused: tensors that share memory would differ.
             OSError: a file cannot be read.
         """
         fits = len(hops)
@@ -250,9 +251,24 @@ class Preparation:
         self._groups.append(group)
         self._by_row.setdefault(row, []).append(group)
 
+    def _require_twins(self) -> None:
+        """One memory under two names takes one value: raises `EngineRefused` if a change gives it two."""
+        for pair in self._placement.twins:
+            changes = [self._by_row.get(row, []) for row in pair]
+            if not any(changes):
+                continue
+            one, other = (_joined(groups) if groups else None for groups in changes)
+            if one is None or other is None or any(not np.array_equal(a, b) for a, b in zip(one, other, strict=True)):
+                names = " and ".join(self._layout[self._placement.rows[row].tensor].name for row in pair)
+                raise EngineRefused(
+                    f"{names} share their memory in this engine, and the change makes them differ",
+                    hint="train them tied, or serve a checkpoint whose config does not tie them",
+                )
+
     def _finish(self, txn: str, fits: int, done: list[SegmentSums]) -> Transaction:
         """Stage the groups, and say what apply and rollback will have to answer."""
         memory, groups = self._memory, self._groups
+        self._require_twins()
         memory.stage(groups)
         old = np.array([memory.sum_lanes(g.row, g.old, g.element) for g in groups], dtype=np.uint64)
         new = np.array([memory.sum_lanes(g.row, g.new, g.element) for g in groups], dtype=np.uint64)
@@ -265,6 +281,13 @@ class Preparation:
             after=box_sums(groups, new, self._placement),
         )
         return Transaction(txn, fits, groups, answer)
+
+
+def _joined(groups: Sequence[Group]) -> tuple[npt.NDArray[Any], ...]:
+    """Places and new values of several groups of one row, in the order of the places."""
+    target, new = (np.concatenate([getattr(group, name) for group in groups]) for name in ("target", "new"))
+    order = np.argsort(target)
+    return target[order], new[order]
 
 
 def _ascending(elements: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:

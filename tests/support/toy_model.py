@@ -111,10 +111,10 @@ def placed(toy: Toy) -> tuple[Placement, Homes]:
     loading = Toy(toy.rank, toy.of, device="meta")
     named = dict(loading.named_parameters()) | dict(loading.named_buffers())
     live = dict(toy.named_parameters()) | dict(toy.named_buffers())
-    recording = record(loading.load_weights, named.items(), LAYOUT)
-    placement = place(recording, LoadFormat(live, named, {"experts": SHUFFLE}, {}), LAYOUT, {"head"})
+    recording = record(loading.load_weights, named.items, LAYOUT)
+    placement = place(recording, LoadFormat(live, named, {"experts": SHUFFLE}, {}, frozenset(live)), LAYOUT)
     assert placement.refusals == {}
-    assert placement.held[LAYOUT.index("head")] == Held.ABSENT
+    assert placement.held[LAYOUT.index("head")] == Held.SKIPPED
     return placement, Homes({row.parameter: live[row.parameter] for row in placement.rows}, holders_of(toy))
 
 

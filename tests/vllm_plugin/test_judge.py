@@ -85,16 +85,15 @@ def whole() -> judge.Placement:
     return judge.join_placement(LAYOUT, [rank_of([(0, 0, 12), (1, 0, 4), (2, 0, 6)])])
 
 
-def test_a_gap_an_overlap_and_a_tensor_nobody_places_are_refused_by_name() -> None:
+def test_a_gap_and_an_overlap_are_refused_by_name() -> None:
     with pytest.raises(EngineRefused) as caught:
         judge.join_placement(LAYOUT, [rank_of([(0, 0, 11), (1, 0, 4), (1, 1, 3)])])
     assert "a: 11 of 12" in str(caught.value)
     assert "b: 7 of 4" in str(caught.value)
-    assert "c: no rank's loader places it" in str(caught.value)
 
 
-def test_absent_is_allowed_and_left_out_on_both_sides() -> None:
-    marks = [Held.PLACED, Held.PLACED, Held.ABSENT]
+def test_what_no_loader_reads_is_left_out_on_both_sides() -> None:
+    marks = [Held.PLACED, Held.PLACED, Held.SKIPPED]
     placement = judge.join_placement(LAYOUT, [rank_of([(0, 0, 12), (1, 0, 4)], marks)])
     assert placement.classes[2] is TensorClass.ABSENT
     other = fingerprint(LAYOUT, VALUES)
@@ -104,8 +103,8 @@ def test_absent_is_allowed_and_left_out_on_both_sides() -> None:
     assert judge.differing(placement, live, other) == []
 
 
-def test_absent_here_and_placed_there_is_refused() -> None:
-    marks = [Held.PLACED, Held.PLACED, Held.ABSENT]
+def test_skipped_here_and_half_placed_there_is_refused() -> None:
+    marks = [Held.PLACED, Held.PLACED, Held.SKIPPED]
     with pytest.raises(EngineRefused, match="c: 3 of 6"):
         judge.join_placement(
             LAYOUT, [rank_of([(0, 0, 12), (1, 0, 4)], marks), rank_of([(0, 0, 12), (1, 0, 4), (2, 0, 3)])]

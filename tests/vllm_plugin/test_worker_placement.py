@@ -108,7 +108,7 @@ def test_more_axes_than_the_format_has_are_refused() -> None:
 
 
 def test_shared_live_elements_are_found_and_neighbours_are_not() -> None:
-    def with_second(dst: int, strides: tuple[int, ...]) -> list[tuple[placement.Row, placement.Row]]:
+    def with_second(dst: int, strides: tuple[int, ...]) -> list[tuple[int, int]]:
         both = Placement(held=[Held.PLACED, Held.PLACED])
         both.add(Piece("a", 0, (4, 2), (2, 1), "p", 0, (4, 1)), tensor=0, offset=0, repack=None)
         both.add(Piece("b", 0, (4, 2), (2, 1), "p", dst, strides), tensor=1, offset=0, repack=None)

@@ -1,0 +1,167 @@
+"""Many families of models, each loaded by vLLM's own loader: what a refit leaves is what a fresh load makes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+import vllm_inprocess
+from families import FAMILIES, write_family
+from worker_rig import Driver, Lanes, Worker, step, vector, write_version
+
+from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.checkpoint.directory import Checkpoint, write_checkpoint
+from dcr_daemon.demo.models import copy_side_files
+from dcr_daemon.vllm_plugin import calls
+from dcr_daemon.vllm_plugin.calls import Held, JobState, Op
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(autouse=True)
+def inspect_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM looks at a model's class in a process of its own, for ten seconds; nothing here minds a GPU."""
+    monkeypatch.setattr("vllm.model_executor.models.registry._run_in_subprocess", lambda look: look())
+
+
+def read(path: Path) -> tuple[Layout, Lanes]:
+    with Checkpoint(path) as checkpoint:
+        layout = checkpoint.layout
+        return layout, [checkpoint.bits(spec.name).reshape(-1).copy() for spec in layout]
+
+
+def write(out: Path, layout: Layout, lanes: Lanes, like: Path) -> Path:
+    write_checkpoint(out, layout, {spec.name: bits for spec, bits in zip(layout, lanes, strict=True)}.__getitem__)
+    copy_side_files(like, out)
+    return out
+
+
+def beside(model: torch.nn.Module) -> dict[str, torch.Tensor | float]:
+    """Tensors and numbers that modules keep beside parameters and buffers: what was derived once would go stale."""
+    found: dict[str, torch.Tensor | float] = {}
+    known = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
+    seen: set[int] = set()
+
+    def walk(value: Any, path: str) -> None:
+        if isinstance(value, float):
+            found[path] = value
+        elif id(value) in seen or path.count(".") > 12:
+            return
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            if value.untyped_storage()._cdata not in known and not value.is_meta:
+                found[path] = value.clone()
+        elif isinstance(value, dict):
+            for key, inner in value.items():
+                walk(inner, f"{path}.{key}")
+        elif isinstance(value, FunctionType):
+            for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+                walk(cell.cell_contents, f"{path}.{name}")
+        elif hasattr(value, "__dict__") and type(value).__module__.startswith(("vllm.model_executor", "torch.nn")):
+            walk(vars(value), path)
+
+    walk(model, "")
+    return found
+
+
+def assert_same(one: torch.nn.Module, other: torch.nn.Module) -> None:
+    assert vllm_inprocess.differing(vllm_inprocess.state(one), vllm_inprocess.state(other)) == []
+    kept, wanted = beside(one), beside(other)
+    assert kept.keys() == wanted.keys()
+    stale = [name for name, value in kept.items() if not torch.equal(*map(torch.as_tensor, (value, wanted[name])))]
+    assert stale == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_refit_leaves_what_a_fresh_load_makes(family: str, tmp_path: Path) -> None:
+    path = write_family(tmp_path / "v0", family)
+    layout, lanes = read(path)
+    model, config = vllm_inprocess.load(path, skip_tokenizer_init=True, max_model_len=128)
+    first = vllm_inprocess.state(model)
+    driver = Driver(Worker(model, config))
+    attached = driver.attach(layout, tmp_path)
+    assert attached.refusals == {}
+    assert set(attached.held) == {Held.PLACED}
+    assert (driver.fingerprint(layout, attached) == vector(layout, lanes)).all()
+    changed = step(lanes, 0.05, seed=1)
+    hop = write_version(tmp_path / "chunks", layout, lanes, changed, version=1)
+    for txn in ("back", "on"):
+        prepared = driver.prepare(txn, [hop])
+        assert driver.swap(txn) == prepared.after
+        if txn == "back":
+            assert driver.ok(Op.ROLLBACK, calls.Sums, txn=txn) == prepared.before
+            driver.ok(Op.CLOSE, txn=txn)
+            assert not vllm_inprocess.differing(first, vllm_inprocess.state(model))
+    driver.ok(Op.COMMIT, txn="on")
+    assert (driver.fingerprint(layout, attached) == vector(layout, changed)).all()
+    fresh = write(tmp_path / "v1", layout, changed, path)
+    assert_same(model, vllm_inprocess.load(fresh, skip_tokenizer_init=True, max_model_len=128)[0])
+
+
+def with_tensors(path: Path, **more: torch.Tensor) -> Path:
+    """The checkpoint with further tensors in it."""
+    from safetensors.torch import load_file, save_file
+
+    file = path / "model.safetensors"
+    save_file(load_file(file) | more, file, {"format": "pt"})
+    return path
+
+
+def test_a_tied_head_that_is_stored_as_well_stays_equal_or_nothing_is_written(tmp_path: Path) -> None:
+    path = write_family(tmp_path / "v0", "llama", tie_word_embeddings=True)
+    with Checkpoint(path) as checkpoint:
+        embedding = torch.from_numpy(checkpoint.bits("model.embed_tokens.weight").copy()).view(torch.bfloat16)
+    layout, lanes = read(with_tensors(path, **{"lm_head.weight": embedding.reshape(300, 64)}))
+    model, config = vllm_inprocess.load(path, skip_tokenizer_init=True, max_model_len=128)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    driver = Driver(Worker(model, config))
+    attached = driver.attach(layout, tmp_path)
+    assert attached.refusals == {}
+    assert (driver.fingerprint(layout, attached) == vector(layout, lanes)).all()
+    apart = step(lanes, 0.05, seed=1)
+    together = list(apart)
+    together[layout.index("lm_head.weight")] = apart[layout.index("model.embed_tokens.weight")]
+    alone = list(lanes)
+    alone[layout.index("lm_head.weight")] = apart[layout.index("lm_head.weight")]
+    for number, wrong in enumerate((apart, alone)):
+        hop = write_version(tmp_path / f"apart{number}", layout, lanes, wrong, version=1)
+        driver.ok(Op.START, id=f"apart{number}", kind="prepare", hops=[hop.hop])
+        status = driver.finish(f"apart{number}")
+        assert (status.state, status.code) == (JobState.FAILED, calls.Code.REFUSED)
+        assert "share their memory" in status.error
+    prepared = driver.prepare("t", [write_version(tmp_path / "both", layout, lanes, together, version=1)])
+    assert driver.swap("t") == prepared.after
+    driver.ok(Op.COMMIT, txn="t")
+    assert (driver.fingerprint(layout, attached) == vector(layout, together)).all()
+    fresh = write(tmp_path / "v1", layout, together, path)
+    assert_same(model, vllm_inprocess.load(fresh, skip_tokenizer_init=True, max_model_len=128)[0])
+
+
+def test_what_no_loader_reads_is_skipped_and_hinders_nothing(tmp_path: Path) -> None:
+    """Frequencies that old checkpoints store; layers that predict further tokens ahead are the same case."""
+    path = write_family(tmp_path / "v0", "llama")
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.rand(8)}
+    layout, _ = read(with_tensors(path, **extra))
+    model, config = vllm_inprocess.load(path, skip_tokenizer_init=True, max_model_len=128)
+    attached = Driver(Worker(model, config)).attach(layout, tmp_path)
+    assert attached.refusals == {}
+    skipped = [layout[i].name for i, held in enumerate(attached.held) if held is Held.SKIPPED]
+    assert skipped == list(extra)
+
+
+@pytest.mark.parametrize(
+    ("stored", "served"), [("float16", "bfloat16"), ("float32", "bfloat16"), ("bfloat16", "float32")]
+)
+def test_weights_served_in_another_dtype_are_refused_by_name(stored: str, served: str, tmp_path: Path) -> None:
+    path = write_family(tmp_path / "v0", "llama", dtype=stored)
+    layout, _ = read(path)
+    model, config = vllm_inprocess.load(path, skip_tokenizer_init=True, max_model_len=128, dtype=served)
+    attached = Driver(Worker(model, config)).attach(layout, tmp_path)
+    assert attached.refusals.keys() == {spec.name for spec in layout}
+    assert all(f"casts it from torch.{stored} to torch.{served}" in text for text in attached.refusals.values())
