@@ -231,7 +231,7 @@ class Core:
         if self.proved is not None and not (same and self.live is not None and (self.live == live).all()):
             self.unprove("the weights or the stream changed since they were proved")
         if left_out := [
-            s.name for s, kind in zip(placement.layout, placement.classes, strict=True) if kind == "absent"
+            s.name for s, kind in zip(placement.layout, placement.classes, strict=True) if kind is TensorClass.ABSENT
         ]:
             log.info("dcr: no loader reads these, they are left out: %s", judge.name_some(left_out))
         self.facts, self.placement, self.live, self._generations = facts, placement, live, generations
