@@ -113,7 +113,9 @@ class Found:
             return False
         numbered = [match for name in self.files if (match := _SHARD.search(name))]
         all_shards = bool(numbered) and len({m[1] for m in numbered}) == int(numbered[0][2])
-        return marker or self.index is not None or all_shards or "model.safetensors" in self.files
+        # A marker may be left over from what this directory held before: shards that count themselves know better.
+        marked = marker and not numbered
+        return marked or self.index is not None or all_shards or "model.safetensors" in self.files
 
     def check_index(self) -> None:
         """Raise `Incompatible` if the index and the (complete) files disagree."""

@@ -110,6 +110,17 @@ def test_a_mode_or_an_older_time_set_after_the_close_is_no_write(world: Any, tmp
     assert not survey.look(layout, False)["step_1"].lacks(layout)
 
 
+def test_a_marker_that_was_there_first_ends_nothing_while_shards_are_to_come(world: Any, tmp_path: Path) -> None:
+    survey, half = Survey(tmp_path / "w", [], "STABLE"), world.layout.specs[: len(world.layout) // 2]
+    body = bytes(pack_safetensors([(spec, world.weights[spec.name]) for spec in half]))
+    write(tmp_path / "w/step_1/STABLE", b"")
+    survey.closed(write(tmp_path / "w/step_1/model-00001-of-00002.safetensors", body))
+    assert not survey.look(world.layout, False)["step_1"].ended(marker=True)
+    (tmp_path / "w/step_1/model-00001-of-00002.safetensors").rename(tmp_path / "w/step_1/weights.safetensors")
+    survey.closed(tmp_path / "w/step_1/weights.safetensors")
+    assert survey.look(world.layout, False)["step_1"].ended(marker=True)
+
+
 def test_only_a_file_that_may_be_complete_is_fresh(world: Any, tmp_path: Path) -> None:
     survey, layout = Survey(tmp_path / "w", [], None), world.layout
     path = write(tmp_path / "w/step_1/model.safetensors", whole(world)[:-2])
