@@ -7,7 +7,7 @@
     ├── Fenced                       exit 12  somebody newer owns this; stop, do not restart
     ├── Corrupt                      exit 13  bytes differ from their digest or format
     │   └── CorruptChunk                      the same, found by the chunk decoder
-    ├── Exhausted                    exit 14  disk, tmpfs or memory budget full
+    ├── Exhausted                    exit 14  disk, tmpfs or memory budget full, or a disk that takes nothing
     ├── StoreUnavailable             exit 15  the bucket did not answer within the budget
     └── EngineRefused                exit 16  the engine cannot take this stream or transaction
 
