@@ -4,7 +4,7 @@
         vllm serve MODEL --worker-extension-cls dcr_daemon.vllm_plugin.WorkerExtension
 
 Three pieces that vLLM finds by itself: the general plugin `register` (in every process), the endpoint plugin
-`endpoint` (in API servers), and `WorkerExtension` (in workers). Without `DCR_SOCKET` all of them do nothing.
+`endpoint_plugin` (in API servers), and `WorkerExtension` (in workers). Without `DCR_SOCKET` all of them do nothing.
 
     DCR_SOCKET           absolute path of the private unix socket; switches the plugin on
     DCR_PAUSE            keep | wait | abort: what a swap does with requests in flight (keep)
@@ -45,8 +45,8 @@ def register() -> None:
     cpu_rig.install()
 
 
-def endpoint() -> Endpoint:
-    """Factory of the endpoint plugin."""
+def endpoint_plugin() -> Endpoint:
+    """Factory of the endpoint plugin. Not called `endpoint`: importing that module would take the name."""
     from dcr_daemon.vllm_plugin.endpoint import Endpoint
     from dcr_daemon.vllm_plugin.settings import Settings
 
