@@ -134,7 +134,7 @@ class DirectoryEngine:
         self._token = checkout.claim(self._nonce)
         return None if torn else checkout.marker()
 
-    async def prove(self, version: int, vector: str, label: str) -> None:
+    async def prove(self, version: int, vector: str, label: str, loaded: str = "") -> None:
         async with self._owned():
             wanted = await self._thread(read_vector, vector, self._layout)
             if self._checkpoint is None:

@@ -50,6 +50,7 @@ class Prove(Owned, frozen=True, tag="prove"):
     version: int
     vector: str
     label: str
+    loaded: str = ""
 
 
 class Serve(Owned, frozen=True, tag="serve"):

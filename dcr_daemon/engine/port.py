@@ -26,7 +26,7 @@ class TensorClass(StrEnum):
     """How an engine holds a canonical tensor."""
 
     EXACT = "exact"  #: bits copied; changed in place
-    LOADED = "loaded"  #: the loader computes; fed whole through the native loader
+    LOADED = "loaded"  #: the loader computes (a cast, `A_log`); fed whole through the native loader
     ABSENT = "absent"  #: no loader reads it (a tied head, layers that predict ahead); left out of all comparisons
 
 
@@ -57,7 +57,11 @@ class Attached(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hop(msgspec.Struct, frozen=True, kw_only=True):
-    """One version of a route, staged: paths are local and verified; `before`/`after` are vector files."""
+    """One version of a route, staged: paths are local and verified; `before`/`after` are vector files.
+
+    `loaded`: safetensors file of all `loaded` tensors as this version has them; empty if there are none, or if none
+    has changed between the first hop's base and this version.
+    """
 
     version: int
     base: int
@@ -65,6 +69,7 @@ class Hop(msgspec.Struct, frozen=True, kw_only=True):
     chunks: list[str]
     before: str
     after: str
+    loaded: str = ""
 
 
 class Transaction(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,9 +128,10 @@ class Engine(Protocol):
         """Become the owner; record placement; sum the live weights. Refuses what it could not update later."""
         ...
 
-    async def prove(self, version: int, vector: str, label: str) -> None:
+    async def prove(self, version: int, vector: str, label: str, loaded: str = "") -> None:
         """Declare which version the live weights are. The engine compares `vector` (a file) with its own live sums
-        and refuses a difference, naming the tensors."""
+        and refuses a difference, naming the tensors. `loaded`, for an engine that has such tensors, is a file of their
+        bytes: it makes sure that it holds what its loader makes of them, by loading them if need be."""
         ...
 
     async def serve(self) -> None:

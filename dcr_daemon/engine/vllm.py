@@ -52,12 +52,13 @@ class VllmEngine:
         self._token, self._incarnation = attached.token, attached.incarnation
         return attached
 
-    async def prove(self, version: int, vector: str, label: str) -> None:
+    async def prove(self, version: int, vector: str, label: str, loaded: str = "") -> None:
         call = messages.Prove(
             id=self._id(),
             version=version,
             vector=vector,
             label=label,
+            loaded=loaded,
             token=self._owner(),
             incarnation=self._incarnation,
         )

@@ -14,12 +14,13 @@ import torch
 
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.codec.warm import compile_kernels
-from dcr_daemon.errors import Corrupt, DcrError
+from dcr_daemon.errors import Corrupt, DcrError, EngineRefused
 from dcr_daemon.vllm_plugin import faults, loading
-from dcr_daemon.vllm_plugin.calls import FingerprintRank, Held, HopFiles
+from dcr_daemon.vllm_plugin.calls import FingerprintRank, Held, HopFiles, Start
 from dcr_daemon.vllm_plugin.dense import DenseFiles
+from dcr_daemon.vllm_plugin.feeding import Feeder, Values, read_values, write_fed
 from dcr_daemon.vllm_plugin.jobs import Job
-from dcr_daemon.vllm_plugin.memory import Homes, HostMemory, Memory, holders_of
+from dcr_daemon.vllm_plugin.memory import Homes, HostMemory, Memory, Side, holders_of
 from dcr_daemon.vllm_plugin.placement import Placement
 from dcr_daemon.vllm_plugin.transaction import Arena, Preparation, Transaction
 
@@ -32,6 +33,7 @@ class Attachment:
     placement: Placement
     memory: Memory | None
     generation: int
+    feeder: Feeder | None = None
 
     @property
     def live(self) -> Memory:
@@ -45,16 +47,49 @@ class Attachment:
         preparation = Preparation(
             layout=self.layout, placement=self.placement, memory=self.live, arena=arena, advance=job.advance
         )
-        return preparation.run(job.id, hops)
+        txn = preparation.run(job.id, hops)
+        last = hops[txn.fits - 1] if hops else None
+        if last is not None and last.loaded:
+            txn.values = self.read_loaded([last.loaded], last.after)
+        elif txn.loaded:
+            names = ", ".join(self.layout[tensor].name for tensor in sorted(txn.loaded)[:5])
+            raise EngineRefused(f"the change comes without the bytes of {names}, which the loader computes with")
+        return txn
+
+    def read_loaded(self, paths: Sequence[str], vector: str) -> Values:
+        """The canonical bytes of what the loader computes with, as the version of `vector` has them."""
+        tensors = sorted(self.placement.loaded)
+        return read_values(paths, self.layout, tensors, vector) if tensors else {}
+
+    def stage(self, txn: Transaction) -> None:
+        """Run the loader over what came with a transaction, on scratch. On the main thread, never beside a step."""
+        if txn.values is not None and self.feeder is not None:
+            txn.fed, txn.values = self.feeder.stage(txn.values), None
+
+    def differing(self, values: Values) -> list[str]:
+        """Parameters that do not hold what the loader makes of these values."""
+        return [fed.name for fed in self.feeder.stage(values)] if self.feeder is not None else []
+
+    def feed(self, values: Values) -> None:
+        """Write what the loader makes of these values, at once: for a load, which goes forward only."""
+        if self.feeder is not None:
+            write_fed(self.feeder.stage(values), Side.NEW)
 
     def fingerprint(self, job: Job) -> FingerprintRank:
         """Sum all that is held; reads only."""
         _maybe_fail()
         return FingerprintRank(id=job.id, sums=self.live.box_sums(job.tick).tobytes())
 
-    def load(self, job: Job, paths: Sequence[str]) -> None:
-        """Overwrite all that is held from an anchor's files; nothing is written unless the files hold all of it."""
-        files = DenseFiles(paths, self.layout)
+    def load(self, job: Job, arg: Start) -> Values:
+        """Overwrite all that is held from an anchor's files; nothing is written unless the files hold all of it.
+
+        The loaded tensors are only read here: they come from the anchor, or alone from a file of their own, and
+        `feed` writes them.
+        """
+        values = self.read_loaded([arg.loaded] if arg.loaded else arg.files, arg.vector)
+        if not arg.files:
+            return values
+        files = DenseFiles(arg.files, self.layout)
         tensors = sorted(self.placement.by_tensor)
         missing = files.missing(tensors)
         if missing:
@@ -62,6 +97,7 @@ class Attachment:
         for done, tensor in enumerate(tensors):
             self.live.overwrite(tensor, files.lanes(tensor), job.tick)
             job.advance((done + 1) / len(tensors))
+        return values
 
     def describe(self) -> list[dict[str, Any]]:
         """Where each canonical tensor lies, for people and clients."""
@@ -95,7 +131,7 @@ def attach(
     recording stays true as long as no storage moved, and content proves it anew; so it is used again.
     """
     if before is not None and before.memory is not None and before.layout == layout and before.memory.moved() is None:
-        return Attachment(layout, before.placement, before.memory, generation)
+        return Attachment(layout, before.placement, before.memory, generation, before.feeder)
     placement, live = loading.attach_model(model, config, layout, platform)
     if placement.refusals:
         return Attachment(layout, placement, None, generation)
@@ -105,7 +141,8 @@ def attach(
         refused = Placement(held=[Held.REFUSED] * len(layout), refusals={"": str(error)})
         return Attachment(layout, refused, None, generation)
     compile_kernels(spec.width for spec in layout)
-    return Attachment(layout, placement, memory, generation)
+    dtype = config.model_config.dtype if config is not None else None
+    return Attachment(layout, placement, memory, generation, Feeder(model, placement, live, layout, dtype))
 
 
 def open_memory(placement: Placement, homes: Homes, layout: Layout, device: torch.device) -> Memory:

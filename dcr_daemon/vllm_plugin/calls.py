@@ -11,7 +11,9 @@ Order of a transaction, each step on all ranks before the next (musts E1, E4, E5
     drop ◄────────────────────────────────────────────────┘
 
 `begin` sets dirty and writes nothing; `apply` and `rollback` return live sums over exactly the changed elements, which
-must equal, byte for byte, that rank's own `Composed.after` (or `.before`) from `join`. A dense load is
+must equal, byte for byte, that rank's own `PreparedRank.after` (or `.before`) from `join`. Tensors that the loader
+computes with (`loaded`) have no sums there: the loader runs at `join`, on scratch, and `apply` and `rollback` are not
+ok unless live memory holds what it made, or what was there before. A dense load is
 begin(kind=load) → start(load) → join → start(fingerprint) → join → commit, and can only go forward.
 
 Sums are u64 little-endian, indices u32, counts i64, packed as bytes. Box numbers are indices into the `boxes` that
@@ -40,7 +42,7 @@ class Op(StrEnum):
     ATTACH = "attach"  #: Attach -> AttachedRank
     START = "start"  #: Start -> JobStatus
     POLL = "poll"  #: JobRef -> JobStatus
-    JOIN = "join"  #: JobRef -> PreparedRank | FingerprintRank | JobStatus (load), by kind
+    JOIN = "join"  #: JobRef -> PreparedRank | ComparedRank | FingerprintRank | JobStatus (load), by kind
     CANCEL = "cancel"  #: JobRef -> JobStatus; sets the flag, does not wait
     APPROVE = "approve"  #: TxnRef -> Status; the joint verdict was good: the transaction is now prepared
     CHECK = "check"  #: TxnRef -> Status; could `begin` and `apply` succeed now? nothing is changed
@@ -89,6 +91,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
 
 class JobKind(StrEnum):
     PREPARE = "prepare"
+    COMPARE = "compare"
     FINGERPRINT = "fingerprint"
     LOAD = "load"
 
@@ -132,9 +135,10 @@ class BoxRow(msgspec.Struct, frozen=True, array_like=True):
 
 class Held(StrEnum):
     """What one rank's loader does with a canonical tensor. Joined over ranks: any `refused` refuses it; placed boxes
-    must tile it; `skipped` everywhere is left out."""
+    must tile it; `loaded` on one is `loaded` or `skipped` on all; `skipped` everywhere is left out."""
 
     PLACED = "placed"
+    LOADED = "loaded"  #: the loader computes with it: fed whole
     SKIPPED = "skipped"  #: not this rank's (pipeline stage, other experts), or nobody's (a tied head)
     REFUSED = "refused"
 
@@ -154,21 +158,33 @@ class AttachedRank(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HopFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """One version: chunk files on this host, in the order in which segments are numbered."""
+    """One version: chunk files on this host, in the order in which segments are numbered.
+
+    `loaded`: file of all loaded tensors as this version has them, empty if none has changed since the first hop's
+    base; `after`: the version's vector, which they must sum to.
+    """
 
     version: int
     base: int
     attempt: int
     chunks: list[str]
+    loaded: str = ""
+    after: str = ""
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """`id` names the job; for a prepare it is also the transaction's id. `files`: safetensors (load only)."""
+    """`id` names the job; for a prepare it is also the transaction's id.
+
+    `files`: safetensors of everything (load only). `loaded`: of the loaded tensors alone (compare, and a load of
+    nothing else). `vector`: file of what either must sum to.
+    """
 
     id: str
     kind: JobKind
     hops: list[HopFiles] = []
     files: list[str] = []
+    loaded: str = ""
+    vector: str = ""
 
 
 class JobRef(msgspec.Struct, frozen=True, kw_only=True):
@@ -240,6 +256,13 @@ class FingerprintRank(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     sums: bytes
+
+
+class ComparedRank(msgspec.Struct, frozen=True, kw_only=True):
+    """Names of the parameters that do not hold what the loader makes of the values given."""
+
+    id: str
+    differ: list[str]
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):

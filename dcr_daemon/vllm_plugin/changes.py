@@ -24,7 +24,19 @@ from dcr_daemon.engine import messages
 from dcr_daemon.engine.port import Hop, Prepared, Swapped, Transaction, Verdict
 from dcr_daemon.errors import DcrError, EngineRefused
 from dcr_daemon.vllm_plugin import calls, judge, tables
-from dcr_daemon.vllm_plugin.calls import Begin, JobKind, Op, PreparedRank, Reply, Start, Status, Sums, TxnRef, TxnState
+from dcr_daemon.vllm_plugin.calls import (
+    Begin,
+    ComparedRank,
+    JobKind,
+    Op,
+    PreparedRank,
+    Reply,
+    Start,
+    Status,
+    Sums,
+    TxnRef,
+    TxnState,
+)
 from dcr_daemon.vllm_plugin.flows import JobSteps, Steps
 
 if TYPE_CHECKING:
@@ -69,6 +81,35 @@ class Changes:
         self._prepared = None
         self._core.ranks.ask(Op.DROP, Status)
 
+    # -- prove ----------------------------------------------------------------------------------------------------
+
+    def prove(self, call: messages.Prove) -> Steps:
+        """Declare the version that the live weights are: exact tensors by their sums, loaded ones by what the loader
+        makes of the bytes given. If they hold something else they are fed once, as a load of nothing but them."""
+        core = self._core
+        placement, live = core.require_live()
+        if wrong := judge.differing(placement, live, tables.read_vector(call.vector, placement.layout)):
+            raise EngineRefused(
+                f"the live weights are not version {call.version}: {judge.name_some(wrong)}",
+                hint="serve the checkpoint the stream was made from, or let an anchor repair this engine",
+            )
+        if placement.loaded:
+            if not call.loaded:
+                names = judge.name_some(placement.loaded)
+                raise EngineRefused(f"the loader computes with {names}: their bytes are needed to prove a version")
+            start = Start(id=call.id, kind=JobKind.COMPARE, loaded=call.loaded, vector=call.vector)
+            ranks = yield from core.job(start, ComparedRank)
+            core.require_live()
+            if differ := sorted({name for rank in ranks for name in rank.differ}):
+                log.warning("dcr: version %s is loaded into %s", call.version, judge.name_some(differ))
+                start = Start(id=f"{call.id}-feed", kind=JobKind.LOAD, loaded=call.loaded, vector=call.vector)
+                ended: Swapped = yield from self._load(start, call.version, call.label)
+                if ended.verdict is not Verdict.COMMITTED:
+                    raise EngineRefused(f"version {call.version} was not proved: {ended.reason}", hint="load an anchor")
+                return
+        core.proved = call.version
+        core.host.label(call.label)
+
     # -- prepare --------------------------------------------------------------------------------------------------
 
     def prepare(self, call: messages.Prepare) -> Steps:
@@ -101,8 +142,7 @@ class Changes:
         """Every rank holds the same number of hops: as many as fit on the fullest."""
         core, hops = self._core, list(txn.hops)
         while True:
-            files = [calls.HopFiles(version=h.version, base=h.base, attempt=h.attempt, chunks=h.chunks) for h in hops]
-            start = Start(id=txn.id, kind=JobKind.PREPARE, hops=files)
+            start = Start(id=txn.id, kind=JobKind.PREPARE, hops=[_files(hop) for hop in hops])
             ranks = yield from core.job(start, PreparedRank)
             fits = min(rank.fits for rank in ranks)
             if all(rank.fits == fits and len(rank.hops) == fits for rank in ranks):
@@ -275,14 +315,19 @@ class Changes:
     # -- dense repair ---------------------------------------------------------------------------------------------
 
     def load(self, call: messages.Load) -> Steps:
-        """Write everything from files, sum everything, commit. Supersedes whatever is begun; goes forward only.
+        """Write everything from files, as `_load` does."""
+        start = Start(id=call.id, kind=JobKind.LOAD, files=call.files, vector=call.vector)
+        return self._load(start, call.version, call.label)
+
+    def _load(self, start: Start, version: int, label: str) -> Steps:
+        """Write from files, sum everything, commit. Supersedes whatever is begun; goes forward only.
 
         A damaged file is refused and may be loaded again; weights that do not sum to the version after a complete
         load, twice, end the engine process: there is nothing further to try (must E5).
         """
         core, placement = self._core, self._core.placed
-        vector = tables.read_vector(call.vector, placement.layout)
-        txn, started = f"load-{call.id}", time.monotonic()
+        vector = tables.read_vector(start.vector, placement.layout)
+        txn, started = f"load-{start.id}", time.monotonic()
         with self._at_rest("load") as (was, resting):
             if resting is not None:
                 yield resting
@@ -290,19 +335,25 @@ class Changes:
             core.ranks.ask(Op.BEGIN, Status, Begin(txn=txn, kind="load"))
         self._was = was if core.begun is None else self._was
         self._begun, core.begun, core.proved, core.live = None, txn, None, None
-        yield from core.job(Start(id=call.id, kind=JobKind.LOAD, files=call.files), calls.JobStatus)
-        live = yield from core.fingerprint(f"{call.id}-sums", placement)
+        yield from core.job(start, calls.JobStatus)
+        live = yield from core.fingerprint(f"{start.id}-sums", placement)
         if wrong := judge.differing(placement, live, vector):
             self._loads += 1
-            reason = f"the loaded weights are not version {call.version}: {judge.name_some(wrong)}"
+            reason = f"the loaded weights are not version {version}: {judge.name_some(wrong)}"
             if self._loads >= TRIES:
                 core.host.end(f"{reason}, {self._loads} times")
             return self._still_begun(txn, reason, 1, started)
         if fault := _faults(core.ranks.replies(Op.COMMIT, TxnRef(txn=txn))):
             return self._still_begun(txn, f"commit: {fault}", 1, started)
-        core.accept(call.version, live)
-        core.host.label(call.label)
+        core.accept(version, live)
+        core.host.label(label)
         return self._end(txn, Verdict.COMMITTED, "", 1, started)
+
+
+def _files(hop: Hop) -> calls.HopFiles:
+    return calls.HopFiles(
+        version=hop.version, base=hop.base, attempt=hop.attempt, chunks=hop.chunks, loaded=hop.loaded, after=hop.after
+    )
 
 
 def _faults(replies: list[Reply]) -> str:

@@ -129,8 +129,7 @@ class Core:
             )
         match call:
             case messages.Prove():
-                self._prove(call)
-                return messages.done(call.id, None)
+                return self._begin_flow(call, changes.prove(call))
             case messages.Serve():
                 self._serve()
                 return messages.done(call.id, None)
@@ -214,7 +213,7 @@ class Core:
             self.begun = adopted
             return self._attached(b"", adopted)
         layout = tables.read_layout(call.facts.layout, call.facts.layout_digest)
-        placement = judge.join_placement(layout, answers)
+        placement = judge.join_placement(layout, answers, self.settings.loaded_cap)
         generations = list(self.ranks.generations)
         live = yield from self.fingerprint(call.id, placement)
         if generations != self.ranks.generations:
@@ -246,17 +245,6 @@ class Core:
             vector=vector,
             classes=list(self.placement.classes) if self.placement else [],
         )
-
-    def _prove(self, call: messages.Prove) -> None:
-        placement, live = self.require_live()
-        vector = tables.read_vector(call.vector, placement.layout)
-        if wrong := judge.differing(placement, live, vector):
-            raise EngineRefused(
-                f"the live weights are not version {call.version}: {judge.name_some(wrong)}",
-                hint="serve the checkpoint the stream was made from, or let an anchor repair this engine",
-            )
-        self.proved = call.version
-        self.host.label(call.label)
 
     def _serve(self) -> None:
         if reason := self.why_not_resume():

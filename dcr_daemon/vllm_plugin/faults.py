@@ -1,8 +1,8 @@
 """Failures that tests plant inside a worker. Inert unless `DCR_TEST_FAULTS=1` is in the worker's environment.
 
 Names: `placement` (a wrong permutation, at attach), `apply` (a try writes half and raises), `flip` (a written value is
-corrupted after an apply), `rollback` (a try raises before it writes), `slow` (`seconds` of sleep after each slice of a
-job), `job` (a job raises).
+corrupted after an apply), `feed` (what the loader made does not arrive), `rollback` (a try raises before it writes),
+`slow` (`seconds` of sleep after each slice of a job), `job` (a job raises).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 
 ENABLED = os.environ.get("DCR_TEST_FAULTS") == "1"
 
-NAMES = ("placement", "apply", "flip", "rollback", "slow", "job")
+NAMES = ("placement", "apply", "flip", "feed", "rollback", "slow", "job")
 _left: dict[str, int] = {}
 _seconds = 0.0
 _nap = threading.Event()

@@ -22,6 +22,7 @@ from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.engine.port import TensorClass
 from dcr_daemon.errors import EngineRefused
 from dcr_daemon.vllm_plugin.calls import AttachedRank, FingerprintRank, Held, PreparedRank, SegmentSums, Sums
+from dcr_daemon.vllm_plugin.settings import LOADED_CAP
 
 NAMED = 12  #: names in one message, at most
 Ints = npt.NDArray[np.int64]
@@ -46,6 +47,11 @@ class Placement:
     def exact(self) -> npt.NDArray[np.bool_]:
         """[tensors]: whether a tensor's live bits can be summed."""
         return np.array([kind is TensorClass.EXACT for kind in self.classes], dtype=bool)
+
+    @property
+    def loaded(self) -> list[str]:
+        """Names of the tensors that the loader computes with."""
+        return [spec.name for spec, kind in zip(self.layout, self.classes, strict=True) if kind is TensorClass.LOADED]
 
     def held(self, rank: int) -> Ints:
         """[tensors]: canonical elements on one rank."""
@@ -81,10 +87,11 @@ def name_some(names: Iterable[str]) -> str:
     return ", ".join(listed[:NAMED]) + more
 
 
-def join_placement(layout: Layout, ranks: Sequence[AttachedRank]) -> Placement:
+def join_placement(layout: Layout, ranks: Sequence[AttachedRank], loaded_cap: int = LOADED_CAP) -> Placement:
     """One placement from all ranks' answers to attach.
 
-    Raises `EngineRefused` with every reason, the tensors it is given for, and every tensor not covered exactly once.
+    Raises `EngineRefused` with every reason, the tensors it is given for, every tensor not covered exactly once, and
+    the loaded tensors if they are more than `loaded_cap` bytes over all ranks.
     """
     numbers: dict[tuple[Any, ...], int] = {}
     local = [
@@ -105,6 +112,11 @@ def join_placement(layout: Layout, ranks: Sequence[AttachedRank]) -> Placement:
     classes = []
     for index, spec in enumerate(layout):
         held = {rank.held[index] for rank in ranks}
+        if Held.LOADED in held:
+            classes.append(TensorClass.LOADED)
+            if held - {Held.LOADED, Held.SKIPPED, Held.REFUSED} or covered[index]:
+                reasons.append(f"{spec.name}: one rank's loader computes with it, another's copies it")
+            continue
         if Held.PLACED in held or (spec.elements == 0 and Held.REFUSED not in held):
             classes.append(TensorClass.EXACT)
             if covered[index] != spec.elements:
@@ -112,6 +124,7 @@ def join_placement(layout: Layout, ranks: Sequence[AttachedRank]) -> Placement:
             continue
         # A fresh server would not read it either, and every parameter of the model is filled by other tensors.
         classes.append(TensorClass.ABSENT)
+    reasons += _over_cap(layout, classes, loaded_cap)
     if reasons:
         raise EngineRefused(
             f"this engine cannot be kept up to date in place: {'; '.join(reasons[:100])}"
@@ -119,6 +132,16 @@ def join_placement(layout: Layout, ranks: Sequence[AttachedRank]) -> Placement:
             hint="docs/VLLM.md lists what is refused and why",
         )
     return Placement(layout, tuple(classes), tuple(local), tensor, elements, holders)
+
+
+def _over_cap(layout: Layout, classes: Sequence[TensorClass], cap: int) -> list[str]:
+    """Every change of a loaded tensor takes all of them along, and somebody has to keep their bytes."""
+    loaded = [spec for spec, kind in zip(layout, classes, strict=True) if kind is TensorClass.LOADED]
+    size = sum(spec.nbytes for spec in loaded)
+    if size <= cap:
+        return []
+    names = name_some(spec.name for spec in loaded)
+    return [f"{names}: the loader computes with these {size} bytes, the cap is {cap} (DCR_LOADED_CAP)"]
 
 
 def _refusals(ranks: Sequence[AttachedRank]) -> list[str]:

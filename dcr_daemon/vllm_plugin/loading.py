@@ -7,7 +7,7 @@ in the model afterwards; no weight is touched. Runs on the worker's main thread,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +17,11 @@ import torch
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.vllm_plugin import eligibility
 from dcr_daemon.vllm_plugin.calls import Held
+from dcr_daemon.vllm_plugin.feeding import plan_loaded, record_alone
 from dcr_daemon.vllm_plugin.permutation import expert_repacks
 from dcr_daemon.vllm_plugin.placement import Piece, Placement, Repack, Unplaceable
 from dcr_daemon.vllm_plugin.recorder import Recording, record
+from dcr_daemon.vllm_plugin.settings import Settings
 
 Named = dict[str, torch.Tensor]
 
@@ -27,13 +29,15 @@ Named = dict[str, torch.Tensor]
 @dataclass(frozen=True, slots=True)
 class LoadFormat:
     """A model as its loader sees it. `live` are the tensors it computes with, `loading` their load-format shapes,
-    `saved` the names that a checkpoint of it would hold."""
+    `saved` the names that a checkpoint of it would hold; `alone`: what the loader does when it is given nothing but the
+    tensors that it computes with."""
 
     live: Named
     loading: Named
     repacks: dict[str, Repack]
     refusals: dict[str, str]
     saved: frozenset[str]
+    alone: Recording | None = None
 
 
 def named(model: torch.nn.Module) -> Named:
@@ -90,8 +94,15 @@ def record_model(model: torch.nn.Module, layout: Layout, platform: str) -> tuple
                     reason = str(error)
             if reason is not None:
                 refusals |= dict.fromkeys(own, reason)
-        recording = record(model.load_weights, lambda: ((n, t) for n, t in named(model).items() if n in live), layout)
-    return recording, LoadFormat(live, loading, repacks, refusals, saved)
+
+        def parameters() -> list[tuple[str, torch.Tensor]]:
+            return [(n, t) for n, t in named(model).items() if n in live]
+
+        recording = record(model.load_weights, parameters, layout)
+        alone: Recording | None = None
+        if recording.rejected and "" not in recording.rejected:
+            alone = record_alone(model.load_weights, parameters, layout, recording, Settings.read().loaded_cap)
+    return recording, LoadFormat(live, loading, repacks, refusals, saved, alone)
 
 
 def _shape_refusal(name: str, form: LoadFormat) -> str | None:
@@ -116,12 +127,16 @@ def place(recording: Recording, form: LoadFormat, layout: Layout) -> Placement:
     for piece in recording.pieces:
         by_tensor.setdefault(piece.tensor, []).append(piece)
     placement = Placement(held=[])
+    refusals = _plan(placement, recording, form, layout)
     whole = recording.rejected.get("")
     if whole is not None:
         placement.refusals[""] = whole
     for index, spec in enumerate(layout):
         pieces = by_tensor.get(spec.name, [])
-        reason = recording.rejected.get(spec.name)
+        if index in placement.loaded:
+            placement.held.append(Held.LOADED)
+            continue
+        reason = refusals.get(spec.name) or recording.rejected.get(spec.name)
         for piece in pieces:
             reason = reason or form.refusals.get(piece.parameter) or _shape_refusal(piece.parameter, form)
         if reason is None:
@@ -135,24 +150,49 @@ def place(recording: Recording, form: LoadFormat, layout: Layout) -> Placement:
             placement.held.append(Held.SKIPPED)
     _refuse_shared(placement, layout, form)
     skipped = {spec.name for spec, held in zip(layout, placement.held, strict=True) if held is Held.SKIPPED}
-    unfilled = _unfilled(recording, form, skipped)
+    unfilled = _unfilled(recording, form, skipped, placement.forms)
     if unfilled and not placement.refusals:  # a refused tensor explains its own gap
         listed = ", ".join(unfilled[:5]) + (f" and {len(unfilled) - 5} more" if len(unfilled) > 5 else "")
         placement.refusals[""] = f"no tensor of this layout fills {listed}: it is another model's"
     return placement
 
 
-def _unfilled(recording: Recording, form: LoadFormat, skipped: set[str]) -> list[str]:
+def _plan(placement: Placement, recording: Recording, form: LoadFormat, layout: Layout) -> dict[str, str]:
+    """Class what can be fed whole as loaded; of the rest of what was rejected, why it cannot.
+
+    Nothing is fed to a model of which nothing is copied (a checkpoint in another dtype): its version could not be told.
+    """
+    copied = {piece.parameter for piece in recording.pieces if piece.tensor not in recording.rejected}
+    if form.alone is None or not copied:
+        return {}
+    homes: dict[int, set[str]] = {}
+    for name in copied | form.alone.written.keys():
+        homes.setdefault(form.live[name].untyped_storage()._cdata, set()).add(name)
+
+    def obstacle(name: str) -> str | None:
+        if name in form.repacks:
+            return f"{name} is repacked after loading"
+        if shared := sorted(homes[form.live[name].untyped_storage()._cdata] - {name}):
+            return f"{name} shares its memory with {shared[0]}"
+        return form.refusals.get(name) or _shape_refusal(name, form)
+
+    placement.loaded, refusals = plan_loaded(recording, form.alone, obstacle, layout)
+    placement.forms = {name: form.loading[name] for names in placement.loaded.values() for name in names}
+    return refusals
+
+
+def _unfilled(recording: Recording, form: LoadFormat, skipped: set[str], fed: Iterable[str]) -> list[str]:
     """Parameters that no canonical tensor reaches: they would stay what they are, whatever the trainer does.
 
     So would a buffer whose tensor the loader passed over; one that has no tensor is the model's own constant.
     """
-    filled = {id(form.live[piece.parameter]) for piece in recording.pieces}
+    filled = {id(form.live[name]) for name in (*fed, *(piece.parameter for piece in recording.pieces))}
     wanted = {name.rpartition(".")[2] for name in skipped}
     return [
         name
         for name, tensor in form.live.items()
         if id(tensor) not in filled
+        and name in form.loading  # else a view of a parameter, as Mamba's convolution keeps one
         and form.loading[name].numel()
         and (isinstance(tensor, torch.nn.Parameter) or (name in form.saved and name.rpartition(".")[2] in wanted))
     ]
@@ -209,5 +249,5 @@ def attach_model(model: torch.nn.Module, config: Any, layout: Layout, platform: 
         placement.refusals[""] = (
             "the loader copied nothing: it was used since the model was loaded (a reload?); restart vLLM"
         )
-    used = {row.parameter for row in placement.rows}
+    used = {row.parameter for row in placement.rows} | placement.forms.keys()
     return placement, {name: form.live[name] for name in used}

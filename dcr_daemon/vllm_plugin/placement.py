@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -247,7 +248,9 @@ def rows_of(piece: Piece, *, tensor: int, box: int, offset: int, repack: Repack 
 class Placement:
     """All that one worker holds of a layout. Lists are in layout order where they are per tensor.
 
-    `twins`: pairs of rows that are one and the same memory, whose tensors must therefore stay equal.
+    `twins`: pairs of rows that are one and the same memory, whose tensors must therefore stay equal. `loaded`: tensors
+    that the loader computes with, and the parameters that it fills from them; `forms`: those parameters in load format,
+    for whoever runs the loader.
     """
 
     held: list[Held]
@@ -256,6 +259,8 @@ class Placement:
     refusals: dict[str, str] = field(default_factory=dict)
     by_tensor: dict[int, list[int]] = field(default_factory=dict)
     twins: list[tuple[int, int]] = field(default_factory=list)
+    loaded: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    forms: dict[str, Any] = field(default_factory=dict)
 
     def add(self, piece: Piece, *, tensor: int, offset: int, repack: Repack | None) -> None:
         """Add one copy as a box with its rows; raises `Unplaceable`."""

@@ -187,7 +187,8 @@ class Rank:
         return {
             JobKind.PREPARE: lambda job: here.prepare(job, arg.hops, arena),
             JobKind.FINGERPRINT: here.fingerprint,
-            JobKind.LOAD: lambda job: here.load(job, arg.files),
+            JobKind.COMPARE: lambda job: here.read_loaded([arg.loaded], arg.vector),
+            JobKind.LOAD: lambda job: here.load(job, arg),
         }[arg.kind]
 
     def _job(self, name: str) -> Job:
@@ -217,11 +218,15 @@ class Rank:
         if job.stamp != (self.generation, self._epoch):
             raise Refusal(Code.UNPROVED, f"job {job.id} is void: weights changed while it ran or since", "start again")
         if job.kind is JobKind.LOAD:
+            self._attached().feed(job.result)
             self._applied = True
             return job.status
+        if job.kind is JobKind.COMPARE:
+            return calls.ComparedRank(id=job.id, differ=self._attached().differing(job.result))
         if job.kind is JobKind.FINGERPRINT:
             return job.result
         if self._txn is not job.result:
+            self._attached().stage(job.result)
             self._txn, self._txn_id, self._kind = job.result, job.id, "delta"
             self._state, self._applied = TxnState.HELD, False
         return job.result.answer

@@ -2,9 +2,9 @@
 
 The loader runs once over meta tensors of the checkpoint's names, shapes and dtypes, under a dispatch mode that sees
 every operation. A plain copy is recorded and not executed; what only moves elements is followed; anything that computes
-with a checkpoint tensor (a cast, arithmetic) rejects that tensor with its reason. Nothing of the loader is
-re-implemented, so whatever fusing, sharding and padding it does is followed; whether it was followed rightly is proved
-later by content.
+with a checkpoint tensor (a cast, arithmetic) rejects that tensor with its reason, and what comes of it is followed to
+the parameters that it ends in. Nothing of the loader is re-implemented, so whatever fusing, sharding and padding it
+does is followed; whether it was followed rightly is proved later by content.
 """
 
 from __future__ import annotations
@@ -34,11 +34,15 @@ DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(slots=True)
 class Recording:
-    """`fed` tensors were offered; `rejected` maps names ("" for the model) to reasons; `pieces` were copied as bits."""
+    """`fed` tensors were offered; `rejected` maps names ("" for the model) to reasons; `pieces` were copied as bits.
+
+    `written` names for every parameter that was written, by copy or otherwise, the tensors that had a part in it.
+    """
 
     fed: list[str] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
     rejected: dict[str, str] = field(default_factory=dict)
+    written: dict[str, set[str]] = field(default_factory=dict)
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped here
@@ -49,6 +53,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped her
         self.recording = Recording()
         self._sources: dict[int, str] = {}
         self._targets: dict[int, str] = {}
+        self._mixed: dict[int, frozenset[str]] = {}  # storages that were computed from tensors, or hold copies of them
         self._alive: list[torch.Tensor] = []  # a freed storage's address may be given out again
         self._scalar: str | None = None
         self._moves = moves.Moves()
@@ -72,16 +77,45 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped her
     def _target(self, tensor: torch.Tensor) -> str | None:
         return self._targets.get(tensor.untyped_storage()._cdata)
 
-    def _reject(self, names: Iterable[str | None], reason: str) -> None:
-        for name in {name for name in names if name} or {self.recording.fed[-1] if self.recording.fed else ""}:
+    def _from(self, *tensors: torch.Tensor) -> frozenset[str]:
+        """The checkpoint tensors that these are, hold, or were computed from."""
+        storages = [tensor.untyped_storage()._cdata for tensor in tensors]
+        found = {self._sources[storage] for storage in storages if storage in self._sources}
+        return frozenset(found).union(*(self._mixed.get(storage, frozenset()) for storage in storages))
+
+    def _mix(self, into: Any, names: frozenset[str]) -> None:
+        storage = into.untyped_storage()._cdata
+        if names and storage not in self._sources:
+            self._mixed[storage] = self._mixed.get(storage, frozenset()) | names
+            self._alive.append(into)
+
+    def _follow(self, made: Any, names: frozenset[str]) -> Any:
+        """What an operation made, remembered as made from these tensors."""
+        for leaf in tree_leaves(made) if names else ():
+            if isinstance(leaf, torch.Tensor) and not self._target(leaf):
+                self._mix(leaf, names)
+        return made
+
+    def _reject(self, names: Iterable[str | None], reason: str, target: torch.Tensor | None = None) -> None:
+        """Reject tensors, if none are known the last one offered; `target` is what they were written into."""
+        found = frozenset(name for name in names if name) or frozenset(self.recording.fed[-1:] or [""])
+        for name in found:
             self.recording.rejected.setdefault(name, reason)
+        if target is not None:
+            self._wrote(target, found)
+
+    def _wrote(self, target: torch.Tensor, names: frozenset[str]) -> None:
+        self._mix(target, names)
+        if parameter := self._target(target):
+            self.recording.written.setdefault(parameter, set()).update(names - {""})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         sources, targets = [self._source(t) for t in tensors], [self._target(t) for t in tensors]
+        names = self._from(*tensors)
         if not any(sources) and not any(targets):
-            return func(*args, **kwargs)
+            return self._follow(func(*args, **kwargs), names)
         if func is aten.copy_.default:
             self._copy(args[0], args[1])
             return args[0]
@@ -95,15 +129,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped her
             if kwargs.get("dtype") in (None, args[0].dtype):
                 return args[0].view_as(args[0])  # the same elements: stay in canonical coordinates
             self._reject(sources, f"the loader casts it from {args[0].dtype} to {kwargs['dtype']}")
-            return func(*args, **kwargs)
+            return self._follow(func(*args, **kwargs), names)
         if (moved := self._moved(func, args, kwargs, tensors, sources)) is not None:
-            return moved
+            return self._follow(moved, names)
         if any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments):
-            self._reject(sources, f"the loader writes through {func}")
+            self._reject(names, f"the loader writes through {func}", args[0])
             return args[0]
         if not func.is_view and func not in (aten.detach.default, aten.alias.default) and any(sources):
             self._reject(sources, f"the loader computes with it ({func})")
-        return func(*args, **kwargs)
+        return self._follow(func(*args, **kwargs), names)
 
     def _moved(self, func: Any, args: Any, kwargs: Any, tensors: Any, sources: Any) -> torch.Tensor | None:
         """The result of an operation that only moves elements of one checkpoint tensor, None of any other."""
@@ -138,13 +172,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped her
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         name, parameter = self._source(source), self._target(target)
         if name is not None and parameter is None:
+            self._mix(target, frozenset({name}))
             self._strays.append((target, source))
         elif name is None or parameter is None:
-            self._reject([name], f"a staged or computed copy{f' into {parameter}' if parameter else ''}")
+            reason = f"a staged or computed copy{f' into {parameter}' if parameter else ''}"
+            self._reject(self._from(source), reason, target)
         elif target.dtype != source.dtype:
-            self._reject([name], f"the loader casts it from {source.dtype} to {target.dtype}")
+            self._reject([name], f"the loader casts it from {source.dtype} to {target.dtype}", target)
         elif target.shape != source.shape:
-            self._reject([name], f"the loader broadcasts {tuple(source.shape)} to {tuple(target.shape)}")
+            self._reject([name], f"the loader broadcasts {tuple(source.shape)} to {tuple(target.shape)}", target)
         elif target.numel():
             self._record(name, source, parameter, target)
 
@@ -152,14 +188,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped her
         """Padding, unless the value was just read out of a one-element checkpoint tensor."""
         name, self._scalar = self._scalar, None
         if name is None:
+            self._wrote(target, frozenset())
             return
         source = next(t for t in self._alive if self._source(t) == name)
         if target.numel() != 1 or source.dtype != target.dtype:
-            self._reject([name], "the loader broadcasts or casts a scalar")
+            self._reject([name], "the loader broadcasts or casts a scalar", target)
             return
         self._record(name, source.reshape(target.shape), str(self._target(target)), target)
 
     def _record(self, name: str, source: torch.Tensor, parameter: str, target: torch.Tensor) -> None:
+        self._wrote(target, frozenset({name}))
         dst, strides = target.storage_offset(), tuple(target.stride())
         add = self.recording.pieces.append
         if source not in self._moves:

@@ -9,7 +9,7 @@ and after the last. So `apply` and `rollback` are repeatable in any order until 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from dcr_daemon.codec.decode import Chunk, open_chunk
 from dcr_daemon.errors import CorruptChunk, EngineRefused, Exhausted
 from dcr_daemon.vllm_plugin import faults
 from dcr_daemon.vllm_plugin.calls import HopFiles, PreparedRank, SegmentSums, Sums
+from dcr_daemon.vllm_plugin.feeding import Fed, Values, write_fed
 from dcr_daemon.vllm_plugin.memory import U32, U64, Bits, Group, Memory, Side
 from dcr_daemon.vllm_plugin.placement import Placement
 
@@ -60,19 +61,27 @@ class Arena:
 
 @dataclass(slots=True)
 class Transaction:
-    """Prepared change of this worker. `groups` hold each changed element once."""
+    """Prepared change of this worker. `groups` hold each changed element once.
+
+    `loaded` are the loaded tensors that it changes; `values`, their canonical bytes, become `fed` when the loader has
+    run over them.
+    """
 
     id: str
     fits: int
     groups: list[Group]
     answer: PreparedRank
+    loaded: frozenset[int] = frozenset()
+    values: Values | None = None
+    fed: list[Fed] = field(default_factory=list)
 
     def apply(self, memory: Memory, placement: Placement) -> Sums:
-        """Write the new values; sums of what is in memory afterwards."""
+        """Write the new values; sums of what is in memory afterwards. What was fed is compared here, bit by bit."""
         if faults.take("apply"):
             memory.scatter(Side.NEW, stop=len(self.groups) // 2)
             raise faults.Planted("apply")
         memory.scatter(Side.NEW)
+        write_fed(self.fed, Side.NEW)
         if faults.take("flip") and self.groups:
             _flip(memory, self.groups)
         return box_sums(self.groups, memory.group_sums(), placement)
@@ -82,6 +91,7 @@ class Transaction:
         if faults.take("rollback"):
             raise faults.Planted("rollback")
         memory.scatter(Side.OLD)
+        write_fed(self.fed, Side.OLD)
         return box_sums(self.groups, memory.group_sums(), placement)
 
 
@@ -120,6 +130,7 @@ class Preparation:
         self._advance = advance
         self._groups: list[Group] = []
         self._by_row: dict[int, list[Group]] = {}
+        self._loaded: set[int] = set()
 
     def run(self, txn: str, hops: Sequence[HopFiles]) -> Transaction:
         """Prepare as many hops as fit.
@@ -133,7 +144,7 @@ class Preparation:
         fits = len(hops)
         while True:
             self._arena.reset()
-            self._groups, self._by_row = [], {}
+            self._groups, self._by_row, self._loaded = [], {}, set()
             done: list[SegmentSums] = []
             try:
                 for number, hop in enumerate(hops[:fits]):
@@ -153,6 +164,8 @@ class Preparation:
         entries: list[tuple[int, int, int, int, int]] = []
         for segment_number, chunk, index, part in self._segments(hop):
             segment = chunk.segments[index]
+            if segment.tensor in self._placement.loaded:
+                self._loaded.add(segment.tensor)
             rows = [r for r in self._placement.by_tensor.get(segment.tensor, ()) if self._meet(segment, r)]
             if rows:
                 changes = chunk.changes(index)
@@ -280,7 +293,7 @@ class Preparation:
             before=box_sums(groups, old, self._placement),
             after=box_sums(groups, new, self._placement),
         )
-        return Transaction(txn, fits, groups, answer)
+        return Transaction(txn, fits, groups, answer, frozenset(self._loaded))
 
 
 def _joined(groups: Sequence[Group]) -> tuple[npt.NDArray[Any], ...]:

@@ -483,9 +483,9 @@ class Mortal(DirectoryEngine):
         await self._maybe("attach", "after")
         return answer
 
-    async def prove(self, version, vector, label):
+    async def prove(self, version, vector, label, loaded=""):
         await self._maybe("prove", "before")
-        await super().prove(version, vector, label)
+        await super().prove(version, vector, label, loaded)
         await self._maybe("prove", "after")
 
     async def prepare(self, txn):

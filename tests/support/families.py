@@ -46,6 +46,7 @@ def _fields(family: str) -> dict[str, Any]:
     plain = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, **ends}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    mamba = {"n_groups": 1, "num_hidden_layers": 2}
     gpt = {"vocab_size": 300, "n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 256, **ends}
     return {
         "llama": plain | heads | {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True},
@@ -64,4 +65,9 @@ def _fields(family: str) -> dict[str, Any]:
         "olmo2": plain | heads,
         "llama4_text": plain | heads | experts | {"head_dim": 16, "num_experts_per_tok": 1, "num_hidden_layers": 2,
                                                   "interleave_moe_layer_step": 2, "intermediate_size_mlp": 96},
+        "glm4_moe": plain | heads | {"head_dim": 16, "n_routed_experts": 4, "moe_intermediate_size": 32, "n_group": 1,
+                                     "num_experts_per_tok": 2, "first_k_dense_replace": 1, "num_hidden_layers": 2},
+        "mamba2": plain | mamba | {"num_heads": 8, "head_dim": 16, "state_size": 16, "expand": 2},
+        "nemotron_h": plain | heads | mamba | {"head_dim": 16, "mamba_num_heads": 8, "mamba_head_dim": 16,
+                                               "ssm_state_size": 16, "hybrid_override_pattern": "M*"},
     }[family]  # fmt: skip

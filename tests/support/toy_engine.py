@@ -33,10 +33,12 @@ Answers = Callable[[int, dict[str, Any], dict[str, Any]], Any]
 class ToyWorker(Stub, worker.WorkerExtension):
     """One rank of the toy, with guards and wraps as in vLLM's worker."""
 
+    model = staticmethod(loaded)
+
     def __init__(self, lanes: list[np.ndarray], rank: int, of: int) -> None:
         import torch
 
-        self.toy = loaded(lanes, rank, of)
+        self.toy = self.model(lanes, rank, of)
         super().__init__(self.toy, None, rank)
         self._dcr_rank = Rank(rank=rank, model=self.toy, config=None, platform="cpu", device=torch.device("cpu"))
         worker.guard(self, self._dcr_rank)
@@ -131,10 +133,12 @@ class ToyHost:
 class ToyEngine:
     """Core, workers and the versions of their model. `call` waits for the answer as the endpoint would."""
 
+    layout = LAYOUT
+
     def __init__(self, home: Path, *, ranks: int = 2, cap: int = 1 << 22) -> None:
         self.home = home
-        self.lanes = [heldless(random_lanes(LAYOUT, 1))]
-        self.workers = [ToyWorker(self.lanes[0], rank, ranks) for rank in range(ranks)]
+        self.lanes = [self.first()]
+        self.workers = [self.worker(rank, ranks) for rank in range(ranks)]
         self.wire = ToyWire(self.workers)
         self.host = ToyHost()
         self.core = Core(self.host, Ranks(self.wire), Settings(stage_cap=cap))
@@ -143,17 +147,23 @@ class ToyEngine:
         self.owner = {"token": 0, "incarnation": ""}
         self._calls = 0
         path = home / "layout.json"
-        path.write_bytes(LAYOUT.encoded)
-        self.facts = StreamFacts(stream="s", layout=str(path), layout_digest=LAYOUT.digest)
+        path.write_bytes(self.layout.encoded)
+        self.facts = StreamFacts(stream="s", layout=str(path), layout_digest=self.layout.digest)
 
     # -- versions ------------------------------------------------------------------------------------------------
+
+    def first(self) -> list[np.ndarray]:
+        return heldless(random_lanes(LAYOUT, 1))
+
+    def worker(self, rank: int, of: int) -> ToyWorker:
+        return ToyWorker(self.lanes[0], rank, of)
 
     def step(self, share: float = 0.2) -> int:
         self.lanes.append(heldless(step(self.lanes[-1], share, len(self.lanes))))
         return len(self.lanes) - 1
 
     def vector(self, version: int) -> np.ndarray:
-        return vector(LAYOUT, self.lanes[version])
+        return vector(self.layout, self.lanes[version])
 
     def vector_file(self, version: int) -> str:
         path = self.home / f"vector-{version}.bin"
@@ -162,7 +172,12 @@ class ToyEngine:
 
     def hop(self, version: int) -> Hop:
         made = write_version(
-            self.home / "chunks", LAYOUT, self.lanes[version - 1], self.lanes[version], version=version, target=2000
+            self.home / "chunks",
+            self.layout,
+            self.lanes[version - 1],
+            self.lanes[version],
+            version=version,
+            target=2000,
         ).hop
         return Hop(
             version=version,
@@ -179,7 +194,7 @@ class ToyEngine:
     def anchor(self, version: int) -> str:
         path = self.home / f"anchor-{version}.safetensors"
         if not path.exists():
-            write_safetensors(path, list(zip(LAYOUT, self.lanes[version], strict=True)))
+            write_safetensors(path, list(zip(self.layout, self.lanes[version], strict=True)))
         return str(path)
 
     def holds(self, version: int) -> bool:

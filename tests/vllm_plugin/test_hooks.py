@@ -106,6 +106,7 @@ def test_a_start_that_could_never_be_proved_is_refused(change: dict[str, str], t
         ("DCR_CACHES", "maybe"),
         ("DCR_STAGE_CAP", "much"),
         ("DCR_STAGE_CAP", "10"),
+        ("DCR_LOADED_CAP", "-1"),
         ("DCR_BACKGROUND_CPUS", "0-x"),
         ("DCR_WATCHDOG", "-1"),
         ("DCR_WATCHDOG", "nan"),
@@ -125,12 +126,13 @@ def test_variables_are_read_as_documented() -> None:
             "DCR_PAUSE": "wait",
             "DCR_CACHES": "keep",
             "DCR_STAGE_CAP": "1048576",
+            "DCR_LOADED_CAP": "0",
             "DCR_BACKGROUND_CPUS": "8,0-2",
             "DCR_GATE": "health",
             "DCR_WATCHDOG": "0",
         }
     )
-    assert read == Settings(Path("/run/dcr/vllm.sock"), "wait", "keep", 1 << 20, (0, 1, 2, 8), 0.0, "health")
+    assert read == Settings(Path("/run/dcr/vllm.sock"), "wait", "keep", 1 << 20, 0, (0, 1, 2, 8), 0.0, "health")
 
 
 def test_without_a_socket_the_plugin_leaves_vllm_alone(monkeypatch: pytest.MonkeyPatch) -> None:
