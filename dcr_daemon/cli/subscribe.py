@@ -48,6 +48,13 @@ def command(
     pin: Annotated[
         int | None, typer.Option(metavar="VERSION", min=0, help="Serve this version and never a newer one.")
     ] = None,
+    base: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Checkpoint that the stream was created from; for engines that compute with some tensors at load.",
+        ),
+    ] = None,
     state: State = None,
     staging: Annotated[
         Path | None,
@@ -88,6 +95,7 @@ def command(
         staging_limit=staging_limit or STAGING_LIMIT,
         once=once,
         pin=pin,
+        base=base,
         poll=poll,
         patience=patience,
     )

@@ -26,6 +26,7 @@ from dcr_daemon.store.port import Store
 from dcr_daemon.subscribe.anchors import AnchorFiles
 from dcr_daemon.subscribe.drive import Driver, Place
 from dcr_daemon.subscribe.follow import Feed
+from dcr_daemon.subscribe.loaded import Loaded
 from dcr_daemon.subscribe.options import STAGING_LIMIT, SubscribeOptions, subscriber_state
 from dcr_daemon.subscribe.stage import Stage, default_staging, open_staging
 from dcr_daemon.subscribe.status import Reporter
@@ -82,6 +83,9 @@ async def _run(
         layout=layout,
         stage=stage,
         anchors=AnchorFiles(home, objects, workers),
+        loaded=Loaded(
+            home, ledger=ledger, objects=objects, layout=layout, base=options.base, workers=workers, emit=emit
+        ),
         feed=Feed(ledger, stage, poll=options.poll, emit=emit),
         reporter=reporter,
     )

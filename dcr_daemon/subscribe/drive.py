@@ -14,7 +14,7 @@ import numpy as np
 
 from dcr_daemon import runtime
 from dcr_daemon.canonical.layout import Layout
-from dcr_daemon.engine.port import Engine, EngineGone, Swapped, TensorClass, Transaction, Verdict
+from dcr_daemon.engine.port import Engine, EngineGone, Swapped, Transaction, Verdict
 from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, Exhausted, StoreUnavailable
 from dcr_daemon.events import (
     Alarm,
@@ -34,6 +34,7 @@ from dcr_daemon.ledger.records import Seal
 from dcr_daemon.ledger.route import NoRoute, Route
 from dcr_daemon.subscribe.anchors import AnchorFiles
 from dcr_daemon.subscribe.follow import Feed
+from dcr_daemon.subscribe.loaded import Loaded
 from dcr_daemon.subscribe.locate import locate, record_of
 from dcr_daemon.subscribe.options import SubscribeOptions
 from dcr_daemon.subscribe.stage import Stage
@@ -54,6 +55,7 @@ class Place:
     layout: Layout
     stage: Stage
     anchors: AnchorFiles
+    loaded: Loaded
     feed: Feed
     reporter: Reporter
 
@@ -86,6 +88,7 @@ class Driver:
         self._one_by_one = False
         self._refusals = 0
         self._bad_anchors: set[int] = set()
+        self._unfed: DcrError | None = None
 
     async def run(self) -> None:
         """Until cancelled; with `once`, until the newest seal read at the start is served."""
@@ -140,12 +143,12 @@ class Driver:
             self._emit(Repaired(version=ended.version or 0, how=f"settled {attached.adopted}: {ended.verdict.value}"))
             attached = await self._engine.attach(facts)
         self._incarnation = attached.incarnation
+        at.loaded.follow(attached.classes)
         await self._tell_pending()
         if attached.adopted is not None:
             # It can go neither forward nor back: only a dense load ends it (must E6).
             self.version, self._serving, self._blank = None, False, False
             return
-        self._refuse_loaded(attached.classes)
         vector = np.frombuffer(attached.vector, dtype="<u8").astype(np.uint64)
         self._blank = not vector.any()
         self._serving = attached.serving
@@ -162,10 +165,17 @@ class Driver:
         seconds = runtime.monotonic() - began
         self._emit(Attached(version=self.version, tensors=len(attached.classes), seconds=seconds))
         at.reporter.set(engine=attached.incarnation, version=self.version)
+        self._unfed = None
         if self.version is not None:
-            await self._prove(self.version)
+            try:
+                loaded = await at.loaded.at(self.version)
+            except (NoRoute, BelowFloor, Corrupt) as error:
+                # What the loader computed cannot be told from live memory: only an anchor brings it to a known state.
+                self.version, self._unfed = None, error
+            else:
+                await self._prove(self.version, loaded)
 
-    async def _prove(self, version: int) -> None:
+    async def _prove(self, version: int, loaded: str) -> None:
         pin = self._at.options.pin
         if pin is not None and version > pin:
             raise EngineRefused(
@@ -173,13 +183,7 @@ class Driver:
                 hint="restart the engine with older weights, or publish those as a new version",
             )
         vector = await self._at.stage.vector(await record_of(self._at.ledger, version))
-        await self._engine.prove(version, vector, str(version))
-
-    def _refuse_loaded(self, classes: list[TensorClass]) -> None:
-        names = [spec.name for spec, kind in zip(self._at.layout, classes, strict=True) if kind is TensorClass.LOADED]
-        if names:
-            shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-            raise EngineRefused(f"the engine computes these tensors when it loads them: {shown}")
+        await self._engine.prove(version, vector, str(version), loaded)
 
     async def _tell_pending(self) -> None:
         """What became of the transaction whose answer was lost."""
@@ -275,6 +279,12 @@ class Driver:
         try:
             route = await history.route(self.version, target, avoid=self._bad_anchors)
         except NoRoute as error:
+            if self._unfed is not None and not self._bad_anchors:
+                name = self._at.layout[self._at.loaded.tensors[0]].name
+                raise EngineRefused(
+                    f"the engine's loader computes with {name}, whose bytes are not known here: {self._unfed.message}",
+                    hint="give --base with the checkpoint that the stream was created from, or publish an anchor",
+                ) from error
             if self.version is None and not self._blank and not self._bad_anchors:
                 raise EngineRefused(
                     f"the engine's weights are of no version of this stream, and {error.message}",
@@ -300,7 +310,7 @@ class Driver:
             await at.feed.settle(seal.attempt)
         began = runtime.monotonic()
         try:
-            staged = await at.stage.hops(seals, await record_of(at.ledger, base))
+            staged = await at.loaded.beside(await at.stage.hops(seals, await record_of(at.ledger, base)), base)
         except Corrupt as error:
             self._block(first, error, poisoned=False)
             return
@@ -375,12 +385,13 @@ class Driver:
             await self._give_up(version, EngineRefused(f"anchor {version} was not loaded: {ended.reason}"))
             return
         runtime.failpoint("subscribe-loaded")
-        self.version, self._serving, self._blank = ended.version, ended.serving, False
+        self.version, self._serving, self._blank, self._unfed = ended.version, ended.serving, False, None
         if self._blocked and self._blocked.version <= ended.version:
             self._blocked = None
         if base is None:
             self._emit(Repaired(version=ended.version, how="loaded an anchor"))
         await self._tell_committed(base or 0, ended, runtime.monotonic() - began, route="anchor")
+        await at.loaded.take(version, files)
         at.anchors.forget()
         self._tidy()
 
@@ -427,6 +438,7 @@ class Driver:
         assert self.version is not None
         self._at.feed.skip_to(self.version)
         self._at.stage.forget(self.version)
+        self._at.loaded.tidy(self.version)
 
     def _back_off(self, tries: int) -> float:
         return min(self._at.options.poll * 2.0**tries, BACK_OFF) * (0.75 + runtime.jitter() / 2)

@@ -23,6 +23,7 @@ class SubscribeOptions:
     `staging_limit`: bytes of chunks staged at most.
     `once`: reach the newest seal read at the start, then return.
     `pin`: serve this version and never a newer one.
+    `base`: the checkpoint of version 0, for engines whose loader computes with some tensors; not needed with an anchor.
     `poll`: between looks at the ledger's tail. `patience`: how long an absent engine is waited for with `once`.
     """
 
@@ -32,6 +33,7 @@ class SubscribeOptions:
     staging_limit: int = STAGING_LIMIT
     once: bool = False
     pin: int | None = None
+    base: Path | None = None
     poll: float = 1.0
     patience: float = 60.0
 

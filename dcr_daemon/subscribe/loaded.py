@@ -1,0 +1,258 @@
+"""Canonical bytes of the tensors that an engine's loader computes with: what no look at live memory can give back.
+
+An engine that casts a bias or stores `-exp(A_log)` holds no bits of the checkpoint there. So the subscriber keeps those
+of just these tensors in its state directory, one file `loaded-<version>.safetensors` each time they change, and hands
+them over beside the hops. Promises: a file that leaves here has the sums of its version's vector; files are written
+whole, and an older one goes only after the engine has committed a newer version; what is lost is rebuilt from the base
+or an anchor and the chain, for these tensors alone. An engine without such tensors costs nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from dcr_daemon import runtime
+from dcr_daemon.canonical.dtypes import lane_dtype
+from dcr_daemon.canonical.fingerprint import Bits, Vector, sum_at, sum_run
+from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.checkpoint.directory import Checkpoint
+from dcr_daemon.checkpoint.pieces import read_pieces
+from dcr_daemon.checkpoint.safetensors import SafetensorsBytes, SafetensorsFile, pack_safetensors
+from dcr_daemon.codec.decode import open_chunk
+from dcr_daemon.engine.port import Hop, TensorClass
+from dcr_daemon.errors import Corrupt, DcrError, Incompatible
+from dcr_daemon.events import Emit, Waiting
+from dcr_daemon.ledger.ledger import Ledger
+from dcr_daemon.ledger.objects import Objects
+from dcr_daemon.ledger.records import Seal
+from dcr_daemon.subscribe.files import write_whole
+from dcr_daemon.subscribe.locate import record_of
+
+BESIDE = 64 << 20  #: bytes of files written beside the hops of one transaction, from which on it takes no more hops
+
+Values = dict[int, Bits]  #: whole tensors by layout index, as unsigned lanes
+
+
+class Loaded:
+    """The loaded tensors of one engine.
+
+    Args:
+        home: the subscriber's state directory.
+        base: the checkpoint of version 0, if the operator gave it.
+    """
+
+    def __init__(
+        self,
+        home: Path,
+        *,
+        ledger: Ledger,
+        objects: Objects,
+        layout: Layout,
+        base: Path | None,
+        workers: runtime.Workers,
+        emit: Emit,
+    ) -> None:
+        self._home, self._base = home, base
+        self._ledger, self._objects, self._layout = ledger, objects, layout
+        self._workers, self._emit = workers, emit
+        self.tensors: tuple[int, ...] = ()
+
+    def follow(self, classes: Sequence[TensorClass]) -> None:
+        """Learn from an attach which tensors these are."""
+        self.tensors = tuple(i for i, kind in enumerate(classes) if kind is TensorClass.LOADED)
+
+    async def at(self, version: int) -> str:
+        """A file of these tensors as `version` has them; empty if there are none.
+
+        Raises:
+            NoRoute, BelowFloor: they are not kept here, and nothing that is left leads to them.
+            Incompatible: the base given is not version 0.
+            Corrupt, Exhausted, StoreUnavailable: while they are rebuilt.
+        """
+        if not self.tensors:
+            return ""
+        vector = await self._vector(version)
+        for _, path in self._files():
+            kept = await self._workers.run(self._read, path)
+            if kept is not None and not await self._workers.run(self._wrong, kept, vector):
+                return str(path)
+        values = await self._rebuild(version)
+        if wrong := await self._workers.run(self._wrong, values, vector):
+            raise Corrupt(f"version {version} does not have the sums of its seal: {wrong}", hint="run `dcr verify`")
+        return await self._write(version, values)
+
+    async def beside(self, hops: list[Hop], base: int) -> list[Hop]:
+        """Staged hops with the files that go with them; fewer hops, at least one, if those would be too many bytes.
+
+        Raises:
+            Corrupt: a chunk does not change what is kept here into what its version says.
+            As `at`, for the version they start from.
+        """
+        if not self.tensors:
+            return hops
+        path, written, ready = "", 0, list[Hop]()
+        values = await self._workers.run(self._read, Path(await self.at(base)))
+        if values is None:
+            raise Corrupt(f"what is kept of version {base} cannot be read", hint="check this disk")
+        for hop in hops:
+            if await self._workers.run(self._change, values, hop.chunks, (hop.attempt, hop.base, hop.version)):
+                after = np.fromfile(hop.after, dtype="<u8").astype(np.uint64)
+                if wrong := await self._workers.run(self._wrong, values, after):
+                    raise Corrupt(f"the chunks of version {hop.version} do not lead to its vector: {wrong}")
+                path = await self._write(hop.version, values)
+                written += sum(bits.nbytes for bits in values.values())
+            ready.append(msgspec.structs.replace(hop, loaded=path))
+            if written >= BESIDE:
+                break
+        return ready
+
+    async def take(self, version: int, files: Sequence[str]) -> None:
+        """Keep what an anchor's files, which the engine has loaded, hold of these tensors."""
+        if self.tensors:
+            await self._write(version, await self._workers.run(self._gather, map(SafetensorsFile, map(Path, files))))
+
+    def tidy(self, version: int) -> None:
+        """The engine has committed `version`: keep the file of it, or of the last version that changed something."""
+        files = self._files()
+        kept = next((path for found, path in files if found <= version), None)
+        for _, path in files:
+            if path != kept:
+                path.unlink(missing_ok=True)
+
+    # What is kept.
+
+    def _files(self) -> list[tuple[int, Path]]:
+        """Newest version first."""
+        found = ((path.stem.removeprefix("loaded-"), path) for path in self._home.glob("loaded-*.safetensors"))
+        return sorted(((int(name), path) for name, path in found if name.isdecimal()), reverse=True)
+
+    def _read(self, path: Path) -> Values | None:
+        """None for a file that is damaged, or of other tensors (those of another engine)."""
+        try:
+            return self._gather([SafetensorsFile(path)])
+        except DcrError:
+            return None
+
+    async def _write(self, version: int, values: Values) -> str:
+        path = self._home / f"loaded-{version}.safetensors"
+        body = pack_safetensors([(self._layout[tensor], bits) for tensor, bits in values.items()])
+        await self._workers.run(write_whole, path, bytes(body))
+        return str(path)
+
+    def _wrong(self, values: Values, vector: Vector) -> str:
+        """The first tensor that does not have its sum; empty if all have."""
+        for tensor, bits in values.items():
+            if sum_run(bits, int(self._layout.keys[tensor])) != int(vector[tensor]):
+                return self._layout[tensor].name
+        return ""
+
+    def _gather(self, files: Iterable[SafetensorsFile | SafetensorsBytes]) -> Values:
+        """These tensors out of an anchor's files, whole or in pieces. Raises `Corrupt` if one is not all there."""
+        values = {t: np.zeros(self._layout[t].elements, lane_dtype(self._layout[t].width)) for t in self.tensors}
+        left = {tensor: bits.size for tensor, bits in values.items()}
+        for file in files:
+            for tensor, box, bits in read_pieces(file, self._layout):
+                if tensor in values and box is not None:
+                    values[tensor][box.canonical(np.arange(box.elements, dtype=np.int64))] = bits
+                    left[tensor] -= box.elements
+            if isinstance(file, SafetensorsFile):
+                file.close()
+            if not any(left.values()):
+                return values
+        names = [self._layout[tensor].name for tensor, missing in left.items() if missing]
+        raise Corrupt(f"the files given do not hold all of {', '.join(names[:8])}")
+
+    # What is lost is built again.
+
+    async def _rebuild(self, version: int) -> Values:
+        """From the newest version kept here, the base, or an anchor, whichever way is shortest, along the chain."""
+        have, values = await self._start(version)
+        route = await self._ledger.history.route(have, version)
+        self._emit(Waiting(what=f"the bytes of {len(self.tensors)} tensors of version {version} are made again"))
+        if route.anchor is not None:
+            values = await self._from_anchor(route.anchor)
+        assert values is not None, "a route starts from an anchor or from what we have"
+        if route.hops:
+            for seal in await self._ledger.history.between(route.hops[0], route.hops[-1]):
+                await self._follow_seal(values, seal)
+        return values
+
+    async def _start(self, version: int) -> tuple[int | None, Values | None]:
+        """What may be started from: a version and its bytes."""
+        for found, path in self._files():
+            kept = await self._workers.run(self._read, path) if found <= version else None
+            if kept is not None and not await self._workers.run(self._wrong, kept, await self._vector(found)):
+                return found, kept
+        if self._base is None:
+            return None, None
+        values = await self._workers.run(self._from_base, self._base)
+        if wrong := await self._workers.run(self._wrong, values, await self._vector(0)):
+            raise Incompatible(
+                f"{self._base} is not version 0 of {self._ledger.store.url}: {wrong} differs",
+                hint="give --base the checkpoint that the stream was created from",
+            )
+        return 0, values
+
+    def _from_base(self, base: Path) -> Values:
+        values = Values()
+        with Checkpoint(base) as checkpoint:
+            for tensor in self.tensors:
+                spec = self._layout[tensor]
+                if checkpoint.file(spec.name).spec(spec.name) != spec:
+                    raise Incompatible(f"{base} holds another {spec.name} than the stream", hint="give another --base")
+                values[tensor] = checkpoint.bits(spec.name).reshape(-1).copy()
+        return values
+
+    async def _from_anchor(self, version: int) -> Values:
+        """Out of the files of an anchor, one in memory at a time: nothing else of it is wanted."""
+        anchor = await self._ledger.history.anchor(version)
+        pieces: list[SafetensorsBytes] = []
+        for ref in (await self._objects.read_anchor_index(anchor)).files:
+            body = await self._objects.read_file(ref, version)
+            pieces.append(await self._workers.run(self._part_of, body, ref.key))
+        return await self._workers.run(self._gather, pieces)
+
+    def _part_of(self, body: bytes, name: str) -> SafetensorsBytes:
+        """The entries of a file that belong to these tensors, as a small file of its own."""
+        file = SafetensorsBytes(body, name)
+        mine = [
+            (entry, file.bits(entry.name))
+            for entry, (tensor, _, _) in zip(file.specs, read_pieces(file, self._layout), strict=True)
+            if tensor in self.tensors
+        ]
+        return SafetensorsBytes(pack_safetensors(mine, file.metadata), name)
+
+    async def _follow_seal(self, values: Values, seal: Seal) -> None:
+        for part in await self._objects.read_parts(seal):
+            for chunk in part.chunks:
+                body = await self._objects.read_chunk(chunk, seal.version)
+                await self._workers.run(self._change, values, [body], (seal.attempt, seal.base, seal.version))
+
+    def _change(self, values: Values, chunks: Iterable[bytes | str], of: tuple[int, int, int]) -> bool:
+        """Apply what chunks (bytes, or paths) say of these tensors, in place; whether they say anything.
+
+        Raises `Corrupt`.
+        """
+        changed = False
+        for one in chunks:
+            chunk = open_chunk(one if isinstance(one, bytes) else Path(one).read_bytes(), self._layout)
+            if (chunk.id.attempt, chunk.id.base, chunk.id.version) != of:
+                raise Corrupt(f"a chunk of {chunk.id} was found among those of version {of[2]}")
+            for n in [n for n, segment in enumerate(chunk.segments) if segment.tensor in values]:
+                changed = True
+                changes = chunk.changes(n)
+                bits, key = values[changes.segment.tensor], int(self._layout.keys[changes.segment.tensor])
+                at = changes.segment.box.canonical(changes.positions)
+                new = changes.resolve(bits[at])
+                if (sum_at(bits[at], at, key), sum_at(new, at, key)) != (changes.segment.before, changes.segment.after):
+                    name = self._layout[changes.segment.tensor].name
+                    raise Corrupt(f"version {of[2]} does not change {name} from what is kept here, or not as it says")
+                bits[at] = new
+        return changed
+
+    async def _vector(self, version: int) -> Vector:
+        return await self._objects.read_vector(await record_of(self._ledger, version), self._layout)

@@ -1,0 +1,69 @@
+"""A real vLLM on two workers that casts norms and routers when it loads them, kept up to date by a real subscriber."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from streams import StreamWriter
+from vllm_rig import ModelVersions, Rig, rig
+from wider_model import redrawn, written_wider
+
+from dcr_daemon.demo.models import copy_side_files, write_tiny
+from dcr_daemon.engine.messages import RankChecksums
+from dcr_daemon.engine.port import TensorClass
+from dcr_daemon.engine.vllm import VllmEngine
+from dcr_daemon.events import discard
+from dcr_daemon.store import open_store
+from dcr_daemon.subscribe.daemon import SubscribeOptions, run_subscribe
+from dcr_daemon.subscribe.materialize import materialize
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+
+def step(versions: ModelVersions) -> int:
+    """A version in which every tensor changes, wide ones visibly so."""
+    layout, last = versions.layout, versions.values[-1]
+    fresh = redrawn(layout, [last[spec.name] for spec in layout], seed=versions.newest)
+    return versions.put({spec.name: bits for spec, bits in zip(layout, fresh, strict=True)})
+
+
+async def follow(made: Rig, model: Path, home: Path) -> list[RankChecksums]:
+    """Three versions by a subscriber that loses what it kept once; what the server holds then."""
+    url = f"file://{home}/stream"
+    stream = StreamWriter(url, made.versions, await open_store(url))
+    await stream.create()
+
+    async def subscribe(base: Path | None = None) -> None:
+        options = SubscribeOptions(replica="r1", state=home / "state", staging=home / "staging", once=True, base=base)
+        await run_subscribe(options, stream.store, VllmEngine(made.server.socket), discard)
+
+    await stream.publish(step(made.versions), step(made.versions))
+    await subscribe(base=model)
+    await stream.publish(step(made.versions))
+    await subscribe()
+    (kept,) = list(home.glob("state/**/loaded-*.safetensors"))  # noqa: ASYNC240 - nothing else runs in this loop
+    assert kept.name == "loaded-3.safetensors"
+    kept.unlink()
+    await subscribe(base=model)  # built again, compared with what is live, and found there
+    await materialize(stream.store, version=3, out=home / "built", base=model)
+    engine = VllmEngine(made.server.socket)
+    status = await engine.status()
+    assert (status.version, status.serving) == (3, True)
+    return await engine.checksums()
+
+
+def test_after_several_versions_every_parameter_is_that_of_a_fresh_server(short_tmp: Path, tmp_path: Path) -> None:
+    model = written_wider(write_tiny(tmp_path / "narrow", kind="moe"), short_tmp / "wide-model")
+    with rig(model, short_tmp / "w", "wide", tensor_parallel=2, env={"DCR_GATE": "health"}) as made:
+        classes = made.birth["attached"].classes
+        assert [kind is TensorClass.LOADED for kind in classes] == [
+            spec.dtype == "F32" for spec in made.versions.layout
+        ]
+        live = asyncio.run(follow(made, model, tmp_path))
+    copy_side_files(model, tmp_path / "built")
+    with rig(tmp_path / "built", short_tmp / "f", "fresh", tensor_parallel=2, env={"DCR_GATE": "health"}) as fresh:
+        wanted = asyncio.run(VllmEngine(fresh.server.socket).checksums())
+    assert len(live) == 2
+    assert [rank.parameters for rank in live] == [rank.parameters for rank in wanted]
