@@ -27,6 +27,7 @@ from dcr_daemon.engine import messages
 from dcr_daemon.engine.messages import AnyAnswer, AnyCall, Attach, Pending
 from dcr_daemon.engine.port import EngineGone, EngineStatus
 from dcr_daemon.errors import DcrError, Misuse
+from dcr_daemon.vllm_plugin import compat
 from dcr_daemon.vllm_plugin.compat import UnsupportedVllm
 from dcr_daemon.vllm_plugin.hooks import METHOD
 from dcr_daemon.vllm_plugin.merge import merge
@@ -64,10 +65,11 @@ class Endpoint:
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Open the socket, then wait until the engine serves (unless `DCR_GATE=health`).
 
-        Raises `UnsupportedVllm` if the socket cannot be opened safely.
+        Raises `UnsupportedVllm` if the socket cannot be opened safely, or the general plugin was not loaded.
         """
         if engine_client is None or self._settings.socket is None:
             return
+        compat.require_start(os.environ)
         engines = Engines(engine_client.engine_core)
         if engine_client.engine_core.client_index == 0:
             self._server = SocketServer(self._settings.socket, engines)

@@ -304,6 +304,20 @@ class Health:
         return False
 
 
+@pytest.fixture(autouse=True)
+def plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "dcr,dcr_endpoint")
+
+
+async def test_without_the_guards_in_the_engine_the_server_does_not_start(
+    tmp_path: Path, engine: ToyEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "dcr_endpoint")
+    with pytest.raises(UnsupportedVllm, match="VLLM_PLUGINS=dcr,dcr_endpoint"):
+        await Health(Settings(socket=tmp_path / "run" / "e.sock"), CoreClient(engine)).init()
+    assert not (tmp_path / "run").exists()
+
+
 async def test_the_port_is_held_until_the_engine_serves(tmp_path: Path, engine: ToyEngine) -> None:
     path = tmp_path / "run" / "e.sock"
     server = Health(Settings(socket=path), CoreClient(engine))
