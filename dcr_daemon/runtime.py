@@ -133,10 +133,12 @@ class ThreadLocal(Generic[T]):
 class LoopThread:
     """An event loop on a thread of its own, for synchronous code that must not become asynchronous.
 
-    A daemon thread: a script that dies without closing must not hang at exit.
+    A daemon thread: a script that dies without closing must not hang at exit. A forked process has no such thread:
+    there `here` is False, and nothing may be called.
     """
 
     def __init__(self, name: str) -> None:
+        self._process = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
@@ -144,6 +146,11 @@ class LoopThread:
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
+
+    @property
+    def here(self) -> bool:
+        """Whether this is the process that made it."""
+        return os.getpid() == self._process
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run `work` on the loop; the caller may wait for the future or not."""

@@ -118,11 +118,39 @@ class Intake:
     def _error(self) -> Incompatible:
         texts = [f"{kind}: {_listed(sorted(names))}" for kind, names in sorted(self._problems.items())]
         hint = "nothing of it is published; correct it, or start a new stream from a base that has this layout"
-        if {"added", "missing"} <= self._problems.keys():
+        added = self._problems.get("added", [])
+        if why := _prefixed(added, self._layout) or _fused(added, self._layout):
+            hint = f"{why}; nothing of it is published"
+        elif added and "missing" in self._problems:
             hint = f"were tensors renamed? {hint}"
-        elif "added" in self._problems:
+        elif added:
             hint = f"--ignore GLOB drops names that no server needs; {hint}"
         return Incompatible(f"{self._what} does not fit the stream's layout: {'; '.join(texts)}", hint=hint)
+
+
+def _prefixed(added: list[str], layout: Layout) -> str:
+    """What to do if most of these names are the layout's behind one prefix, as a wrapper of the model leaves them."""
+    cuts = ((name[: dot + 1], name[dot + 1 :]) for name in added for dot in _dots(name))
+    counts = Counter(prefix for prefix, rest in cuts if rest in layout)
+    prefix, count = max(counts.items(), key=lambda item: item[1], default=("", 0))
+    if 2 * count <= len(added):
+        return ""
+    return f"the names begin with {prefix!r}, those of the base do not: give the model inside the wrapper"
+
+
+def _fused(added: list[str], layout: Layout) -> str:
+    """What to do if one of these tensors stands for numbered ones of the layout: transformers 5 trains experts so."""
+    parents = {name.rpartition(".")[0] + ".0." for name in added if "." in name}
+    if not any(spec.name.startswith(tuple(parents)) for spec in layout):
+        return ""
+    return (
+        "the model holds tensors together that its checkpoint has one by one: give what it would save, in transformers "
+        "`core_model_loading.revert_weight_conversion(model, model.state_dict())`"
+    )
+
+
+def _dots(name: str) -> Iterable[int]:
+    return (i for i, c in enumerate(name) if c == ".")
 
 
 def is_copy(source: Source, index: int, spec: TensorSpec, read: ReadBits) -> bool:

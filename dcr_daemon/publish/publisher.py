@@ -12,7 +12,7 @@ from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Never, Self
 
 from dcr_daemon.errors import DcrError, Misuse, StoreUnavailable
 from dcr_daemon.events import Emit, Rounded, Waiting, discard
@@ -23,12 +23,14 @@ from dcr_daemon.publish.options import PublishOptions, default_state, parse_code
 from dcr_daemon.publish.session import Session
 from dcr_daemon.publish.sources import Source, TensorSource, settle_devices
 from dcr_daemon.publish.update import Update
-from dcr_daemon.publish.versions import checked_metadata
+from dcr_daemon.publish.versions import checked_metadata, checked_step
 from dcr_daemon.publish.weights import as_stream, as_table, check_kind
 from dcr_daemon.runtime import LoopThread
 from dcr_daemon.store import Store, open_store
 
 __all__ = ["Publisher", "Update"]
+
+_ONE_PROCESS = "make and use it in the process that has the weights"
 
 
 class Publisher:
@@ -133,17 +135,18 @@ class Publisher:
             StoreUnavailable: the bucket does not answer, now or for the update before.
         """
         check_kind(weights)
-        data = checked_metadata(metadata)
+        step, data = checked_step(step), checked_metadata(metadata)
+        self._check_usable()
         self._wait_behind()
         self._settle_unknown()
         intake = Intake(
             f"step {step}" if step is not None else "the update", self._session.layout, self._options.ignore
         )
-        table = as_table(weights)
+        table = as_table(weights, self._session.layout)
         if table is not None:
             attempt = self._diff_table(table, intake, step)
         else:
-            attempt = self._diff_stream(as_stream(weights), intake, step)
+            attempt = self._diff_stream(as_stream(weights, self._session.layout), intake, step)
         self._tell_rounded(intake)
         self._update = update = Update(attempt.version)
         self._behind = self._running.start(self._complete(attempt, update, data))
@@ -257,13 +260,24 @@ class Publisher:
 
     @property
     def _running(self) -> LoopThread:
+        return self._check_usable()
+
+    def _check_usable(self) -> LoopThread:
         if self._loop is None:
             raise Misuse("the publisher is closed", hint="make a new one")
+        if not self._loop.here:
+            raise Misuse("this process is a fork of the publisher's, and cannot use it", hint=_ONE_PROCESS)
         return self._loop
 
+    def __reduce__(self) -> Never:
+        raise Misuse("a publisher cannot be copied or pickled", hint=_ONE_PROCESS)
+
     def close(self) -> None:
-        """Wait for the update under way, release the stream, and stop. Raises what nobody was told yet."""
-        if self._loop is None:
+        """Wait for the update under way, release the stream, and stop. Raises what nobody was told yet.
+
+        In a fork of the publisher's process it does nothing: the stream is not the fork's to release.
+        """
+        if self._loop is None or not self._loop.here:
             return
         try:
             self._wait_behind()

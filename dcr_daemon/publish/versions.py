@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,11 +36,29 @@ class SealedVersion:
 
 def checked_metadata(metadata: Any) -> dict[str, Any]:
     """User metadata as a record can carry it; `Misuse` if it cannot."""
+    if metadata is not None and not isinstance(metadata, Mapping):
+        raise Misuse(f"metadata is a {type(metadata).__name__}", hint="give a mapping, such as {'loss': 0.5}")
     try:
         body = msgspec.json.encode(dict(metadata or {}))
         plain: dict[str, Any] = msgspec.json.decode(body, type=dict[str, Any])
     except (TypeError, ValueError, msgspec.MsgspecError, RecursionError) as error:
-        raise Misuse(f"metadata cannot be written as JSON: {error}") from error
+        raise Misuse(
+            f"metadata cannot be written as JSON: {error}",
+            hint="give plain numbers, strings, lists and mappings; float(loss), not a tensor",
+        ) from error
     if len(body) > METADATA_LIMIT:
         raise Misuse(f"metadata of {len(body)} bytes is over the limit of {METADATA_LIMIT}")
     return plain
+
+
+def checked_step(step: Any) -> int | None:
+    """The trainer's label as a record can carry it: any integer of 64 bits, numpy's and torch's too; else `Misuse`."""
+    if step is None:
+        return None
+    try:
+        number = operator.index(step)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise Misuse(f"step is a {type(step).__name__}", hint="give an integer or None") from error
+    if not -(1 << 63) <= number < 1 << 63:
+        raise Misuse(f"step {number} does not fit into 64 bits")
+    return number

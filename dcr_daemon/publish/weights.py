@@ -2,38 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 from dcr_daemon.errors import Misuse
 from dcr_daemon.publish.sources import TensorSource
 
+_COMPILED = "_orig_mod."  #: what torch.compile puts before the names of whatever it wraps, at any depth
 
-def as_table(weights: Any) -> list[TensorSource] | None:
+
+def as_table(weights: Any, known: Container[str]) -> list[TensorSource] | None:
     """Sources of a module or a mapping, all of whose tensors exist at once; None for a stream of pairs.
 
     A module gives its `state_dict`, so that tied parameters and buffers are there under every name; wrappers that
     only add a prefix (DistributedDataParallel, torch.compile) are looked through.
+
+    Args:
+        known: the names of the layout.
     """
     if callable(getattr(weights, "state_dict", None)):
         weights = _unwrapped(weights).state_dict()
     if isinstance(weights, Mapping):
-        return [TensorSource(str(name), tensor) for name, tensor in weights.items()]
+        return [TensorSource(_plain(str(name), known), tensor) for name, tensor in weights.items()]
     return None
 
 
-def as_stream(weights: Iterable[Any]) -> Iterator[TensorSource]:
+def as_stream(weights: Iterable[Any], known: Container[str]) -> Iterator[TensorSource]:
     """Sources of an iterable of `(name, tensor)`, one at a time: the producer may reuse memory between them."""
     for pair in weights:
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
             raise _misuse(pair)
-        yield TensorSource(pair[0], pair[1])
+        yield TensorSource(_plain(pair[0], known), pair[1])
 
 
 def check_kind(weights: Any) -> None:
     """`Misuse` for something that cannot be weights at all."""
     if not callable(getattr(weights, "state_dict", None)) and not isinstance(weights, Iterable):
         raise _misuse(weights)
+
+
+def _plain(name: str, known: Container[str]) -> str:
+    """The name without torch.compile's marker, which no checkpoint has, unless this layout has it."""
+    return name if name in known else name.replace(_COMPILED, "")
 
 
 def _unwrapped(module: Any) -> Any:

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+import pickle
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -111,8 +114,8 @@ def test_weights_that_do_not_fit_are_refused_by_name_before_anything_is_opened(w
         "missing: tiny": {name: tensor for name, tensor in good.items() if name != "tiny"},
         "retyped: norm.weight": {**good, "norm.weight": good["norm.weight"].half()},
         "reshaped: norm.weight": {**good, "norm.weight": good["norm.weight"].reshape(4, 8)},
-        "added: module.tiny.*missing: tiny.*renamed": {
-            **{name: tensor for name, tensor in good.items() if name != "tiny"}, "module.tiny": good["tiny"],
+        "added: mini.*missing: tiny.*renamed": {
+            **{name: tensor for name, tensor in good.items() if name != "tiny"}, "mini": good["tiny"],
         },
     }  # fmt: skip
     with publisher(world) as target:
@@ -128,6 +131,49 @@ def test_weights_that_do_not_fit_are_refused_by_name_before_anything_is_opened(w
             target.publish({**good, "tiny": 3})
         target.publish(good).wait_sealed()
     assert toolbox.same(world.reader.versions()[1], toolbox.step_weights(world.weights, seed=1))
+
+
+def test_names_of_a_wrapped_model_are_known_or_the_error_says_what_to_do(world: Any, toolbox: Any) -> None:
+    good = world.tensors(toolbox.step_weights(world.weights, seed=1))
+    deep = {"_orig_mod." + name.replace("layer.0.", "layer.0._orig_mod."): tensor for name, tensor in good.items()}
+    wrapped = {f"module.{name}": tensor for name, tensor in good.items()}
+    fused = {**good, "layer.weight": torch.zeros(2, 3)}
+    with publisher(world) as target:
+        assert target.publish(deep).wait_sealed().changed
+        assert target.publish(iter(deep.items())).wait_sealed().changed == 0
+        for form in (dict, lambda tensors: iter(tensors.items())):
+            with pytest.raises(Incompatible, match=r"begin with 'module\.'"):
+                target.publish(form(wrapped))
+            with pytest.raises(Incompatible, match="revert_weight_conversion"):
+                target.publish(form(fused))
+    assert toolbox.same(world.reader.versions()[1], toolbox.step_weights(world.weights, seed=1))
+
+
+def test_steps_may_be_numpys_or_torchs_integers(world: Any) -> None:
+    good = world.tensors(world.weights)
+    with publisher(world) as target:
+        assert [target.publish(good, step=step).wait_sealed().step for step in (np.int64(3), torch.tensor(4))] == [3, 4]
+
+
+def test_a_fork_of_the_training_process_neither_hangs_nor_harms_the_publisher(world: Any) -> None:
+    """Data loaders fork. The child has no loop thread: waiting for it would be for ever."""
+    good = world.tensors(world.weights)
+    with publisher(world) as target:
+        target.publish(good).wait_sealed()
+        with pytest.raises(Misuse, match="pickled"):
+            pickle.dumps(target)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)
+            try:
+                with target:
+                    target.publish(good)
+            except Misuse as error:
+                os._exit(0 if "fork" in str(error) else 1)
+            finally:
+                os._exit(2)
+        assert os.waitpid(child, 0)[1] == 0
+        assert target.publish(good).wait_sealed().version == 2
 
 
 def test_an_alias_is_dropped_and_equal_constants_are_not(world: Any, toolbox: Any) -> None:
@@ -169,6 +215,11 @@ def test_misuse_is_said_as_such(world: Any, toolbox: Any) -> None:
                 target.publish(weights)
         with pytest.raises(Misuse, match="JSON"):
             target.publish(good, metadata={"x": object()})
+        with pytest.raises(Misuse, match="mapping"):
+            target.publish(good, metadata="loss")
+        for step in ("5", 1.5, 1 << 63, torch.zeros(2)):
+            with pytest.raises(Misuse, match="step"):
+                target.publish(good, step=step)
         with pytest.raises(Misuse, match="limit"):
             target.publish(good, metadata={"x": "y" * (1 << 17)})
         assert target.publish(good).wait_sealed().changed == 0
