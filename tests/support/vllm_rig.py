@@ -156,9 +156,10 @@ class Rig:
 
     async def stranger(self, seed: int) -> tuple[ModelVersions, int]:
         """Another history of the same model, one version longer than ours, and our newest version, which is not 0."""
+        await self.own()  # first: a server that has to be restarted begins again at version 0
         if self.versions.newest == 0:
             self.versions.step()
-        await self.own()
+            await self.own()
         other = ModelVersions(self.fresh_home(), self.server.model, seed=seed)
         while other.newest <= self.versions.newest:
             other.step()
