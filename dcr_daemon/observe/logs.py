@@ -1,12 +1,15 @@
 """Structured logs on stderr: one line per change of state, none per chunk above debug.
 
 JSON where stderr is not a terminal, aligned key=value lines where it is. Every line carries `event`; the facts'
-own field names are the keys, so that a log search and a metric use the same words.
+own field names are the keys, so that a log search and a metric use the same words. A log that nobody takes any more
+(its reader has died, its disk is full) is no reason to stop: such lines are lost, and the process goes on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import sys
 from typing import Any, Literal
 
@@ -24,6 +27,7 @@ from dcr_daemon.events import (
     ShardTaken,
     StoreRequest,
 )
+from dcr_daemon.observe.streams import put
 
 Level = Literal["debug", "info", "warning", "error"]
 _LEVELS: dict[type[Event], str] = {
@@ -44,7 +48,7 @@ def configure(level: Level = "info", *, json: bool | None = None) -> None:
     renderer: Any = (
         structlog.processors.JSONRenderer(serializer=_dumps)
         if plain
-        else structlog.dev.ConsoleRenderer(pad_event_to=14)
+        else structlog.dev.ConsoleRenderer(pad_event_to=14, colors=not os.environ.get("NO_COLOR"))
     )
     structlog.configure(
         processors=[
@@ -60,8 +64,18 @@ def configure(level: Level = "info", *, json: bool | None = None) -> None:
     )
 
 
-def _to_stderr(*_: Any) -> structlog.PrintLogger:
-    return structlog.PrintLogger(sys.stderr)
+class _Stderr:
+    """What structlog writes to, under the name of every level."""
+
+    def msg(self, line: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            put(sys.stderr, line + "\n")
+
+    debug = info = warning = error = critical = exception = msg
+
+
+def _to_stderr(*_: Any) -> _Stderr:
+    return _Stderr()
 
 
 def bind(**context: Any) -> None:

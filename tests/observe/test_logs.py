@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import structlog
@@ -55,3 +59,31 @@ def test_waiting_for_one_thing_is_said_once(capsys: pytest.CaptureFixture[str]) 
         ("serving", None),
         ("waiting", "the engine"),
     ]
+
+
+def test_a_daemon_outlives_the_reader_of_its_log_and_the_disk_under_it(tmp_path: Path) -> None:
+    """A log shipper that dies must not take the publisher along; neither must a full log volume."""
+    source = (
+        "import pathlib, sys; from dcr_daemon.observe import logs; logs.configure()\n"
+        "for line in sys.stdin: logs.logger().info('fact')\n"
+        "pathlib.Path(sys.argv[1]).touch(); sys.exit(7)"
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as broken, Path("/dev/full").open("wb") as full:
+        for number, stderr in enumerate((broken, full)):
+            mark = tmp_path / str(number)
+            command = [sys.executable, "-c", source, str(mark)]
+            code = subprocess.run(command, input=b"1\n2\n3\n", stderr=stderr, check=False).returncode
+            assert mark.exists()
+            assert code == 7 or stderr is full  # the interpreter's own flush fails there at exit
+
+
+@pytest.mark.parametrize("no_color", ["", "1"])
+def test_no_color_means_none(
+    no_color: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NO_COLOR", no_color)
+    logs.configure(json=False)
+    logs.logger().warning("fact", number=1)
+    assert ("\x1b[3" in capsys.readouterr().err) == (not no_color)
