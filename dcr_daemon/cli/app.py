@@ -85,9 +85,8 @@ def run(arguments: Sequence[str]) -> int:
         return _report_usage(error, json=json)
     except (KeyboardInterrupt, typer.Abort):
         return report_error("interrupted", "", "Interrupted", INTERRUPTED, json=json)
-    except BrokenPipeError:
-        sys.stderr.close()  # whoever read our output has gone, as after `dcr log … | head`
-        return 0
+    except SystemExit:
+        return 0  # only printing help ends so: whoever read it has gone, as after `dcr --help | head`
     if code == INTERRUPTED:  # typer's own answer to a KeyboardInterrupt
         return report_error("interrupted", "", "Interrupted", INTERRUPTED, json=json)
     return code if isinstance(code, int) else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -9,6 +10,11 @@ from typing import Any
 import msgspec
 from rich.console import Console
 from rich.table import Table
+
+from dcr_daemon.errors import Exhausted
+from dcr_daemon.observe.streams import put
+
+_WIDEST = 250  #: characters of a table
 
 
 def wants_json(arguments: Sequence[str]) -> bool:
@@ -18,8 +24,7 @@ def wants_json(arguments: Sequence[str]) -> bool:
 
 def print_json(value: Any) -> None:
     """One compact JSON document and a newline on stdout."""
-    sys.stdout.write(msgspec.json.encode(value, enc_hook=str).decode() + "\n")
-    sys.stdout.flush()
+    _put(msgspec.json.encode(value, enc_hook=str).decode() + "\n")
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
@@ -29,24 +34,36 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
         table.add_column(column.strip(), justify="right" if column.endswith(" ") else "left", overflow="fold")
     for row in rows:
         table.add_row(*("" if cell is None else str(cell) for cell in row))
-    Console(width=None if sys.stdout.isatty() else 250).print(table)
+    # As wide as it comes: a terminal that is narrower wraps a line, and that reads better than every cell folded.
+    console = Console(width=_WIDEST)
+    with console.capture() as text:
+        console.print(table)
+    _put(text.get())
 
 
 def print_fields(fields: dict[str, Any]) -> None:
     """Name and value per line on stdout."""
     width = max(len(name) for name in fields)
-    for name, value in fields.items():
-        sys.stdout.write(f"{name:<{width}}  {'-' if value is None else value}\n")
+    _put("".join(f"{name:<{width}}  {'-' if value is None else value}\n" for name, value in fields.items()))
+
+
+def _put(text: str) -> None:
+    """Results go out, or to nowhere when whoever asked has stopped reading (`| head`); the exit code stays true."""
+    try:
+        put(sys.stdout, text)
+    except OSError as error:
+        raise Exhausted(f"stdout cannot be written: {error.strerror or error}") from error
 
 
 def report_error(message: str, hint: str, kind: str, code: int, *, json: bool) -> int:
     """Say what went wrong and what to do next, on stderr; returns `code`."""
     if json:
         error = {"error": {"kind": kind, "message": message, "hint": hint, "exit_code": code}}
-        sys.stderr.write(msgspec.json.encode(error).decode() + "\n")
+        text = msgspec.json.encode(error).decode() + "\n"
     else:
-        sys.stderr.write(f"dcr: {message}\n" + (f"     → {hint}\n" if hint else ""))
-    sys.stderr.flush()
+        text = f"dcr: {message}\n" + (f"     → {hint}\n" if hint else "")
+    with contextlib.suppress(OSError):  # the code says it too
+        put(sys.stderr, text)
     return code
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +142,38 @@ def test_a_flipped_bit_is_found_named_and_exits_13(own_stream: Any, capsys: pyte
     assert damage["repair"]
     assert run(["verify", own_stream.url]) == 13
     assert damage["key"] in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["log"], ["log", "--json"], ["status"], ["verify"], ["--help"]])
+def test_a_reader_that_stops_reading_changes_no_exit_code(arguments: list[str], streamed: Any) -> None:
+    """`dcr log … | head` under pipefail."""
+    command = [*arguments, *([] if arguments == ["--help"] else [streamed.url])]
+    assert unread(command) == (0, b"")
+
+
+def test_damage_is_told_by_the_exit_code_even_if_nobody_reads_the_report(own_stream: Any) -> None:
+    for part in own_stream.home.glob("data/2/*/*.dcr"):
+        part.unlink()
+    assert unread(["verify", own_stream.url])[0] == 13
+
+
+def unread(arguments: list[str]) -> tuple[int, bytes]:
+    """Exit code and stderr of a command whose stdout has no reader."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as broken:
+        command = [sys.executable, "-m", "dcr_daemon", *arguments]
+        done = subprocess.run(command, stdout=broken, stderr=subprocess.PIPE, check=False)
+    return done.returncode, done.stderr
+
+
+def test_results_that_a_full_disk_does_not_take_are_an_error(streamed: Any) -> None:
+    with Path("/dev/full").open("wb") as full:
+        command = [sys.executable, "-m", "dcr_daemon", "log", streamed.url, "--json"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
+    assert done.returncode
+    assert b"No space left" in done.stderr
+    assert b"Traceback" not in done.stderr
 
 
 def test_publishing_again_adds_nothing(own_stream: Any, capsys: pytest.CaptureFixture[str]) -> None:
