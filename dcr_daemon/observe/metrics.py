@@ -20,6 +20,20 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 
+class _Known:
+    """A gauge that is absent until its first value: a version that nobody knows yet is not version 0."""
+
+    def __init__(self, name: str, text: str, registry: CollectorRegistry) -> None:
+        self._gauge, self._registry = Gauge(name, text, registry=None), registry
+        self._set = False
+
+    def set(self, value: float) -> None:
+        self._gauge.set(value)
+        if not self._set:
+            self._registry.register(self._gauge)
+            self._set = True
+
+
 class Metrics:
     """An `Emit` with a registry of its own, so that several can live in one process."""
 
@@ -38,10 +52,14 @@ class Metrics:
             return Histogram(f"dcr_{name}", text, labels, buckets=_SECONDS, registry=registry)
 
         gauge("build_info", "Always 1; the version is in the label.", "version").labels(dcr_daemon.__version__).set(1)
-        self.head = gauge("head_version", "Newest sealed policy version that this process knows.")
-        self.served = gauge("served_version", "Policy version that the engine serves.")
-        self.lag = gauge("lag_versions", "head_version minus served_version.")
-        self.density = gauge("delta_density_ratio", "Changed elements of the newest version over all elements.")
+
+        def known(name: str, text: str) -> _Known:
+            return _Known(f"dcr_{name}", text, registry)
+
+        self.head = known("head_version", "Newest sealed policy version that this process knows.")
+        self.served = known("served_version", "Policy version that the engine serves.")
+        self.lag = known("lag_versions", "head_version minus served_version.")
+        self.density = known("delta_density_ratio", "Changed elements of the newest version over all elements.")
         self.stages = histogram("stage_seconds", "Duration of the stages of an update or a refit.", "stage")
         self.pause = histogram("pause_seconds", "Time in which the engine generated nothing because of a refit.")
         self.bytes = counter("chunk_bytes_total", "Bytes of chunks moved, by direction.", "direction")
@@ -56,7 +74,7 @@ class Metrics:
         self.requests = counter("store_requests_total", "Requests to the store.", "operation", "outcome")
         self.request_seconds = histogram("store_request_seconds", "Duration of store requests.", "operation")
         self.request_bytes = counter("store_bytes_total", "Bytes moved by store requests.", "operation")
-        self._head = self._served = 0
+        self._head, self._served = 0, -1
         self._handlers: dict[type[e.Event], Callable[[Any], None]] = {
             e.Sealed: self._sealed,
             e.SealSeen: lambda event: self._versions(head=event.version),
@@ -88,8 +106,9 @@ class Metrics:
         self._head = max(self._head, head or 0, served or 0)
         self._served = self._served if served is None else served
         self.head.set(self._head)
-        self.served.set(self._served)
-        self.lag.set(self._head - self._served)
+        if self._served >= 0:  # a publisher serves nothing, and lags behind nothing
+            self.served.set(self._served)
+            self.lag.set(self._head - self._served)
 
     def _chunk(self, direction: str, size: int) -> None:
         self.bytes.labels(direction).inc(size)

@@ -11,6 +11,9 @@ from dcr_daemon.observe.metrics import Metrics
 
 OPERATIONS = Path(__file__).parents[2] / "docs" / "OPERATIONS.md"
 COMMITTED = e.Committed(base=1, version=2, route="chain", pause_seconds=0.004, seconds=0.5)
+SEALED = e.Sealed(
+    version=7, attempt=9, step=1, seq=11, changed=5, elements=500, bytes=10, dense_bytes=1000, seconds=2.0
+)
 
 
 def sample(metrics: Metrics, name: str, **labels: str) -> float | None:
@@ -28,15 +31,25 @@ def test_lag_is_head_minus_served() -> None:
     assert sample(metrics, "dcr_head_version") == 4
 
 
-def test_a_publisher_reports_no_lag() -> None:
+def test_a_publisher_reports_no_lag_and_no_served_version() -> None:
     metrics = Metrics()
-    sealed = e.Sealed(
-        version=7, attempt=9, step=1, seq=11, changed=5, elements=500, bytes=10, dense_bytes=1000, seconds=2.0
-    )
-    metrics(sealed)
+    metrics(SEALED)
     assert sample(metrics, "dcr_head_version") == 7
-    assert sample(metrics, "dcr_lag_versions") == 0
+    assert sample(metrics, "dcr_lag_versions") is None
+    assert sample(metrics, "dcr_served_version") is None
     assert sample(metrics, "dcr_delta_density_ratio") == pytest.approx(0.01)
+
+
+def test_a_version_is_absent_until_it_is_known() -> None:
+    """After a restart the head is not 0, and `min(dcr_served_version)` over a fleet counts only who serves."""
+    metrics = Metrics()
+    assert b"_version " not in metrics.exposition()
+    assert b"dcr_lag_versions" not in metrics.exposition()
+    metrics(e.SealSeen(version=4, seq=12))
+    assert sample(metrics, "dcr_head_version") == 4
+    assert sample(metrics, "dcr_lag_versions") is None
+    metrics(e.Attached(version=0, tensors=3, seconds=0.1))
+    assert sample(metrics, "dcr_lag_versions") == 4
 
 
 def test_bytes_are_counted_by_direction() -> None:
@@ -72,6 +85,9 @@ def test_no_label_can_grow_with_versions_or_keys() -> None:
 
 def test_the_operations_guide_lists_every_metric() -> None:
     text = OPERATIONS.read_text()
-    names = {family.name for family in Metrics().registry.collect() if family.name.startswith("dcr_")}
+    metrics = Metrics()
+    for event in (SEALED, COMMITTED):
+        metrics(event)
+    names = {family.name for family in metrics.registry.collect() if family.name.startswith("dcr_")}
     assert names
     assert not {name for name in names if f"`{name}" not in text}
