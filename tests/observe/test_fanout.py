@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from dcr_daemon import events as e
+from dcr_daemon.errors import Misuse
 from dcr_daemon.observe import Observer
 from dcr_daemon.observe.fanout import EventFile, kind_of
 
@@ -42,6 +45,13 @@ def test_a_second_process_appends(tmp_path: Path) -> None:
         file(e.OpenSeen(version=n, attempt=n))
         file.close()
     assert len(path.read_text().splitlines()) == 2
+
+
+def test_an_event_file_that_cannot_be_is_said_at_start(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path, tmp_path / "file" / "events.jsonl"):
+        with pytest.raises(Misuse, match="events"):
+            EventFile(path)
 
 
 def test_names_of_facts_are_readable() -> None:
