@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import fcntl
 import os
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,7 @@ async def _run(
         reporter=reporter,
     )
     driver = Driver(place, engine, emit)
-    async with _beside(reporter.run()):
+    async with reporter.running():
         try:
             await _until_first(driver.run(), place.feed.run())
         except Fenced as error:
@@ -148,18 +148,6 @@ def _only_one(home: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-@contextlib.asynccontextmanager
-async def _beside(job: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run something that never fails beside the body, and end it with the body."""
-    task = asyncio.create_task(job)
-    try:
-        yield
-    finally:
-        await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 async def _until_first(*jobs: Coroutine[Any, Any, None]) -> None:

@@ -7,6 +7,8 @@ nonce and a counter tell writers apart: another incarnation whose counter moves 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -20,6 +22,7 @@ from dcr_daemon.store.port import Store
 FORMAT = 1
 LIMIT = 64 << 10  #: bytes
 REFRESH = 30.0  #: seconds between two writes when nothing changes
+LAST_WORD = 10.0  #: seconds that the end of a replica waits for its last report
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +55,7 @@ class Reporter:
         )
         self._changed = asyncio.Event()
         self._foreign: tuple[str, int] | None = None
-        self._silenced = False
+        self._silenced = self._closing = False
 
     def set(self, **fields: Any) -> None:
         """Change fields of the report; written soon if that changes anything."""
@@ -61,18 +64,29 @@ class Reporter:
             self._report = fresh
             self._changed.set()
 
-    async def run(self) -> None:
-        """Write until cancelled; once more on the way out, if the state has changed."""
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Write beside the body. A write is never cut off by its end: an older one could then land after a newer."""
+        writer = asyncio.create_task(self._run())
         try:
-            while True:
-                self._changed.clear()
-                await self._write()
-                await self._wait()
+            yield
         finally:
-            if self._changed.is_set():
-                await asyncio.shield(self._write())
+            self._closing = True
+            self._changed.set()
+            done, _ = await asyncio.wait([writer], timeout=LAST_WORD)
+            if not done:
+                writer.cancel()
+            await asyncio.gather(writer, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while not self._closing or self._changed.is_set():
+            self._changed.clear()
+            await self._write()
+            await self._wait()
 
     async def _wait(self) -> None:
+        if self._closing:
+            return
         waits = [asyncio.ensure_future(self._changed.wait()), asyncio.ensure_future(runtime.sleep(self._refresh))]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

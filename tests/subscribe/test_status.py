@@ -32,50 +32,72 @@ async def read_until(store, **fields):
             await asyncio.sleep(0.01)
 
 
+def reporter_of(store, events, *, refresh=0.02):
+    return Reporter(store, "r", "stream", emit=events.append, refresh=refresh)
+
+
 async def test_changes_are_written_and_the_counter_only_rises(tmp_path):
     store, events = await open_store(f"file://{tmp_path}/s"), []
-    reporter = Reporter(store, "r", "stream", emit=events.append, refresh=0.02)
-    task = asyncio.create_task(reporter.run())
-    counters = []
-    for version in range(3):
-        reporter.set(version=version, state="serving")
-        counters.append((await read_until(store, version=version, state="serving"))["counter"])
-    reporter.set(state="stopped")
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    assert await read_until(store, state="stopped", version=2)
+    reporter, counters = reporter_of(store, events), []
+    async with reporter.running():
+        for version in range(3):
+            reporter.set(version=version, state="serving")
+            counters.append((await read_until(store, version=version, state="serving"))["counter"])
+        reporter.set(state="stopped")
+    assert json.loads(await store.get(KEY, limit=10_000))["state"] == "stopped"
     assert counters == sorted(set(counters))
     assert not events
+
+
+async def test_the_last_word_is_not_overtaken_by_a_write_under_way(tmp_path):
+    """A write that is cut off may still land: later than the one that should have replaced it."""
+    store, events = await open_store(f"file://{tmp_path}/s"), []
+    under_way, go_on = asyncio.Event(), asyncio.Event()
+
+    class Slow:
+        def __getattr__(self, name):
+            return getattr(store, name)
+
+        async def overwrite(self, key, body):
+            if json.loads(body)["state"] == "catching up":
+                under_way.set()
+                await asyncio.shield(asyncio.create_task(self.later(key, body)))
+            else:
+                await store.overwrite(key, body)
+
+        async def later(self, key, body):
+            await go_on.wait()
+            await store.overwrite(key, body)
+
+    reporter = reporter_of(Slow(), events, refresh=30.0)
+    async with reporter.running():
+        reporter.set(state="catching up")
+        await under_way.wait()
+        reporter.set(state="fenced")
+        asyncio.get_running_loop().call_later(0.1, go_on.set)
+    await asyncio.sleep(0.2)
+    assert json.loads(await store.get(KEY, limit=10_000))["state"] == "fenced"
 
 
 async def test_what_an_earlier_run_left_is_no_alarm(tmp_path):
     store, events = await open_store(f"file://{tmp_path}/s"), []
     for _ in range(2):
-        task = asyncio.create_task(Reporter(store, "r", "stream", emit=events.append, refresh=0.01).run())
-        await asyncio.sleep(0.1)  # time for several writes; too few only weaken the test
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        async with reporter_of(store, events, refresh=0.01).running():
+            await asyncio.sleep(0.1)  # time for several writes; too few only weaken the test
     assert not events
 
 
 async def test_a_second_process_under_the_same_id_is_an_alarm(tmp_path):
     store, events = await open_store(f"file://{tmp_path}/s"), []
-    tasks = [
-        asyncio.create_task(Reporter(store, "r", "stream", emit=events.append, refresh=0.02).run()) for _ in range(2)
-    ]
-    await until(lambda: [event for event in events if isinstance(event, Alarm) and event.must == "L7"])
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    async with reporter_of(store, events).running(), reporter_of(store, events).running():
+        await until(lambda: [event for event in events if isinstance(event, Alarm) and event.must == "L7"])
 
 
 async def test_an_unreadable_status_counts_as_absent(tmp_path):
     store, events = await open_store(f"file://{tmp_path}/s"), []
     await store.overwrite(KEY, b"\xff not JSON")
-    task = asyncio.create_task(Reporter(store, "r", "stream", emit=events.append, refresh=0.02).run())
-    assert await read_until(store, id="r")
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    async with reporter_of(store, events).running():
+        assert await read_until(store, id="r")
     assert not events
 
 
@@ -84,11 +106,10 @@ async def test_a_store_that_does_not_take_it_is_said_once_and_no_reason_to_stop(
     place.mkdir()
     (place / "replicas").write_text("in the way")
     store, events = await open_store(f"file://{place}"), []
-    reporter = Reporter(store, "r", "stream", emit=events.append, refresh=0.01)
-    task = asyncio.create_task(reporter.run())
-    await until(lambda: events)
-    await asyncio.sleep(0.1)
-    assert not task.done()
+    reporter = reporter_of(store, events, refresh=0.01)
+    async with reporter.running():
+        await until(lambda: events)
+        await asyncio.sleep(0.1)
+        (place / "replicas").unlink()
+        assert await read_until(store, id="r")
     assert len([event for event in events if isinstance(event, Waiting)]) == 1
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
