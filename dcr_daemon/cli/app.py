@@ -26,8 +26,9 @@ app = typer.Typer(
     name="dcr",
     help=(
         "Moves RL policies from a trainer to vLLM servers through a bucket, as deltas, bit for bit.\n\n"
-        "STREAM is file:///absolute/directory or s3://bucket/prefix. Every option can also be given in the "
-        "environment (DCR_…) or in a TOML file (--config). Results go to stdout, logs to stderr."
+        "STREAM is file:///absolute/directory or s3://bucket/prefix. Every option can also be given in a TOML file "
+        "(--config), and in the environment where its help names a DCR_… variable. Results go to stdout, logs to "
+        "stderr."
     ),
     epilog=(
         "Exit codes: 0 done, 1 unexpected, 2 usage or configuration, 10 incompatible store, layout or input, 11 no "
