@@ -48,7 +48,7 @@ def command(
         typer.Option(
             envvar="DCR_NAME",
             metavar="NAME",
-            help="Publisher name: only the same name resumes by itself. Default: drawn once, kept in --state.",
+            help="Publisher name: only the same name resumes by itself. Default: as last time (kept in --state).",
             rich_help_panel=_STREAM,
         ),
     ] = None,

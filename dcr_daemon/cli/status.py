@@ -39,7 +39,7 @@ def command(
         print_json(status)
         return
     head, epoch, attempt = status["head"], status["epoch"], status["open"]
-    anchors = ", ".join(f"{a['version']} ({size(a['bytes'])})" for a in status["anchors"])
+    anchors = ", ".join(f"version {a['version']} ({size(a['bytes'])})" for a in status["anchors"])
     print_fields(
         {
             "stream": f"{status['stream']['url']}  id {status['stream']['id']}",
