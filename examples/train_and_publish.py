@@ -38,7 +38,7 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             # Masters are fp32 and the stream is BF16: the publisher casts once, then compares bits.
-            sealed = publisher.publish(model, step=step, metadata={"loss": float(loss)}).wait_sealed()
+            sealed = publisher.publish(model, step=step, metadata={"loss": loss.item()}).wait_sealed()
             share, size = sealed.changed / sealed.elements, sealed.bytes
             print(f"step {step}: version {sealed.version}, {share:.2%} changed, {size:,} bytes")
 

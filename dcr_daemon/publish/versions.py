@@ -44,7 +44,7 @@ def checked_metadata(metadata: Any) -> dict[str, Any]:
     except (TypeError, ValueError, msgspec.MsgspecError, RecursionError) as error:
         raise Misuse(
             f"metadata cannot be written as JSON: {error}",
-            hint="give plain numbers, strings, lists and mappings; float(loss), not a tensor",
+            hint="give plain numbers, strings, lists and mappings; loss.item(), not a tensor",
         ) from error
     if len(body) > METADATA_LIMIT:
         raise Misuse(f"metadata of {len(body)} bytes is over the limit of {METADATA_LIMIT}")
