@@ -113,6 +113,7 @@ class FileStore:
             what=f"{verb} {path}",
             patience=patience or self._patience,
             gate=nullcontext(),
+            emit=self._emit,
         )
 
     # Below here: blocking, on a thread.

@@ -13,10 +13,12 @@ from typing import Any, TypeVar
 
 from dcr_daemon import runtime
 from dcr_daemon.errors import StoreUnavailable
+from dcr_daemon.events import Emit, Waiting, discard
 
 T = TypeVar("T")
 
 PROGRESS_BYTES = 1 << 20  #: this much more of an object renews the patience
+QUIET_TRIES = 2  #: failures in a row that nobody needs to hear about
 
 
 class Transient(Exception):
@@ -58,6 +60,7 @@ async def persist(
     patience: Patience,
     gate: AbstractAsyncContextManager[Any],
     progress: Callable[[], int] = lambda: 0,
+    emit: Emit = discard,
 ) -> T:
     """Call `attempt(seconds left)` until it answers.
 
@@ -67,6 +70,7 @@ async def persist(
         patience: budget and pauses.
         gate: held during a try and not during a pause; waiting for it costs no patience.
         progress: bytes that have arrived so far over all tries.
+        emit: told once, early, that a request does not get through.
 
     Raises:
         StoreUnavailable: the patience is used up.
@@ -90,4 +94,6 @@ async def persist(
                 f"{what}: {failure.reason} (tried {total} times, {patience.seconds:g} s without progress)",
                 hint="check the network, the endpoint and the store's health; a restart continues where this stopped",
             ) from failure
+        if tries == QUIET_TRIES + 1:
+            emit(Waiting(what=f"{what}: {failure.reason}"))
         await runtime.sleep(pause)

@@ -110,6 +110,7 @@ class S3Store:
             patience=self._patience,
             gate=self._lane(limit),
             progress=lambda: download.arrived,
+            emit=self._emit,
         )
 
     async def create(self, key: str, body: bytes | memoryview) -> Outcome:
@@ -218,7 +219,7 @@ class S3Store:
         return self._patience.seconds + len(body) / SLOWEST
 
     async def _persist(self, attempt: Callable[[float], Awaitable[T]], what: str, size: int = 0) -> T:
-        return await persist(attempt, what=what, patience=self._patience, gate=self._lane(size))
+        return await persist(attempt, what=what, patience=self._patience, gate=self._lane(size), emit=self._emit)
 
     async def _send(self, operation: str, key: str, call: Callable[[Try], Awaitable[T]], seconds: float) -> T:
         """Send one request, bounded in time, with its error translated and its event emitted."""

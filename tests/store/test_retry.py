@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import pytest
 
 from dcr_daemon.errors import StoreUnavailable
+from dcr_daemon.events import Waiting
 from dcr_daemon.store.retry import PROGRESS_BYTES, Patience, Transient, persist
 
 PATIENCE = Patience(seconds=10.0, first=0.4, longest=2.0)
@@ -23,6 +24,13 @@ async def test_the_budget_bounds_pauses_and_the_error_tells_the_story(clock) -> 
     assert sum(clock.slept) <= 10.0
     assert clock.slept[:4] == pytest.approx([0.3, 0.6, 1.2, 1.5])
     assert max(clock.slept) == pytest.approx(1.5)
+
+
+async def test_an_outage_is_said_early_and_once(clock) -> None:
+    events = []
+    with pytest.raises(StoreUnavailable):
+        await persist(fail, what="get x", patience=PATIENCE, gate=nullcontext(), emit=events.append)
+    assert events == [Waiting(what="get x: 503 SlowDown")]
 
 
 async def test_time_spent_trying_counts(clock) -> None:
