@@ -48,7 +48,8 @@ class Publisher:
         ignore: globs of tensor names outside the base checkpoint to drop.
         upload_base: upload version 0 as an anchor when the stream is created.
         anchor_every, anchor_share: see `PublishOptions`.
-        patience: seconds that an unreachable bucket is tried before an update is given up.
+        patience: seconds that an unreachable bucket is tried before an update is given up. A ledger record that was
+            sent is waited for longer: no failure may be reported while its fate is open (must L1).
         emit: listens to events, on the publisher's own thread.
 
     Raises:
