@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+from streams import StreamWriter
 
 from dcr_daemon.engine.directory import DirectoryEngine
 from dcr_daemon.engine.port import Engine
@@ -30,6 +31,11 @@ class Replica:
     def __init__(self, url: str, home: Path, directory: Path) -> None:
         self.url, self.home, self.directory = url, home, directory
         self.events = Events()
+
+    def at_base(self, stream: StreamWriter) -> Replica:
+        """This replica, with version 0 in its directory."""
+        stream.versions.save(self.directory, 0, shard_bytes=30_000)
+        return self
 
     def options(self, **options: object) -> SubscribeOptions:
         chosen = {"replica": "r1", "state": self.home / "state", "staging": self.home / "staging", "poll": 0.02}

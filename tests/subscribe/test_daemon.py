@@ -2,16 +2,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 
 from dcr_daemon.checkpoint.directory import write_checkpoint
-from dcr_daemon.checkpoint.safetensors import SafetensorsFile
 from dcr_daemon.engine.directory import DirectoryEngine
-from dcr_daemon.engine.port import EngineGone
 from dcr_daemon.errors import (
     Corrupt,
     EngineRefused,
@@ -25,7 +22,6 @@ from dcr_daemon.events import (
     Alarm,
     ChunkFetched,
     Committed,
-    EngineLost,
     Prepared,
     Repaired,
     SealSeen,
@@ -37,17 +33,10 @@ from dcr_daemon.ledger import names
 from dcr_daemon.ledger.route import NoRoute
 
 
-async def replica_at_base(make_replica, stream):
-    """A replica whose directory holds version 0."""
-    replica = make_replica(stream)
-    stream.versions.save(replica.directory, 0, shard_bytes=30_000)
-    return replica
-
-
 async def test_once_reaches_the_newest_version_in_one_transaction(make_stream, make_replica):
     stream = await make_stream(5)
     await stream.publish(1, 2, 3, 4, 5)
-    replica = await replica_at_base(make_replica, stream)
+    replica = make_replica(stream).at_base(stream)
     await replica.once()
     assert stream.versions.version_of(replica.directory) == 5
     (committed,) = replica.events.of(Committed)
@@ -59,7 +48,7 @@ async def test_once_reaches_the_newest_version_in_one_transaction(make_stream, m
 
 async def test_once_at_the_newest_version_already_changes_nothing(make_stream, make_replica):
     stream = await make_stream()
-    replica = await replica_at_base(make_replica, stream)
+    replica = make_replica(stream).at_base(stream)
     await replica.once()
     await replica.once()
     assert not replica.events.of(Committed)
@@ -68,7 +57,7 @@ async def test_once_at_the_newest_version_already_changes_nothing(make_stream, m
 
 async def test_it_follows_version_after_version(make_stream, make_replica):
     stream = await make_stream(3)
-    replica = await replica_at_base(make_replica, stream)
+    replica = make_replica(stream).at_base(stream)
     async with replica.running() as task:
         await replica.until(lambda: replica.events.of(Serving), task)
         for version in (1, 2, 3):
@@ -79,7 +68,7 @@ async def test_it_follows_version_after_version(make_stream, make_replica):
 
 async def test_chunks_are_fetched_before_the_seal_exists(make_stream, make_replica):
     stream = await make_stream(1, rate=0.5)
-    replica = await replica_at_base(make_replica, stream)
+    replica = make_replica(stream).at_base(stream)
     async with replica.running() as task:
         await replica.until(lambda: replica.events.of(Serving), task)
         await stream.open(1)
@@ -99,7 +88,7 @@ async def test_chunks_are_fetched_before_the_seal_exists(make_stream, make_repli
 
 async def test_what_the_seal_does_not_name_is_thrown_away(make_stream, make_replica):
     stream = await make_stream(1, rate=0.5)
-    replica = await replica_at_base(make_replica, stream)
+    replica = make_replica(stream).at_base(stream)
     async with replica.running() as task:
         await replica.until(lambda: replica.events.of(Serving), task)
         attempt = await stream.open(1)
@@ -116,7 +105,7 @@ async def test_what_the_seal_does_not_name_is_thrown_away(make_stream, make_repl
 
 async def test_an_aborted_attempt_leaves_nothing_in_staging(make_stream, make_replica):
     stream = await make_stream(1)
-    replica = await replica_at_base(make_replica, stream)
+    replica = make_replica(stream).at_base(stream)
     async with replica.running() as task:
         await replica.until(lambda: replica.events.of(Serving), task)
         await stream.open(1)
@@ -133,7 +122,7 @@ async def test_a_no_change_version_and_a_trainer_going_back_move_the_version_up(
     versions = stream.versions
     versions.put(versions.values[1])
     versions.put(versions.values[0])
-    replica = await replica_at_base(make_replica, stream)
+    replica = make_replica(stream).at_base(stream)
     await stream.publish(1)
     await replica.once()
     await stream.publish(2)
@@ -150,7 +139,7 @@ async def test_among_equal_versions_the_newest_is_meant(make_stream, make_replic
     stream = await make_stream(1)
     stream.versions.put(stream.versions.values[0])
     await stream.publish(1, 2)
-    replica = await replica_at_base(make_replica, stream)
+    replica = make_replica(stream).at_base(stream)
     await replica.once()
     assert not replica.events.of(Committed)
     assert replica.events.of(Serving)[-1].version == 2
@@ -175,7 +164,7 @@ async def test_the_cheaper_of_chain_and_anchor_is_taken(make_stream, make_replic
     await stream.publish(1, 2, 3)
     await stream.anchor(3)
     await stream.publish(4)
-    replica = await replica_at_base(make_replica, stream)
+    replica = make_replica(stream).at_base(stream)
     await replica.once()
     assert [event.route for event in replica.events.of(Committed)] == ["anchor", "chain"]
     assert stream.versions.version_of(replica.directory) == 4
@@ -217,7 +206,7 @@ async def test_a_newer_format_is_refused(make_stream, make_replica):
     record = json.loads((stream.home / names.record(0)).read_bytes())
     path = stream.home / names.record(stream.ledger.tip.seq + 1)
     path.write_bytes(json.dumps({**record, "format": 2, "kind": "novelty", "seq": 2}).encode())
-    replica = await replica_at_base(make_replica, stream)
+    replica = make_replica(stream).at_base(stream)
     with pytest.raises(Incompatible, match="format 2"):
         await replica.once()
 
@@ -244,7 +233,7 @@ async def test_a_damaged_chunk_is_refused_and_the_weights_stay(make_stream, make
     stream = await make_stream(2)
     await stream.publish(1, 2)
     whole = spoil_first_chunk(stream, 2, SPOILS[kind])
-    replica = await replica_at_base(make_replica, stream)
+    replica = make_replica(stream).at_base(stream)
     with pytest.raises(Corrupt, match=r"\.dcr.*twice"):
         await replica.once()
     assert stream.versions.version_of(replica.directory) == 1
@@ -261,7 +250,7 @@ async def test_a_swapped_chunk_is_refused(make_stream, make_replica):
     one, two = first.read_bytes(), second.read_bytes()
     first.write_bytes(two)
     second.write_bytes(one)
-    replica = await replica_at_base(make_replica, stream)
+    replica = make_replica(stream).at_base(stream)
     with pytest.raises(Corrupt):
         await replica.once()
     assert stream.versions.version_of(replica.directory) == 1
@@ -277,7 +266,7 @@ async def test_a_chunk_that_lies_about_itself_is_refused(make_stream, make_repli
     lying = msgspec.structs.replace(wrong.id, n=99)
     ref = await stream.put(2, type(wrong)(lying, wrong.data, wrong.undo, wrong.segments, wrong.changed))
     await stream.seal(2, [ref, *right])
-    replica = await replica_at_base(make_replica, stream)
+    replica = make_replica(stream).at_base(stream)
     with pytest.raises(Corrupt, match="its part is of"):
         await replica.once()
     assert stream.versions.version_of(replica.directory) == 1
@@ -285,7 +274,7 @@ async def test_a_chunk_that_lies_about_itself_is_refused(make_stream, make_repli
 
 async def test_a_damaged_version_is_waited_out_or_gone_round_by_an_anchor(make_stream, make_replica):
     stream = await make_stream(3)
-    replica = await replica_at_base(make_replica, stream)
+    replica = make_replica(stream).at_base(stream)
     async with replica.running() as task:
         await replica.until(lambda: replica.events.of(Serving), task)
         await stream.open(1)
@@ -310,7 +299,7 @@ async def test_a_version_that_healthy_weights_refuse_is_poisoned_and_gone_round(
     stream = await make_stream(1)
     versions = stream.versions
     await stream.publish(1)
-    replica = await replica_at_base(make_replica, stream)
+    replica = make_replica(stream).at_base(stream)
     async with replica.running() as task:
         await replica.until(lambda: replica.events.of(Serving), task)
         truth = {name: bits.copy() for name, bits in versions.values[1].items()}
@@ -337,7 +326,7 @@ async def test_the_poisoned_one_of_several_versions_is_found(make_stream, make_r
     await stream.publish(3)
     versions.values[2] = truth
     await stream.publish(4)
-    replica = await replica_at_base(make_replica, stream)
+    replica = make_replica(stream).at_base(stream)
     with pytest.raises(EngineRefused, match="version 3"):
         await replica.once()
     assert versions.version_of(replica.directory) == 2
@@ -362,7 +351,7 @@ async def test_a_damaged_anchor_is_not_loaded(make_stream, make_replica):
 async def test_a_version_larger_than_staging_is_said_so(make_stream, make_replica):
     stream = await make_stream(1, rate=0.5)
     await stream.publish(1)
-    replica = await replica_at_base(make_replica, stream)
+    replica = make_replica(stream).at_base(stream)
     with pytest.raises(Exhausted, match="staging"):
         await replica.once(staging_limit=10_000)
     assert stream.versions.version_of(replica.directory) == 0
@@ -372,7 +361,7 @@ async def test_a_backlog_larger_than_staging_goes_in_several_transactions(make_s
     stream = await make_stream(4)
     await stream.publish(1, 2, 3, 4)
     size = sum(len(chunk.data) for chunk in stream.versions.encode(1))
-    replica = await replica_at_base(make_replica, stream)
+    replica = make_replica(stream).at_base(stream)
     await replica.once(staging_limit=int(size * 2.5))
     assert [event.version for event in replica.events.of(Committed)] == [2, 4]
     assert stream.versions.version_of(replica.directory) == 4
@@ -381,7 +370,7 @@ async def test_a_backlog_larger_than_staging_goes_in_several_transactions(make_s
 async def test_what_the_engine_cannot_hold_at_once_is_split(make_stream, make_replica):
     stream = await make_stream(3)
     await stream.publish(1, 2, 3)
-    replica = await replica_at_base(make_replica, stream)
+    replica = make_replica(stream).at_base(stream)
     await asyncio.wait_for(replica.run(DirectoryEngine(replica.directory, budget=1), once=True), 60)
     assert [event.version for event in replica.events.of(Committed)] == [1, 2, 3]
     fetched = [event.key for event in replica.events.of(ChunkFetched)]
@@ -390,7 +379,7 @@ async def test_what_the_engine_cannot_hold_at_once_is_split(make_stream, make_re
 
 async def test_a_restart_fetches_only_what_is_not_staged(make_stream, make_replica):
     stream = await make_stream(1, rate=0.5)
-    replica = await replica_at_base(make_replica, stream)
+    replica = make_replica(stream).at_base(stream)
     async with replica.running() as task:
         await replica.until(lambda: replica.events.of(Serving), task)
         await stream.open(1)
@@ -406,7 +395,7 @@ async def test_a_restart_fetches_only_what_is_not_staged(make_stream, make_repli
 
 async def test_a_spoiled_staging_file_is_fetched_again(make_stream, make_replica):
     stream = await make_stream(1)
-    replica = await replica_at_base(make_replica, stream)
+    replica = make_replica(stream).at_base(stream)
     async with replica.running() as task:
         await replica.until(lambda: replica.events.of(Serving), task)
         await stream.open(1)
@@ -423,7 +412,7 @@ async def test_a_spoiled_staging_file_is_fetched_again(make_stream, make_replica
 
 async def test_a_later_subscriber_fences_the_earlier_one(make_stream, make_replica):
     stream = await make_stream(1)
-    first = await replica_at_base(make_replica, stream)
+    first = make_replica(stream).at_base(stream)
     second = make_replica(stream, first.directory)
     async with first.running() as task:
         await first.until(lambda: first.events.of(Serving), task)
@@ -440,7 +429,7 @@ async def test_a_later_subscriber_fences_the_earlier_one(make_stream, make_repli
 
 async def test_the_same_replica_cannot_run_twice_on_one_state(make_stream, make_replica):
     stream = await make_stream()
-    replica = await replica_at_base(make_replica, stream)
+    replica = make_replica(stream).at_base(stream)
     async with replica.running() as task:
         await replica.until(lambda: replica.events.of(Serving), task)
         with pytest.raises(Misuse, match="another subscriber"):
@@ -451,7 +440,7 @@ async def test_the_same_replica_cannot_run_twice_on_one_state(make_stream, make_
 async def test_an_id_that_is_no_name_is_refused_before_anything_is_made(make_stream, make_replica, replica):
     """It would name a directory of the state, and an object of the stream."""
     stream = await make_stream()
-    subscriber = await replica_at_base(make_replica, stream)
+    subscriber = make_replica(stream).at_base(stream)
     with pytest.raises(Misuse, match="not the id of a replica"):
         await subscriber.run(replica=replica)
     assert not (subscriber.home / "state").exists()
@@ -459,147 +448,15 @@ async def test_an_id_that_is_no_name_is_refused_before_anything_is_made(make_str
 
 async def test_a_state_directory_that_cannot_be_made_is_said(make_stream, make_replica, tmp_path):
     stream = await make_stream()
-    replica = await replica_at_base(make_replica, stream)
+    replica = make_replica(stream).at_base(stream)
     (tmp_path / "file").write_text("")
     with pytest.raises(Misuse, match=r"state directory .*cannot be used: "):
         await replica.run(state=tmp_path / "file")
 
 
-class Mortal(DirectoryEngine):
-    """An engine that dies at chosen calls: its answers are lost, before or after the work."""
-
-    def __init__(self, path: Path, deaths: list[tuple[str, str]]) -> None:
-        super().__init__(path)
-        self.deaths = deaths
-
-    async def _maybe(self, call: str, when: str) -> None:
-        if (call, when) in self.deaths:
-            self.deaths.remove((call, when))
-            raise EngineGone(f"{call}: gone {when}")
-
-    async def attach(self, facts):
-        await self._maybe("attach", "before")
-        answer = await super().attach(facts)
-        await self._maybe("attach", "after")
-        return answer
-
-    async def prove(self, version, vector, label, loaded=""):
-        await self._maybe("prove", "before")
-        await super().prove(version, vector, label, loaded)
-        await self._maybe("prove", "after")
-
-    async def prepare(self, txn):
-        await self._maybe("prepare", "before")
-        answer = await super().prepare(txn)
-        await self._maybe("prepare", "after")
-        return answer
-
-    async def swap(self, txn):
-        await self._maybe("swap", "before")
-        answer = await super().swap(txn)
-        await self._maybe("swap", "after")
-        return answer
-
-    async def load(self, version, files, vector, label):
-        await self._maybe("load", "before")
-        answer = await super().load(version, files, vector, label)
-        await self._maybe("load", "after")
-        return answer
-
-    async def serve(self):
-        await self._maybe("serve", "before")
-        await super().serve()
-        await self._maybe("serve", "after")
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("call", ["attach", "prove", "prepare", "swap", "load", "serve"])
-async def test_an_engine_that_dies_at_any_step_is_attached_to_again(make_stream, make_replica, call, when):
-    stream = await make_stream(3)
-    await stream.publish(1)
-    await stream.anchor(1)
-    await stream.publish(2, 3)
-    replica = make_replica(stream)
-    if call != "load":
-        stream.versions.save(replica.directory, 0)
-    engine = Mortal(replica.directory, [(call, when)])
-    async with replica.running(engine) as task:
-        await replica.until(lambda: replica.events.of(Serving), task)
-    assert len(replica.events.of(EngineLost)) == 1
-    assert replica.events.of(Serving)[-1].version == 3
-    assert replica.events.of(Committed)[-1].version == 3
-    assert stream.versions.version_of(replica.directory) == 3
-
-
-class Restarted(DirectoryEngine):
-    """An engine that can be away, and come back as another incarnation, which nobody owns yet."""
-
-    away = False
-    lives = 0
-
-    async def status(self):
-        if self.away:
-            raise EngineGone("away")
-        return await super().status()
-
-    async def attach(self, facts):
-        if self.away:
-            raise EngineGone("away")
-        return await super().attach(facts)
-
-    def restart(self):
-        self.lives += 1
-        self._nonce = f"life-{self.lives}"
-
-
-async def test_an_engine_that_goes_away_or_comes_back_is_noticed_without_a_new_version(make_stream, make_replica):
-    stream = await make_stream(1)
-    await stream.publish(1)
-    replica = await replica_at_base(make_replica, stream)
-    engine = Restarted(replica.directory)
-    async with replica.running(engine) as task:
-        await replica.until(lambda: replica.events.of(Serving), task)
-        engine.away = True
-        await replica.until(lambda: replica.events.of(EngineLost), task)
-        engine.away = False
-        served = len(replica.events.of(Serving))
-        await replica.until(lambda: len(replica.events.of(Serving)) > served, task)
-        served = len(replica.events.of(Serving))
-        engine.restart()
-        await replica.until(lambda: len(replica.events.of(Serving)) > served, task)
-    assert any("restarted" in event.reason for event in replica.events.of(EngineLost))
-
-
-async def test_once_does_not_wait_for_an_absent_engine_for_ever(make_stream, make_replica):
-    stream = await make_stream()
-    replica = make_replica(stream)
-    engine = Mortal(replica.directory, [("attach", "before")] * 1000)
-    with pytest.raises(EngineGone):
-        await replica.run(engine, once=True, patience=0.2)
-
-
-async def test_weights_that_somebody_changes_are_noticed_and_repaired_by_an_anchor(make_stream, make_replica):
-    stream = await make_stream(2)
-    await stream.publish(1)
-    await stream.anchor(1)
-    replica = await replica_at_base(make_replica, stream)
-    async with replica.running() as task:
-        await replica.until(lambda: replica.events.of(Serving), task)
-        shard = sorted(replica.directory.glob("*.safetensors"))[0]
-        with SafetensorsFile(shard, writable=True) as file:
-            file.bits(file.specs[0].name)[3] ^= 1
-            file.sync()
-        shard.touch()
-        await replica.until(lambda: replica.events.of(Repaired), task)
-        await stream.publish(2)
-        await replica.until(lambda: replica.events.of(Serving)[-1].version == 2, task)
-    assert stream.versions.version_of(replica.directory) == 2
-    assert replica.events.of(EngineLost)
-
-
 async def test_without_a_stream_it_waits_and_once_says_so(make_stream, make_replica, tmp_path):
     stream = await make_stream()
-    replica = await replica_at_base(make_replica, stream)
+    replica = make_replica(stream).at_base(stream)
     replica.url = f"file://{tmp_path}/later"
     with pytest.raises(NotFound):
         await replica.once()
@@ -612,7 +469,7 @@ async def test_without_a_stream_it_waits_and_once_says_so(make_stream, make_repl
 async def test_a_ledger_that_lost_its_tail_is_refused(make_stream, make_replica):
     stream = await make_stream(2)
     await stream.publish(1, 2)
-    replica = await replica_at_base(make_replica, stream)
+    replica = make_replica(stream).at_base(stream)
     await replica.once()
     (stream.home / names.record(stream.ledger.tip.seq)).unlink()
     with pytest.raises(Corrupt, match="does not extend"):
@@ -623,7 +480,7 @@ async def test_a_ledger_that_lost_its_tail_is_refused(make_stream, make_replica)
 async def test_a_pinned_version_is_kept_and_never_passed(make_stream, make_replica):
     stream = await make_stream(3)
     await stream.publish(1, 2)
-    replica = await replica_at_base(make_replica, stream)
+    replica = make_replica(stream).at_base(stream)
     async with replica.running(pin=1) as task:
         await replica.until(lambda: replica.events.of(Serving), task)
         await stream.publish(3)
@@ -641,7 +498,7 @@ async def test_a_missing_object_is_not_yet_there(make_stream, make_replica):
     await stream.publish(1)
     path = sorted((stream.home / "data" / "1").rglob("*.dcr"))[0]
     hidden = path.rename(stream.home.parent / "hidden")
-    replica = await replica_at_base(make_replica, stream)
+    replica = make_replica(stream).at_base(stream)
     async with replica.running() as task:
         await replica.until(lambda: any("not there yet" in event.what for event in replica.events.of(Waiting)), task)
         assert stream.versions.version_of(replica.directory) == 0
@@ -652,7 +509,7 @@ async def test_a_missing_object_is_not_yet_there(make_stream, make_replica):
 
 async def test_the_status_object_says_what_is_served(make_stream, make_replica):
     stream = await make_stream(1)
-    replica = await replica_at_base(make_replica, stream)
+    replica = make_replica(stream).at_base(stream)
     async with replica.running() as task:
         await replica.until(lambda: replica.events.of(Serving), task)
         await stream.publish(1)
@@ -666,7 +523,7 @@ async def test_the_status_object_says_what_is_served(make_stream, make_replica):
 async def test_a_prepared_change_reports_its_size(make_stream, make_replica):
     stream = await make_stream(1)
     await stream.publish(1)
-    replica = await replica_at_base(make_replica, stream)
+    replica = make_replica(stream).at_base(stream)
     await replica.once()
     (prepared,) = replica.events.of(Prepared)
     assert prepared.changed == sum(chunk.changed for chunk in stream.versions.encode(1))
