@@ -126,7 +126,7 @@ class Watcher:
         for name, what in self._lacks(found).items():
             self._emit(Waiting(what=f"{name} is incomplete and was not published: {what}"))
         if not found:
-            self._emit(Waiting(what=f"a checkpoint below {self._options.watch} that is not a version yet"))
+            self._emit(Waiting(what=f"nothing to publish: no complete checkpoint below {self._options.watch} is new"))
 
     async def _look(self) -> dict[str, Found]:
         now = runtime.monotonic()

@@ -105,7 +105,7 @@ def test_a_rewritten_checkpoint_is_a_new_version_even_if_its_step_goes_back(worl
 
 def test_once_with_nothing_to_publish_says_so(world: Any) -> None:
     once(world)
-    assert any("there is none" in event.what for event in world.events.of(Waiting))
+    assert any("nothing to publish" in event.what for event in world.events.of(Waiting))
 
 
 def test_a_backlog_may_be_skipped_to_the_newest(world: Any, toolbox: Any) -> None:
