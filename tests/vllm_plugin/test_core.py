@@ -8,27 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 from toy_engine import ToyEngine, failing, spoiled
-from toy_model import LAYOUT, placed
+from toy_model import LAYOUT
 
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.engine import messages
 from dcr_daemon.engine.messages import RankChecksums, Report
 from dcr_daemon.engine.port import EngineGone, StreamFacts, TensorClass, Verdict
 from dcr_daemon.errors import Corrupt, EngineRefused, Fenced
-from dcr_daemon.vllm_plugin import faults, loading
+from dcr_daemon.vllm_plugin import faults
 
-
-@pytest.fixture(autouse=True)
-def toy_loader(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def attach(model: Any, config: Any, layout: Any, platform: str) -> Any:
-        placement, homes = placed(model)
-        return placement, homes.live
-
-    monkeypatch.setattr(loading, "attach_model", attach)  # vLLM's loader is another test's
-    monkeypatch.setattr(faults, "ENABLED", True)
-    yield
-    for name in faults.NAMES:
-        faults.plant(name, times=0)
+pytestmark = pytest.mark.usefixtures("toy_loader")
 
 
 @pytest.fixture

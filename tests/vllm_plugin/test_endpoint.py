@@ -10,17 +10,15 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from toy_engine import ToyEngine
-from toy_model import placed
 
 from dcr_daemon.engine import messages
 from dcr_daemon.engine.port import EngineGone, Verdict
 from dcr_daemon.engine.vllm import VllmEngine
 from dcr_daemon.errors import DcrError, EngineRefused, Fenced, Misuse
-from dcr_daemon.vllm_plugin import faults, hooks, loading
+from dcr_daemon.vllm_plugin import faults, hooks
 from dcr_daemon.vllm_plugin.compat import UnsupportedVllm
 from dcr_daemon.vllm_plugin.endpoint import Endpoint, Engines, SocketServer
 from dcr_daemon.vllm_plugin.settings import Settings
@@ -28,17 +26,7 @@ from dcr_daemon.vllm_plugin.settings import Settings
 exceptions = pytest.importorskip("vllm.v1.engine.exceptions")
 
 
-@pytest.fixture(autouse=True)
-def toy_loader(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def attach(model: Any, config: Any, layout: Any, platform: str) -> Any:
-        placement, homes = placed(model)
-        return placement, homes.live
-
-    monkeypatch.setattr(loading, "attach_model", attach)  # vLLM's loader is another test's
-    monkeypatch.setattr(faults, "ENABLED", True)
-    yield
-    for name in faults.NAMES:
-        faults.plant(name, times=0)
+pytestmark = pytest.mark.usefixtures("toy_loader")
 
 
 class CoreClient:

@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from toy_model import placed
+
+from dcr_daemon.vllm_plugin import faults, loading
+
+
+@pytest.fixture
+def toy_loader(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Workers attach to the toy model without vLLM, and planted faults work; none outlives the test."""
+
+    def attach(model: Any, config: Any, layout: Any, platform: str) -> Any:
+        placement, homes = placed(model)
+        return placement, homes.live
+
+    monkeypatch.setattr(loading, "attach_model", attach)  # vLLM's loader is another test's
+    monkeypatch.setattr(faults, "ENABLED", True)
+    yield
+    for name in faults.NAMES:
+        faults.plant(name, times=0)
