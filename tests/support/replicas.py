@@ -1,3 +1,5 @@
+"""A subscriber over a served directory, run in process: for every room that needs the far end of a stream."""
+
 from __future__ import annotations
 
 import asyncio
