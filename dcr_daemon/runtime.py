@@ -8,14 +8,16 @@ times are for logs, metrics, back-off and waits.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import secrets
 import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -28,15 +30,48 @@ class Runtime(Protocol):
     def nonce(self, size: int) -> str: ...
     def jitter(self) -> float: ...
     def failpoint(self, name: str) -> None: ...
+    def synced(self, path: Path) -> None: ...
+    def executor(self, count: int) -> Executor: ...
+
+
+class Failpoints:
+    """`name[:n][=action]`, several joined by commas: what happens at the n-th pass (default the first) of an instant.
+
+    Actions: `kill` (SIGKILL, the default), `stop` (SIGSTOP: a zombie that somebody may wake), `enospc` and `eio` (that
+    `OSError`, from this pass on), `raise` (a bug, from this pass on).
+    """
+
+    def __init__(self, text: str) -> None:
+        self._lock = threading.Lock()
+        self._armed: dict[str, tuple[int, str]] = {}
+        for one in filter(None, text.split(",")):
+            place, _, action = one.partition("=")
+            name, _, count = place.partition(":")
+            self._armed[name] = (int(count or 1), action or "kill")
+
+    def hit(self, name: str) -> None:
+        if name not in self._armed:
+            return
+        with self._lock:
+            left, action = self._armed[name]
+            self._armed[name] = (left - 1, action)
+        if left > 1:
+            return
+        match action:
+            case "kill" | "stop" if left == 1:
+                os.kill(os.getpid(), signal.SIGKILL if action == "kill" else signal.SIGSTOP)
+            case "enospc" | "eio":
+                number = errno.ENOSPC if action == "enospc" else errno.EIO
+                raise OSError(number, os.strerror(number))
+            case "raise":
+                raise RuntimeError(f"failpoint {name}")
 
 
 class SystemRuntime:
-    """Real clock, real randomness. `DCR_FAILPOINT=name[:n]` kills the process at the n-th pass of a failpoint."""
+    """Real clock, real randomness, real threads. `DCR_FAILPOINT` arms failpoints, as `Failpoints` reads them."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        name, _, count = os.environ.get("DCR_FAILPOINT", "").partition(":")
-        self._armed, self._left = name, int(count or 1)
+        self._failpoints = Failpoints(os.environ.get("DCR_FAILPOINT", ""))
 
     def monotonic(self) -> float:
         return time.monotonic()
@@ -54,12 +89,13 @@ class SystemRuntime:
         return secrets.randbelow(1 << 20) / (1 << 20)
 
     def failpoint(self, name: str) -> None:
-        if name != self._armed:
-            return
-        with self._lock:
-            self._left -= 1
-            if self._left <= 0:
-                os.kill(os.getpid(), signal.SIGKILL)
+        self._failpoints.hit(name)
+
+    def synced(self, path: Path) -> None:
+        pass
+
+    def executor(self, count: int) -> Executor:
+        return ThreadPoolExecutor(count, thread_name_prefix="dcr-bytes")
 
 
 _current: Runtime = SystemRuntime()
@@ -96,8 +132,13 @@ def jitter() -> float:
 
 
 def failpoint(name: str) -> None:
-    """A named instant at which a crash test may kill the process."""
+    """A named instant at which a crash test may kill or stop the process, or take the disk away (`OSError`)."""
     _current.failpoint(name)
+
+
+def synced(path: Path) -> None:
+    """A file, or the names in a directory, have just become durable: a simulated disk loses what was not."""
+    _current.synced(path)
 
 
 class Workers:
@@ -105,7 +146,7 @@ class Workers:
 
     def __init__(self, count: int = 0) -> None:
         self.count = count or max(1, min(16, len(os.sched_getaffinity(0))))
-        self._pool = ThreadPoolExecutor(self.count, thread_name_prefix="dcr-bytes")
+        self._pool = _current.executor(self.count)
 
     async def run(self, function: Callable[..., T], *args: object) -> T:
         """Run `function(*args)` on the pool and await its result."""

@@ -15,7 +15,8 @@ from typing import Self
 
 from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import Layout, TensorSpec
-from dcr_daemon.checkpoint.safetensors import SafetensorsFile, exhausted, write_safetensors
+from dcr_daemon.checkpoint.safetensors import SafetensorsFile, write_safetensors
+from dcr_daemon.disk import exhausted, sync_directory, sync_file
 from dcr_daemon.errors import Corrupt, DcrError, Incompatible, NotFound
 
 INDEX = "model.safetensors.index.json"
@@ -184,9 +185,9 @@ def write_checkpoint(
         _write_shards(partial, plan_shards(layout, shard_bytes), layout, bits_of)
         for name, body in (extras or {}).items():
             _write_file(partial / Path(name).name, body)
-        sync_directory(partial)
+        sync_directory(partial, what="checkpoint")
         partial.rename(out)
-        sync_directory(out.parent)
+        sync_directory(out.parent, what="checkpoint")
     except OSError as error:
         raise exhausted(error, out) from error
     finally:
@@ -210,13 +211,4 @@ def _write_file(path: Path, body: bytes) -> None:
     with path.open("xb") as file:
         file.write(body)
         file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_directory(path: Path) -> None:
-    """Make names in a directory durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync_file(file.fileno(), path, what="checkpoint")

@@ -9,7 +9,6 @@ somebody else may still change is only ever `read`: touching a map of a truncate
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import mmap
 import os
@@ -22,14 +21,15 @@ from typing import Any, Self
 
 import numpy as np
 
+from dcr_daemon import runtime
 from dcr_daemon.canonical.dtypes import item_size, lane_dtype
 from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import TensorSpec
-from dcr_daemon.errors import Corrupt, DcrError, Exhausted, Incompatible, NotFound
+from dcr_daemon.disk import exhausted, sync_file
+from dcr_daemon.errors import Corrupt, DcrError, Incompatible, NotFound
 
 HEADER_LIMIT = 100 << 20  #: bytes of JSON, as in the reference implementation
 _BLOCK = 16 << 20
-_DISK_FULL = {"ENOSPC", "EDQUOT"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +222,7 @@ class SafetensorsFile:
         """Make what was written through views durable."""
         if self._map is not None:
             self._map.flush()
-        os.fsync(self._fd)
+        sync_file(self._fd, self.path, what="tensors")
 
     def close(self) -> None:
         if self._fd < 0:
@@ -304,8 +304,9 @@ def write_safetensors(
     try:
         with path.open("xb", buffering=0) as file:
             for part in parts:
+                runtime.failpoint("disk.tensors.write")
                 _write_all(file.fileno(), part)
-            os.fsync(file.fileno())
+            sync_file(file.fileno(), path, what="tensors")
     except FileExistsError:
         raise  # it is not ours to remove, and no fault of the disk
     except OSError as error:
@@ -337,16 +338,3 @@ def _parts(items: Sequence[tuple[TensorSpec, Bits]], metadata: dict[str, str] | 
 def _write_all(descriptor: int, left: memoryview) -> None:
     while left:
         left = left[os.write(descriptor, left[:_BLOCK]) :]
-
-
-def disk_full(error: OSError) -> bool:
-    """Whether a write failed for want of room, and not of a disk or of permission."""
-    return errno.errorcode.get(error.errno or 0) in _DISK_FULL
-
-
-def exhausted(error: OSError, path: Path) -> Exhausted:
-    """The error to raise for a failed write, whatever was in its way: a disk that is full, read-only or broken."""
-    if disk_full(error):
-        return Exhausted(f"no space left to write {path}", hint="free space there or point it elsewhere")
-    reason = error.strerror or str(error)
-    return Exhausted(f"cannot write {path}: {reason}", hint="look at that disk and its permissions")

@@ -26,8 +26,9 @@ import numpy as np
 from dcr_daemon import runtime
 from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import Layout
-from dcr_daemon.checkpoint.directory import DIRTY, Checkpoint, shard_paths, sync_directory
-from dcr_daemon.checkpoint.safetensors import SafetensorsFile, exhausted
+from dcr_daemon.checkpoint.directory import DIRTY, Checkpoint, shard_paths
+from dcr_daemon.checkpoint.safetensors import SafetensorsFile
+from dcr_daemon.disk import exhausted, sync_directory, write_whole
 from dcr_daemon.engine.journal import Install, Journal, Patch, read_journal
 from dcr_daemon.engine.port import EngineGone
 from dcr_daemon.errors import Corrupt, DcrError, EngineRefused
@@ -127,16 +128,10 @@ class Checkout:
         return found
 
     def _replace(self, path: Path, value: msgspec.Struct) -> None:
-        temporary = path.with_name(path.name + ".tmp")
         try:
-            with temporary.open("wb") as file:
-                file.write(msgspec.json.encode(value))
-                file.flush()
-                os.fsync(file.fileno())
+            write_whole(path, msgspec.json.encode(value), what="engine")
         except OSError as error:
             raise exhausted(error, path) from error
-        temporary.rename(path)
-        sync_directory(path.parent)
 
     def recover(self, layout: Layout) -> str:
         """Finish what was begun, forget what was not.
@@ -163,7 +158,7 @@ class Checkout:
     def begin(self, prepared: Path, stream: str, txn: str) -> None:
         """From here on the change is either finished or redone: `prepared` becomes the journal, the mark is set."""
         prepared.rename(self.journal)
-        sync_directory(self.marks)
+        sync_directory(self.marks, what="engine")
         runtime.failpoint("dir-journal")
         self._replace(self._dirty, Dirty(stream=stream, txn=txn))
         runtime.failpoint("dir-dirty")
@@ -217,7 +212,7 @@ class Checkout:
                 runtime.failpoint("dir-move")
         for name in head.stale:
             (self.path / name).unlink(missing_ok=True)
-        sync_directory(self.path)
+        sync_directory(self.path, what="engine")
 
     def finish(self, marker: Marker) -> None:
         """The weights are `marker`'s version, durably: write it and take the mark away."""
@@ -231,7 +226,7 @@ class Checkout:
         self._show()
         runtime.failpoint("dir-shown")
         self._dirty.unlink(missing_ok=True)
-        sync_directory(self.marks)
+        sync_directory(self.marks, what="engine")
         runtime.failpoint("dir-clean")
         self.journal.unlink(missing_ok=True)
 
@@ -239,7 +234,7 @@ class Checkout:
         """Forget what never began: journals without a mark, prepared changes, incoming files."""
         self._show()
         self.journal.unlink(missing_ok=True)
-        for path in [*self.marks.glob("prepared-*"), *self.marks.glob("*.tmp")]:
+        for path in [*self.marks.glob("prepared-*"), *self.marks.glob(".*.partial")]:
             path.unlink(missing_ok=True)
         for path in [*self.marks.glob("incoming*"), *self.marks.glob(".incoming*")]:
             shutil.rmtree(path, ignore_errors=True)
@@ -247,13 +242,13 @@ class Checkout:
     def _hide(self) -> None:
         if (self.path / CONFIG).exists():
             (self.path / CONFIG).rename(self._hidden)
-            sync_directory(self.path)
-            sync_directory(self.marks)
+            sync_directory(self.path, what="engine")
+            sync_directory(self.marks, what="engine")
 
     def _show(self) -> None:
         if self._hidden.exists():
             self._hidden.rename(self.path / CONFIG)
-            sync_directory(self.path)
+            sync_directory(self.path, what="engine")
 
 
 class _Shards:

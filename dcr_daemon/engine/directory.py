@@ -24,7 +24,7 @@ from dcr_daemon import runtime
 from dcr_daemon.canonical.fingerprint import Vector
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.directory import Checkpoint
-from dcr_daemon.checkpoint.safetensors import exhausted
+from dcr_daemon.disk import exhausted
 from dcr_daemon.engine.assemble import build_checkpoint, gather_vector, plan_slices, sum_slice
 from dcr_daemon.engine.checkout import CONFIG, Checkout, Marker, open_checkpoint
 from dcr_daemon.engine.compose import check_chain, compose, name_differences, open_hop, read_vector

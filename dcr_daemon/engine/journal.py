@@ -23,10 +23,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from dcr_daemon import runtime
 from dcr_daemon.canonical.dtypes import lane_dtype
 from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import Layout
-from dcr_daemon.checkpoint.safetensors import exhausted
+from dcr_daemon.disk import exhausted, sync_file
 
 MAGIC = b"DCRJRNL1"
 _HEAD_LIMIT = 16 << 20
@@ -83,6 +84,7 @@ def write_journal(path: Path, head: Patch | Install, entries: Iterable[Patched] 
     """
     changed = 0
     try:
+        runtime.failpoint("disk.journal.write")
         with path.open("wb") as file:
             body, seen = msgspec.json.encode(head), hashlib.sha256()
             _put(file, seen, MAGIC + len(body).to_bytes(8, "little") + body)
@@ -91,7 +93,7 @@ def write_journal(path: Path, head: Patch | Install, entries: Iterable[Patched] 
                 _put_entry(file, seen, entry)
             file.write(seen.digest())
             file.flush()
-            os.fsync(file.fileno())
+            sync_file(file.fileno(), path, what="journal")
     except OSError as error:
         with contextlib.suppress(OSError):
             path.unlink()

@@ -7,12 +7,11 @@ the directory), and never goes down.
 
 from __future__ import annotations
 
-import contextlib
-import os
 from pathlib import Path
 
 import msgspec
 
+from dcr_daemon.disk import write_whole
 from dcr_daemon.errors import Corrupt, Exhausted, Incompatible, Misuse
 from dcr_daemon.ledger.fold import Tip
 from dcr_daemon.ledger.records import State
@@ -94,22 +93,10 @@ class Memory:
         return mark
 
     def _save(self, mark: Mark) -> None:
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with temporary.open("wb") as file:
-                file.write(msgspec.json.encode(mark))
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(self.path)
-            directory = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                os.fsync(directory)
-            finally:
-                os.close(directory)
+            write_whole(self.path, msgspec.json.encode(mark), what="mark")
         except OSError as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
             raise Exhausted(
                 f"cannot write the high-water mark {self.path}: {error.strerror}",
                 hint="nothing was acted on; make room or fix the permissions of the state directory",

@@ -18,13 +18,14 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from dcr_daemon import runtime
 from dcr_daemon.canonical.dtypes import lane_dtype
 from dcr_daemon.canonical.fingerprint import MASK, Bits, Vector, sum_run
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.checkpoint.directory import Checkpoint
-from dcr_daemon.checkpoint.safetensors import exhausted
 from dcr_daemon.codec.chunk import SEGMENT_BYTES
 from dcr_daemon.codec.decode import Chunk
+from dcr_daemon.disk import exhausted, write_whole
 from dcr_daemon.errors import Corrupt, Incompatible
 from dcr_daemon.publish.intake import differences
 from dcr_daemon.runtime import Workers
@@ -121,13 +122,8 @@ class Baseline:
         assert self.version is not None
         body = self._vector.astype("<u8").tobytes().hex()
         clean = _Clean(stream=self.stream, layout=self.layout.digest, version=self.version, vector=body)
-        temporary = self._hint.with_suffix(".new")
-        try:
-            temporary.write_bytes(msgspec.json.encode(clean))
-            temporary.replace(self._hint)
-        except OSError:  # without the hint the next start rebuilds: slower, never wrong
-            with contextlib.suppress(OSError):
-                temporary.unlink()
+        with contextlib.suppress(OSError):  # without the hint the next start rebuilds: slower, never wrong
+            write_whole(self._hint, msgspec.json.encode(clean), what="hint", durable=False)
 
     def lose(self) -> None:
         """Nothing is known of the bytes any more; they are to be loaded anew."""
@@ -206,6 +202,7 @@ def _map_file(path: Path, size: int) -> mmap.mmap:
     except OSError as error:
         raise exhausted(error, path) from error
     try:
+        runtime.failpoint("disk.baseline.write")
         if os.fstat(descriptor).st_size != size:
             os.ftruncate(descriptor, 0)
         os.posix_fallocate(descriptor, 0, size)

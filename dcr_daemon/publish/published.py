@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from dcr_daemon.disk import write_whole
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.publish.survey import FileIdentity
 
@@ -63,10 +64,5 @@ def _load(kept: Path, stream: str, watch: Path) -> _Kept:
 
 
 def _save(kept: Path, state: _Kept) -> None:
-    temporary = kept.with_suffix(".new")
-    try:
-        temporary.write_bytes(msgspec.json.encode(state))
-        temporary.replace(kept)
-    except OSError:  # without it the next start asks the seals: slower, never wrong
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+    with contextlib.suppress(OSError):  # without it the next start asks the seals: slower, never wrong
+        write_whole(kept, msgspec.json.encode(state), what="published", durable=False)

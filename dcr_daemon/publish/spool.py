@@ -10,8 +10,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from dcr_daemon.checkpoint.safetensors import exhausted
+from dcr_daemon import runtime
 from dcr_daemon.codec.encode import EncodedChunk
+from dcr_daemon.disk import exhausted
 from dcr_daemon.errors import Exhausted
 from dcr_daemon.runtime import Workers
 
@@ -59,6 +60,7 @@ class Spool:
     def _write(self, n: int, chunk: EncodedChunk) -> None:
         for path, body in ((self._path(n, "dcr"), chunk.data), (self._path(n, "old"), chunk.undo)):
             try:
+                runtime.failpoint("disk.spool.write")
                 path.write_bytes(body)
             except OSError as error:
                 path.unlink(missing_ok=True)

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from dcr_daemon import runtime
-from dcr_daemon.checkpoint.safetensors import disk_full, exhausted
+from dcr_daemon.disk import disk_full, exhausted, write_whole
 from dcr_daemon.errors import Misuse
 
 
@@ -60,10 +60,8 @@ class StateDirectory:
         known = kept.read_text().strip() if kept.exists() else None
         name = given or known or f"publisher-{runtime.nonce(4)}"
         if name != known:
-            temporary = kept.with_suffix(".new")
             try:
-                temporary.write_text(name)
-                temporary.replace(kept)
+                write_whole(kept, name.encode(), what="name")
             except OSError as error:
                 raise exhausted(error, kept) from error
         return name

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from dcr_daemon import runtime
+from dcr_daemon.disk import sync_directory, sync_file
 from dcr_daemon.errors import Corrupt, DcrError, Exhausted, Incompatible, Missing, Misuse, StoreUnavailable
 from dcr_daemon.events import Emit, discard
 from dcr_daemon.store.keys import check_key, check_prefix, is_key
@@ -203,10 +204,11 @@ class FileStore:
                 if locked and os.fstat(descriptor).st_nlink == 0:
                     continue  # swept between its creation and the lock
                 try:
+                    runtime.failpoint("disk.object.write")
                     view = memoryview(body).cast("B")
                     while view:
                         view = view[file.write(view) :]
-                    os.fsync(descriptor)
+                    sync_file(descriptor, path, what="object")
                     yield path
                 finally:
                     # One that cannot be removed is swept later. An error here would belie a name that was given.
@@ -219,7 +221,7 @@ class FileStore:
             missing = [parent for parent in self.root.parents if not parent.exists()]
             directory.mkdir(parents=True, exist_ok=True)
             for parent in (*missing, *self.root.parents[len(missing) : len(missing) + 1]):
-                _sync(parent)
+                sync_directory(parent, what="object")
         if not self._swept:
             self._swept = True
             for path in directory.iterdir():
@@ -232,7 +234,7 @@ class FileStore:
         directory = path.parent
         try:
             while True:
-                _sync(directory)
+                sync_directory(directory, what="object")
                 if directory == self.root:
                     return True
                 directory = directory.parent
@@ -269,14 +271,6 @@ class FileStore:
 
 def _strange(path: Path) -> Corrupt:
     return Corrupt(f"{path} is not a regular file", hint="something else than DCR wrote into the stream")
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _lock(descriptor: int, *, wait: bool) -> bool:

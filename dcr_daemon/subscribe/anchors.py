@@ -9,12 +9,12 @@ from __future__ import annotations
 import shutil
 from pathlib import Path, PurePosixPath
 
-from dcr_daemon.checkpoint.safetensors import exhausted
+from dcr_daemon.disk import exhausted
 from dcr_daemon.errors import Corrupt, Exhausted
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.records import Anchor, ObjectRef
 from dcr_daemon.runtime import Workers
-from dcr_daemon.subscribe.files import file_digest, write_whole
+from dcr_daemon.subscribe.files import file_digest, write_staged
 
 
 class AnchorFiles:
@@ -42,7 +42,7 @@ class AnchorFiles:
         for path, ref in wanted.items():
             if await self._workers.run(file_digest, path) != ref.sha256:
                 body = await self._objects.read_file(ref, anchor.version)
-                await self._workers.run(write_whole, path, body)
+                await self._workers.run(write_staged, path, body)
         return [str(place / _file_name(ref)) for ref in index.files]
 
     def _check_room(self, place: Path, wanted: dict[Path, ObjectRef]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dcr_daemon import runtime
-from dcr_daemon.checkpoint.safetensors import disk_full, exhausted
+from dcr_daemon.disk import disk_full, exhausted
 from dcr_daemon.engine.port import Engine
 from dcr_daemon.errors import DcrError, Fenced, Misuse, NotFound, StoreUnavailable
 from dcr_daemon.events import Emit, FencedOut, Waiting

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from pathlib import Path
 
-from dcr_daemon.checkpoint.safetensors import exhausted
+from dcr_daemon.disk import exhausted, write_whole
 
 _BLOCK = 1 << 20
 
 
-def write_whole(path: Path, body: bytes) -> None:
+def write_staged(path: Path, body: bytes) -> None:
     """Write a file under its name only when all of it is there; its directory is made for this user only.
 
-    Not fsynced: what is staged is judged by its digest whenever it is used.
+    Not durable: what is staged is judged by its digest whenever it is used.
 
     Raises:
         Exhausted: the file system is full, or does not take it.
     """
-    partial = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        partial.write_bytes(body)
-        partial.rename(path)
+        write_whole(path, body, what="staged", durable=False)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink()
         raise exhausted(error, path) from error
 
 

@@ -29,7 +29,7 @@ from dcr_daemon.events import Emit, Waiting
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.records import Seal
-from dcr_daemon.subscribe.files import write_whole
+from dcr_daemon.subscribe.files import write_staged
 from dcr_daemon.subscribe.locate import record_of
 
 BESIDE = 64 << 20  #: bytes of files written beside the hops of one transaction, from which on it takes no more hops
@@ -140,7 +140,7 @@ class Loaded:
     async def _write(self, version: int, values: Values) -> str:
         path = self._home / f"loaded-{version}.safetensors"
         body = pack_safetensors([(self._layout[tensor], bits) for tensor, bits in values.items()])
-        await self._workers.run(write_whole, path, bytes(body))
+        await self._workers.run(write_staged, path, bytes(body))
         return str(path)
 
     def _wrong(self, values: Values, vector: Vector) -> str:

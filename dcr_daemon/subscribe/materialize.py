@@ -16,7 +16,8 @@ from pathlib import Path
 
 from dcr_daemon import runtime
 from dcr_daemon.canonical.layout import Layout
-from dcr_daemon.checkpoint.directory import Checkpoint, shard_paths, sync_directory
+from dcr_daemon.checkpoint.directory import Checkpoint, shard_paths
+from dcr_daemon.disk import sync_directory
 from dcr_daemon.engine.assemble import gather_vector, plan_slices, sum_slice
 from dcr_daemon.engine.checkout import describe_difference
 from dcr_daemon.engine.directory import DirectoryEngine
@@ -29,7 +30,7 @@ from dcr_daemon.ledger.records import Seal, Stream
 from dcr_daemon.ledger.route import NoRoute, Route
 from dcr_daemon.store.port import Store
 from dcr_daemon.subscribe.anchors import AnchorFiles
-from dcr_daemon.subscribe.files import write_whole
+from dcr_daemon.subscribe.files import write_staged
 from dcr_daemon.subscribe.locate import locate, record_of
 from dcr_daemon.subscribe.stage import Stage
 
@@ -88,7 +89,7 @@ def _new_directory(out: Path) -> Path:
 def _give_name(built: Path, out: Path) -> None:
     try:
         built.rename(out)
-        sync_directory(out.parent)
+        sync_directory(out.parent, what="checkpoint")
     except OSError as error:  # somebody filled it meanwhile, or took it away
         raise Misuse(f"{out} cannot be made: {error.strerror}", hint="name a new directory") from error
 
@@ -121,7 +122,7 @@ class _Builder:
 
     async def build(self, target: int, base: Path | None) -> None:
         layout = await self._objects.read_layout(self._ledger.stream)
-        write_whole(self._shop / "layout.json", layout.encoded)
+        write_staged(self._shop / "layout.json", layout.encoded)
         stage = Stage(
             self._shop / "staging",
             limit=BUDGET,

@@ -25,7 +25,7 @@ from dcr_daemon.errors import Corrupt, DcrError, Exhausted, Incompatible
 from dcr_daemon.events import ChunkFetched, Emit, Staged
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.records import ChunkRef, Part, Seal, Stream
-from dcr_daemon.subscribe.files import file_digest, write_whole
+from dcr_daemon.subscribe.files import file_digest, write_staged
 
 CONCURRENCY = 8  #: objects fetched at a time
 SHARED = Path("/dev/shm")  #: Linux's tmpfs for everybody
@@ -213,7 +213,7 @@ class Stage:
 
     async def write(self, path: Path, body: bytes) -> None:
         """Write a file whole or not at all."""
-        await self._workers.run(write_whole, path, body)
+        await self._workers.run(write_staged, path, body)
 
     def has(self, path: Path) -> bool:
         return path in self._sizes

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from dcr_daemon.errors import Exhausted, Incompatible
-from dcr_daemon.subscribe.files import file_digest, write_whole
+from dcr_daemon.subscribe.files import file_digest, write_staged
 from dcr_daemon.subscribe.stage import default_staging, open_staging
 
 
@@ -29,8 +29,8 @@ def test_every_state_directory_has_staging_of_its_own(tmp_path):
 
 def test_files_appear_whole(tmp_path):
     path = tmp_path / "deep" / "file"
-    write_whole(path, b"one")
-    write_whole(path, b"two")
+    write_staged(path, b"one")
+    write_staged(path, b"two")
     assert path.read_bytes() == b"two"
     assert [entry.name for entry in path.parent.iterdir()] == ["file"]
     assert file_digest(tmp_path / "absent") == ""
@@ -40,4 +40,4 @@ def test_files_appear_whole(tmp_path):
 def test_a_disk_that_takes_no_files_is_said_with_its_reason(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(Exhausted, match=r"cannot write .*deep: "):
-        write_whole(tmp_path / "file" / "deep", b"one")
+        write_staged(tmp_path / "file" / "deep", b"one")

@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from concurrent.futures import Executor, ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from dcr_daemon.errors import Corrupt, Missing, StoreUnavailable
@@ -129,6 +131,12 @@ class StillRuntime:
 
     def failpoint(self, name: str) -> None:
         self.passed.append(name)
+
+    def synced(self, path: Path) -> None:
+        pass
+
+    def executor(self, count: int) -> Executor:
+        return ThreadPoolExecutor(count)
 
 
 class Recorder(list[Event]):
