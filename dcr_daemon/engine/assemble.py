@@ -79,10 +79,16 @@ def _join(layout: Layout, tensor: int, pieces: Mapping[int, list[Piece]]) -> Bit
 
 def plan_slices(layout: Layout) -> Iterator[Slice]:
     """A layout in slices of about `SLICE_BYTES`: tensor, first element, number of elements."""
-    for tensor, spec in enumerate(layout):
-        step = max(1, SLICE_BYTES // spec.width)
-        for start in range(0, spec.elements, step):
-            yield tensor, start, min(step, spec.elements - start)
+    for tensor in range(len(layout)):
+        yield from slices_of(layout, tensor)
+
+
+def slices_of(layout: Layout, tensor: int) -> Iterator[Slice]:
+    """The slices of one tensor."""
+    spec = layout[tensor]
+    step = max(1, SLICE_BYTES // spec.width)
+    for start in range(0, spec.elements, step):
+        yield tensor, start, min(step, spec.elements - start)
 
 
 def sum_slice(checkpoint: Checkpoint, layout: Layout, place: Slice) -> int:

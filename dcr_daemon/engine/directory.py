@@ -21,20 +21,22 @@ from typing import TypeVar
 import numpy as np
 
 from dcr_daemon import runtime
-from dcr_daemon.canonical.fingerprint import Vector
+from dcr_daemon.canonical.fingerprint import MASK, Vector
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.directory import Checkpoint
 from dcr_daemon.disk import exhausted
-from dcr_daemon.engine.assemble import build_checkpoint, gather_vector, plan_slices, sum_slice
+from dcr_daemon.engine.assemble import build_checkpoint, gather_vector, plan_slices, slices_of, sum_slice
 from dcr_daemon.engine.checkout import CONFIG, Checkout, Marker, open_checkpoint
 from dcr_daemon.engine.compose import check_chain, compose, name_differences, open_hop, read_vector
 from dcr_daemon.engine.journal import Install, Journal, Patch, read_journal, write_journal
 from dcr_daemon.engine.port import (
     Attached,
+    Difference,
     EngineGone,
     EngineStatus,
     Hop,
     Prepared,
+    Scrubbed,
     StreamFacts,
     Swapped,
     TensorClass,
@@ -44,6 +46,8 @@ from dcr_daemon.engine.port import (
 from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, Fenced, Misuse
 
 BUDGET = 2 << 30  #: encoded bytes of the hops in one transaction; one hop is always taken
+LEG = 30.0  #: seconds of one scrub call, about
+NAP = 0.25  #: seconds after which a resting scrub looks whether it is in the way
 LOCK_PATIENCE = 120.0  #: seconds another process may hold the directory
 SHARD_BYTES = 4 << 30
 
@@ -66,6 +70,7 @@ class DirectoryEngine:
         self._budget, self._shard_bytes = budget, shard_bytes
         self._workers = runtime.Workers()
         self._turn = asyncio.Lock()
+        self._calls = 0  #: of the owner, so far; a scrub sees by it that it is in the way
         self._nonce = runtime.nonce()
         self._token = 0
         self._facts: StreamFacts | None = None
@@ -81,6 +86,7 @@ class DirectoryEngine:
         self._ended: dict[str, Swapped] = {}
 
     async def attach(self, facts: StreamFacts) -> Attached:
+        self._calls += 1
         async with self._turn:
             self._forget()
             self._layout = await self._thread(_read_layout, facts)
@@ -294,8 +300,69 @@ class DirectoryEngine:
         self._checkpoint = open_checkpoint(self.path, self._layout)
         self._serving = serving
 
+    async def scrub(self, rate: float, first: int = 0) -> Scrubbed:
+        """As the port says. It reads what any reader of the files gets: from the page cache, where they lie in it."""
+        if self._turn.locked():
+            return Scrubbed(version=None, tensors=0, bytes=0, next=first)
+        async with self._turn:
+            version, call, began = self._scrubbable(), self._calls, runtime.monotonic()
+        done, size, differing = 0, 0, list[Difference]()
+        for tensor in range(first, len(self._layout)):
+            late = done > 0 and runtime.monotonic() - began > LEG
+            same = None if late else await self._same(tensor, rate, call)
+            if same is None:
+                return Scrubbed(version=version, tensors=done, bytes=size, next=tensor)
+            done, size = done + 1, size + self._layout[tensor].nbytes
+            if not same:
+                differing.append(Difference(tensor=self._layout[tensor].name))
+                break
+        return Scrubbed(version=version, tensors=done, bytes=size, differing=differing)
+
+    def _scrubbable(self) -> int:
+        """The version that the files must have. Files that were replaced or cut are somebody's doing, not damage."""
+        _ = self._stream
+        self._check_owner()
+        if self._version is None:
+            raise EngineRefused(f"{self.path} is not proved at a version", hint="prove or load one first")
+        if [seen[:2] for seen in self._stamp_now()] != [seen[:2] for seen in self._stamp]:
+            self._check_stamp()
+        return self._version
+
+    async def _same(self, tensor: int, rate: float, call: int) -> bool | None:
+        """Whether a tensor sums to what was accepted; None if another call came between. What differs is summed once
+        more with every other process kept out: a new owner claims before it writes (must E3)."""
+        total = 0
+        for place in slices_of(self._layout, tensor):
+            if self._turn.locked() or self._calls != call:
+                return None
+            async with self._turn:
+                self._scrubbable()
+                total += await self._thread(sum_slice, self._open, self._layout, place)
+            await self._rest(place[2] * self._layout[tensor].width / rate if rate else 0, call)
+        if total & MASK == int(self._vector[tensor]):
+            return True
+        if self._calls != call:
+            return None
+        async with self._turn, self._locked():
+            self._scrubbable()
+            sums = [await self._thread(sum_slice, self._open, self._layout, p) for p in slices_of(self._layout, tensor)]
+            if sum(sums) & MASK == int(self._vector[tensor]):
+                return True
+            self._version, self._serving = None, False
+            self._discard()
+            return False
+
+    async def _rest(self, seconds: float, call: int) -> None:
+        """Sleep, but not on when another call has come."""
+        while seconds > 0 and self._calls == call:
+            nap = min(seconds, NAP)
+            await runtime.sleep(nap)
+            seconds -= nap
+
     async def status(self) -> EngineStatus:
         """As the port says; a directory that somebody else has changed is at no known version."""
+        if self._facts is not None:
+            self._check_owner()
         if not self._turn.locked() and self._version is not None:
             with contextlib.suppress(EngineRefused):
                 self._check_stamp()
@@ -303,6 +370,7 @@ class DirectoryEngine:
         return EngineStatus(incarnation=self._nonce, version=self._version, serving=self._serving, prepared=prepared)
 
     async def close(self) -> None:
+        self._calls += 1
         async with self._turn:
             if self._facts is not None and self._is_owner():
                 self._discard()
@@ -384,6 +452,7 @@ class DirectoryEngine:
         Raises:
             Exhausted: the disk does not take what is written.
         """
+        self._calls += 1
         async with self._turn, self._locked() if locked else contextlib.nullcontext():
             _ = self._stream
             self._check_owner()

@@ -85,7 +85,17 @@ class Outcome(Call, frozen=True, tag="outcome"):
 
 
 class Status(Call, frozen=True, tag="status"):
-    pass
+    """Anybody may ask. With an `incarnation` it is the owner who asks, and who learns so that it is one no longer."""
+
+    token: int = 0
+    incarnation: str = ""
+
+
+class Scrub(Owned, frozen=True, tag="scrub"):
+    """`rate` in bytes a second and rank, 0 for no limit; `first` is a tensor's number in the layout."""
+
+    rate: float
+    first: int = 0
 
 
 class Inspect(Owned, frozen=True, tag="inspect"):
@@ -100,7 +110,10 @@ class Poll(Call, frozen=True, tag="poll"):
     """Is the job that this id began done? Inside the server only."""
 
 
-AnyCall = Attach | Prove | Serve | Prepare | Swap | Settle | Drop | Load | Outcome | Status | Inspect | Checksums | Poll
+AnyCall = (
+    Attach | Prove | Serve | Prepare | Swap | Settle | Drop | Load | Scrub
+    | Outcome | Status | Inspect | Checksums | Poll
+)  # fmt: skip
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True, tag_field="is"):

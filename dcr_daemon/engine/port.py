@@ -123,6 +123,31 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     begun: str | None = None
 
 
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    """A tensor whose live bits are not those that were accepted.
+
+    `ranks` hold wrong bits (none where weights are files); `engine` counts data parallel engines. `replica`: other
+    holders of the same elements are right, so a copy differs from its owner.
+    """
+
+    tensor: str
+    ranks: list[int] = []
+    engine: int = 0
+    replica: bool = False
+
+
+class Scrubbed(msgspec.Struct, frozen=True, kw_only=True):
+    """What one scrub looked at: `tensors` of them, `bytes` in all, each as `version` has it but for the `differing`.
+
+    `next` is the tensor to go on with after an interruption; None when the pass reached its end."""
+
+    version: int | None
+    tensors: int
+    bytes: int
+    next: int | None = None
+    differing: list[Difference] = []
+
+
 class Engine(Protocol):
     async def attach(self, facts: StreamFacts) -> Attached:
         """Become the owner; record placement; sum the live weights. Refuses what it could not update later."""
@@ -162,6 +187,21 @@ class Engine(Protocol):
         """Dense, forward-only repair: write every tensor from safetensors files, then prove it (anchors)."""
         ...
 
-    async def status(self) -> EngineStatus: ...
+    async def scrub(self, rate: float, first: int = 0) -> Scrubbed:
+        """Sum the live weights anew, from tensor `first` of the layout on; each rank reads at most `rate` bytes a
+        second (0: no limit).
+
+        Only reads, beside generation (must E4), and is never in the way: any other call of the owner ends it within
+        one slice, where one is under way it returns at once, and after about half a minute it returns by itself;
+        `next` then tells where to go on. A version move
+        gives no false alarm: a tensor is judged only by the version it was summed at. A true difference leaves the
+        engine unproved and paused, like a write by somebody else (musts E1, F1): attach again, repair by `load`.
+        Refused unless proved."""
+        ...
+
+    async def status(self) -> EngineStatus:
+        """What the engine is now. Whoever has attached asks as the owner: `Fenced` once another has attached since,
+        `EngineGone` if the engine was restarted since. Anybody else may ask too."""
+        ...
 
     async def close(self) -> None: ...

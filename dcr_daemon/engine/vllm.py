@@ -21,6 +21,7 @@ from dcr_daemon.engine.port import (
     EngineGone,
     EngineStatus,
     Prepared,
+    Scrubbed,
     StreamFacts,
     Swapped,
     Transaction,
@@ -106,8 +107,13 @@ class VllmEngine:
         """SHA-256 of every parameter and buffer of every rank; generation waits while they are computed."""
         return await self._call(messages.Checksums(id=self._id()), list[RankChecksums])
 
+    async def scrub(self, rate: float, first: int = 0) -> Scrubbed:
+        call = messages.Scrub(id=self._id(), rate=rate, first=first, token=self._owner(), incarnation=self._incarnation)
+        return await self._call(call, Scrubbed)
+
     async def status(self) -> EngineStatus:
-        return await self._call(messages.Status(id=self._id()), EngineStatus)
+        call = messages.Status(id=self._id(), token=self._token, incarnation=self._incarnation)
+        return await self._call(call, EngineStatus)
 
     async def close(self) -> None:
         """Nothing is held between calls."""
