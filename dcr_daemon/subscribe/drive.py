@@ -335,7 +335,11 @@ class Driver:
     async def _ended(self, txn: Transaction, ended: Swapped, began: float) -> None:
         if ended.verdict is Verdict.ROLLED_BACK:
             self._emit(RolledBack(txn=txn.id, version=txn.base, reason=ended.reason))
-            await self._refused(txn, EngineRefused(f"version {txn.version} was rolled back: {ended.reason}"))
+            # It had accepted the change: a fault of its memory or disk, and no word against the version. An anchor is
+            # the next way (must E5); where there is none, the same way is tried again after a while.
+            await self._attach()
+            error = EngineRefused(f"version {txn.version} was rolled back: {ended.reason}")
+            self._block(txn.hops[0].version, error, poisoned=False)
             return
         if ended.verdict is not Verdict.COMMITTED or ended.version is None:
             self._pending = txn

@@ -14,6 +14,7 @@ from dcr_daemon.engine.directory import DirectoryEngine
 from dcr_daemon.engine.port import Engine
 from dcr_daemon.events import Event
 from dcr_daemon.store import open_store
+from dcr_daemon.store.port import Store
 from dcr_daemon.subscribe.daemon import SubscribeOptions, run_subscribe
 
 
@@ -28,11 +29,12 @@ class Events(list[Event]):
 
 
 class Replica:
-    """A subscriber over a directory, with everything it remembers below `home`."""
+    """A subscriber over a directory, with everything it remembers below `home`; `store` is used instead of its URL."""
 
     def __init__(self, url: str, home: Path, directory: Path) -> None:
         self.url, self.home, self.directory = url, home, directory
         self.events = Events()
+        self.store: Store | None = None
 
     def at_base(self, stream: StreamWriter) -> Replica:
         """This replica, with version 0 in its directory."""
@@ -45,7 +47,7 @@ class Replica:
 
     async def run(self, engine: Engine | None = None, **options: object) -> None:
         """Run until it returns."""
-        store = await open_store(self.url)
+        store = self.store or await open_store(self.url)
         engine = engine or DirectoryEngine(self.directory)
         try:
             await run_subscribe(self.options(**options), store, engine, self.events)
