@@ -80,6 +80,12 @@ class Attachment:
         _maybe_fail()
         return FingerprintRank(id=job.id, sums=self.live.box_sums(job.tick).tobytes())
 
+    def scrub(self, job: Job, arg: Start) -> FingerprintRank:
+        """Sum what is held of some tensors, slowly; reads only."""
+        _maybe_fail()
+        sums = self.live.box_sums(job.pace(arg.rate), range(*arg.tensors))
+        return FingerprintRank(id=job.id, sums=sums.tobytes())
+
     def load(self, job: Job, arg: Start) -> Values:
         """Overwrite all that is held from an anchor's files; nothing is written unless the files hold all of it.
 

@@ -42,7 +42,7 @@ class Op(StrEnum):
     ATTACH = "attach"  #: Attach -> AttachedRank
     START = "start"  #: Start -> JobStatus
     POLL = "poll"  #: JobRef -> JobStatus
-    JOIN = "join"  #: JobRef -> PreparedRank | ComparedRank | FingerprintRank | JobStatus (load), by kind
+    JOIN = "join"  #: JobRef -> PreparedRank | ComparedRank | FingerprintRank (scrub too) | JobStatus (load), by kind
     CANCEL = "cancel"  #: JobRef -> JobStatus; sets the flag, does not wait
     APPROVE = "approve"  #: TxnRef -> Status; the joint verdict was good: the transaction is now prepared
     CHECK = "check"  #: TxnRef -> Status; could `begin` and `apply` succeed now? nothing is changed
@@ -93,6 +93,7 @@ class JobKind(StrEnum):
     PREPARE = "prepare"
     COMPARE = "compare"
     FINGERPRINT = "fingerprint"
+    SCRUB = "scrub"
     LOAD = "load"
 
 
@@ -176,7 +177,8 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     """`id` names the job; for a prepare it is also the transaction's id.
 
     `files`: safetensors of everything (load only). `loaded`: of the loaded tensors alone (compare, and a load of
-    nothing else). `vector`: file of what either must sum to.
+    nothing else). `vector`: file of what either must sum to. `tensors`: the first, and the one after the last, of a
+    scrub; `rate`: bytes a second that it may read, 0 for no limit.
     """
 
     id: str
@@ -185,6 +187,8 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     files: list[str] = []
     loaded: str = ""
     vector: str = ""
+    tensors: tuple[int, int] = (0, 0)
+    rate: float = 0.0
 
 
 class JobRef(msgspec.Struct, frozen=True, kw_only=True):
@@ -252,7 +256,7 @@ class PreparedRank(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FingerprintRank(msgspec.Struct, frozen=True, kw_only=True):
-    """`sums[i]` is the sum over all of box i of this rank."""
+    """`sums[i]` is the sum over all of box i of this rank; after a scrub 0 for boxes of tensors not asked for."""
 
     id: str
     sums: bytes

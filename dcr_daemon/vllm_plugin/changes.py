@@ -19,7 +19,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dcr_daemon.canonical.fingerprint import Vector
 from dcr_daemon.engine import messages
 from dcr_daemon.engine.port import Hop, Prepared, Swapped, Transaction, Verdict
 from dcr_daemon.errors import DcrError, EngineRefused
@@ -38,6 +37,7 @@ from dcr_daemon.vllm_plugin.calls import (
     TxnState,
 )
 from dcr_daemon.vllm_plugin.flows import JobSteps, Steps
+from dcr_daemon.vllm_plugin.judge import Live
 
 if TYPE_CHECKING:
     from dcr_daemon.vllm_plugin.core import Core
@@ -55,7 +55,7 @@ class _Change:
     version: int
     label: str
     ranks: list[PreparedRank]
-    after: Vector
+    after: Live
 
 
 class Changes:
@@ -88,7 +88,7 @@ class Changes:
         makes of the bytes given. If they hold something else they are fed once, as a load of nothing but them."""
         core = self._core
         placement, live = core.require_live()
-        if wrong := judge.differing(placement, live, tables.read_vector(call.vector, placement.layout)):
+        if wrong := judge.differing(placement, live.vector, tables.read_vector(call.vector, placement.layout)):
             raise EngineRefused(
                 f"the live weights are not version {call.version}: {judge.name_some(wrong)}",
                 hint="serve the checkpoint the stream was made from, or let an anchor repair this engine",
@@ -126,7 +126,7 @@ class Changes:
             promise, fits = promised.result(), len(hops)
             table, before, after = promise.tables[:fits], promise.before[:fits], promise.after[:fits]
             core.require_live()
-            judge.judge_chain(placement, live, table, before, after)
+            judge.judge_chain(placement, live.vector, table, before, after)
             for number, one in enumerate(table):
                 judge.judge_hop(placement, one, [rank.hops[number] for rank in ranks])
             changed = judge.judge_composed(placement, table, ranks)
@@ -135,7 +135,8 @@ class Changes:
             self._forget_everywhere()
             raise
         label = txn.label if fits == len(txn.hops) else str(hops[-1].version)
-        self._prepared = _Change(txn.id, txn.base, hops[-1].version, label, ranks, after[-1])
+        reached = live.after(placement, ranks, after[-1])
+        self._prepared = _Change(txn.id, txn.base, hops[-1].version, label, ranks, reached)
         return Prepared(txn=txn.id, changed=changed, fits=fits)
 
     def _held(self, txn: Transaction) -> JobSteps[tuple[list[PreparedRank], list[Hop]]]:
@@ -249,7 +250,7 @@ class Changes:
         for _ in range(TRIES):
             fault = _faults(core.ranks.replies(Op.COMMIT, TxnRef(txn=change.txn)))
             if not fault:
-                core.accept(change.version, change.after * core.placed.exact)
+                core.accept(change.version, change.after)
                 core.host.label(change.label)
                 return self._end(change.txn, Verdict.COMMITTED, "", tries, started)
         return self._still_begun(change.txn, f"commit: {fault}", tries, started)
@@ -337,7 +338,7 @@ class Changes:
         self._begun, core.begun, core.proved, core.live = None, txn, None, None
         yield from core.job(start, calls.JobStatus)
         live = yield from core.fingerprint(f"{start.id}-sums", placement)
-        if wrong := judge.differing(placement, live, vector):
+        if wrong := judge.differing(placement, live.vector, vector):
             self._loads += 1
             reason = f"the loaded weights are not version {version}: {judge.name_some(wrong)}"
             if self._loads >= TRIES:

@@ -13,7 +13,6 @@ import secrets
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
-from dcr_daemon.canonical.fingerprint import Vector
 from dcr_daemon.engine import messages
 from dcr_daemon.engine.messages import Answer, AnyCall, RankChecksums, Report, TensorReport
 from dcr_daemon.engine.port import Attached, EngineGone, EngineStatus, StreamFacts, Swapped, TensorClass, Verdict
@@ -21,7 +20,7 @@ from dcr_daemon.errors import DcrError, EngineRefused, Fenced
 from dcr_daemon.vllm_plugin import calls, judge, tables
 from dcr_daemon.vllm_plugin.calls import AttachedRank, FingerprintRank, JobKind, JobRef, JobState, JobStatus, Op
 from dcr_daemon.vllm_plugin.flows import Flow, JobSteps, Steps
-from dcr_daemon.vllm_plugin.judge import Placement
+from dcr_daemon.vllm_plugin.judge import Live, Placement
 from dcr_daemon.vllm_plugin.ranks import Ranks, kind_of, raise_for
 from dcr_daemon.vllm_plugin.settings import Settings
 
@@ -70,8 +69,8 @@ class Host(Protocol):
 class Core:
     """One engine's state, and one method per call of the engine port.
 
-    `proved` is the version that the live weights were last shown to be, None if unknown. `live` is the joined
-    fingerprint that goes with it. `begun` names a transaction that only commit, rollback or a dense load may end.
+    `proved` is the version that the live weights were last shown to be, None if unknown. `live` is what the
+    weights sum to. `begun` names a transaction that only commit, rollback or a dense load may end.
     """
 
     def __init__(self, host: Host, ranks: Ranks, settings: Settings) -> None:
@@ -83,11 +82,12 @@ class Core:
         self.incarnation = secrets.token_hex(8)
         self.facts: StreamFacts | None = None
         self.placement: Placement | None = None
-        self.live: Vector | None = None
+        self.live: Live | None = None
         self.proved: int | None = None
         self.begun: str | None = None
         self.moving = ""  #: "swap" or "load" while one has the engine paused
         self.flow: Flow | None = None
+        self._gave_way: Flow | None = None
         self.outcomes: dict[str, Swapped] = {}
         self.changes = Changes(self)
         self._generations: list[int] | None = None
@@ -102,6 +102,8 @@ class Core:
         try:
             match call:
                 case messages.Status():
+                    if call.incarnation:
+                        self._require_owner(call)
                     return messages.done(call.id, self.status())
                 case messages.Outcome():
                     return messages.done(call.id, self.outcome(call.txn))
@@ -119,6 +121,9 @@ class Core:
     def _owned(self, call: AnyCall) -> Answer | Future[Answer]:
         """A call of the present owner."""
         changes = self.changes
+        if isinstance(call, messages.Scrub):
+            return self._scrub(call)
+        self._give_way()
         if isinstance(call, messages.Drop):
             self._supersede("the owner dropped it", only="prepare")
             changes.drop()
@@ -147,10 +152,27 @@ class Core:
 
     # -- flows ----------------------------------------------------------------------------------------------------
 
+    def _scrub(self, call: messages.Scrub) -> Answer | Future[Answer]:
+        """Never in the way: of a call that is under way either, nor of another scrub."""
+        from dcr_daemon.vllm_plugin.scrub import Scrub
+
+        scrub = Scrub(self, call)
+        if self.flow is not None and self.flow.live:
+            return messages.done(call.id, scrub.so_far())
+        self.flow = Flow(call.id, "scrub", scrub.steps(), scrub.so_far)
+        return self.flow.advance()
+
+    def _give_way(self) -> None:
+        """Another call is made: a scrub ends, and whoever polls it still gets its answer."""
+        if self.flow is not None and self.flow.gives_way:
+            self.flow.give_way()
+            self._gave_way = self.flow
+
     def _begin_flow(self, call: AnyCall, steps: Steps, *, after_raising: int | None = None) -> Answer | Future[Answer]:
         """Start a flow. For attach the token is raised first, so the flow before it is fenced, wherever it was."""
         if after_raising is not None:
             self.ranks.token = max(self.ranks.token + 1, after_raising)
+            self._give_way()
             self._supersede("a newer owner attached")
         self.flow = Flow(call.id, type(call).__name__.lower(), steps)
         return self.flow.advance()
@@ -161,11 +183,12 @@ class Core:
             flow.end(Fenced(f"{flow.kind} was ended: {why}") if only is None else EngineRefused(f"ended: {why}"))
 
     def _poll(self, call: messages.Poll) -> Answer | Future[Answer]:
-        if self.flow is None or self.flow.id != call.id:
-            raise Fenced("this call was superseded", hint="attach again")
-        return self.flow.advance()
+        for flow in (self.flow, self._gave_way):
+            if flow is not None and flow.id == call.id:
+                return flow.advance()
+        raise Fenced("this call was superseded", hint="attach again")
 
-    def _require_owner(self, call: messages.Owned) -> None:
+    def _require_owner(self, call: messages.Owned | messages.Status) -> None:
         if self.incarnation not in call.incarnation.split("+"):
             raise EngineGone("the engine was restarted since attach", hint="attach again")
         if call.token != self.ranks.token:
@@ -187,12 +210,12 @@ class Core:
                         raise kind_of(job.code)(f"{start.kind} on rank {rank} {job.state}: {job.error or 'by request'}")
                 if all(job.state is JobState.DONE for job in states):
                     return self.ranks.ask(Op.JOIN, kind, ref)
-        except DcrError:
+        except (DcrError, GeneratorExit):
             self.ranks.replies(Op.CANCEL, ref)
             raise
 
-    def fingerprint(self, job_id: str, placement: Placement) -> JobSteps[Vector]:
-        """Sum the whole of the live weights on all ranks; the joined vector."""
+    def fingerprint(self, job_id: str, placement: Placement) -> JobSteps[Live]:
+        """Sum the whole of the live weights on all ranks, joined."""
         summed = yield from self.job(calls.Start(id=job_id, kind=JobKind.FINGERPRINT), FingerprintRank)
         return judge.join_fingerprint(placement, summed)
 
@@ -219,15 +242,15 @@ class Core:
         if generations != self.ranks.generations:
             raise EngineRefused("somebody changed the weights while they were summed", hint="attach again")
         self._take(call.facts, placement, live, generations)
-        return self._attached(live.tobytes(), None)
+        return self._attached(live.vector.tobytes(), None)
 
-    def _take(self, facts: StreamFacts, placement: Placement, live: Vector, generations: list[int]) -> None:
+    def _take(self, facts: StreamFacts, placement: Placement, live: Live, generations: list[int]) -> None:
         """Accept what attach found. What was proved stays so only if stream and weights are the same."""
         same = self.facts is not None and (self.facts.stream, self.facts.layout_digest) == (
             facts.stream,
             facts.layout_digest,
         )
-        if self.proved is not None and not (same and self.live is not None and (self.live == live).all()):
+        if self.proved is not None and not (same and self.live is not None and (self.live.vector == live.vector).all()):
             self.unprove("the weights or the stream changed since they were proved")
         if left_out := [
             s.name for s, kind in zip(placement.layout, placement.classes, strict=True) if kind is TensorClass.ABSENT
@@ -256,7 +279,7 @@ class Core:
         """Scrub: what no wrap can see is found by summing again (must F1)."""
         placement, known = self.require_live()
         live = yield from self.fingerprint(call.id, placement)
-        if wrong := judge.differing(placement, live, known):
+        if wrong := judge.differing(placement, live.vector, known.vector):
             self.live = live
             self.unprove(f"the live weights changed: {judge.name_some(wrong)}")
         held = [placement.held(rank) for rank in range(len(placement.local))]
@@ -265,7 +288,7 @@ class Core:
                 name=spec.name,
                 kind=placement.classes[i],
                 held=[int(count[i]) for count in held],
-                sum=f"{int(live[i]):016x}" if placement.classes[i] is TensorClass.EXACT else "",
+                sum=f"{int(live.vector[i]):016x}" if placement.classes[i] is TensorClass.EXACT else "",
             )
             for i, spec in enumerate(placement.layout)
         ]
@@ -303,7 +326,7 @@ class Core:
             raise EngineRefused("nothing is placed yet", hint="attach first")
         return self.placement
 
-    def require_live(self) -> tuple[Placement, Vector]:
+    def require_live(self) -> tuple[Placement, Live]:
         """Placement and live vector, if nobody wrote since they were taken (must F1)."""
         if self.begun is not None:
             raise EngineRefused(f"transaction {self.begun} is begun", hint="settle it, or load an anchor")
@@ -343,7 +366,7 @@ class Core:
         self.notice_writes()
         return "" if self.proved is not None else "somebody else wrote the weights"
 
-    def accept(self, version: int, live: Vector) -> None:
+    def accept(self, version: int, live: Live) -> None:
         """We wrote the weights and judged them: proved, at the generation that the ranks show now."""
         self.proved, self.live, self._generations = version, live, list(self.ranks.generations)
 

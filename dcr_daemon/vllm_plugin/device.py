@@ -156,9 +156,11 @@ class TorchMemory(HostTables):
             sums[batch.numbers] = totals.cpu().numpy().view(np.uint64)
         return sums
 
-    def box_sums(self, tick: Tick) -> U64:
+    def box_sums(self, tick: Tick, tensors: range | None = None) -> U64:
         boxes = [0] * self._boxes
         for number, row in enumerate(self._rows):
+            if tensors is not None and row.tensor not in tensors:
+                continue
             key, width = int(self._layout.keys.view(np.int64)[row.tensor]), self._layout[row.tensor].width
             for first in range(0, row.elements, SLICE):
                 with self._aside():
@@ -166,7 +168,7 @@ class TorchMemory(HostTables):
                     lanes = self._views[row.parameter][target]
                     boxes[row.box] += int(summands(lanes, element, key, width).sum().item())
                 faults.slice_done()
-                tick()
+                tick(element.numel() * width)
         return np.array([total % (1 << 64) for total in boxes], dtype=np.uint64)
 
     def overwrite(self, tensor: int, lanes: Bits, tick: Tick) -> None:
@@ -178,7 +180,7 @@ class TorchMemory(HostTables):
                     element, target = self._walk(number, row, first, min(SLICE, row.elements - first))
                     values = torch.from_numpy(signed[element.cpu().numpy()]).to(self._device)
                     self._views[row.parameter][target] = values
-                tick()
+                tick(element.numel() * lanes.itemsize)
 
     def _walk(self, number: int, row: Row, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Canonical element and live storage element of ordinals [first, first + count) of a row."""

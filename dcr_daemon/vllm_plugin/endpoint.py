@@ -35,6 +35,7 @@ from dcr_daemon.vllm_plugin.settings import Settings
 
 log = logging.getLogger("vllm.dcr")
 POLL_FIRST, POLL = 0.005, 0.03  #: seconds between polls of a job; oftener would show in generation
+SCRUB_POLL = 0.5  #: of a scrub, which nobody waits for
 WATCH = 0.25  #: seconds between looks at the engine's state
 CONNECTIONS = 64  #: clients at once; a subscriber needs one
 
@@ -122,10 +123,10 @@ class Engines:
             self._tokens += 1
             call = msgspec.structs.replace(call, at_least=self._tokens)
         answer = await self._once(call, call)
-        nap = POLL_FIRST
+        nap, longest = POLL_FIRST, SCRUB_POLL if isinstance(call, messages.Scrub) else POLL
         while isinstance(answer, Pending):
             await asyncio.sleep(nap)
-            nap = min(POLL, nap * 2)
+            nap = min(longest, nap * 2)
             answer = await self._once(call, messages.Poll(id=call.id))
         return answer
 

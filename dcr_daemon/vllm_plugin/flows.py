@@ -20,13 +20,15 @@ Steps = JobSteps[Any]
 
 
 class Flow:
-    """One running call. `kind` is its operation's name, for messages."""
+    """One running call. `kind` is its operation's name, for messages. With `so_far` it gives way to any other call and
+    then answers that."""
 
-    def __init__(self, call_id: str, kind: str, steps: Steps) -> None:
+    def __init__(self, call_id: str, kind: str, steps: Steps, so_far: Callable[[], object] | None = None) -> None:
         self.id = call_id
         self.kind = kind
         self.answer: Answer | None = None
         self._steps = steps
+        self._so_far = so_far
 
     @property
     def live(self) -> bool:
@@ -38,8 +40,20 @@ class Flow:
 
     def end(self, why: DcrError) -> None:
         """Stop a flow whose owner is gone; its own clean-up runs now."""
+        self._close(refused(self.id, why))
+
+    @property
+    def gives_way(self) -> bool:
+        return self._so_far is not None
+
+    def give_way(self) -> None:
+        """End a flow that is to be in nobody's way with what it has so far."""
+        if self._so_far is not None:
+            self._close(done(self.id, self._so_far()))
+
+    def _close(self, answer: Answer) -> None:
         if self.live:
-            self.answer = refused(self.id, why)
+            self.answer = answer
             self._steps.close()
 
     def _step(self, advance: Callable[[], Future[Any] | None]) -> Answer | Future[Answer]:

@@ -1,4 +1,4 @@
-"""One background thread per worker, one job at a time: prepare, full fingerprint, dense load (must E4).
+"""One background thread per worker, one job at a time: prepare, full fingerprint, scrub, dense load (must E4).
 
 A worker runs one RPC at a time and no forward pass beside it, so long work happens here, started, polled and joined
 by short calls. A job never touches the worker's state: `join`, on the main thread, publishes its result. The thread
@@ -11,6 +11,7 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,10 +48,24 @@ class Job:
     def live(self) -> bool:
         return self.state in LIVE
 
-    def tick(self) -> None:
-        """Called by the work between slices; raises `Cancelled`."""
+    def tick(self, size: int = 0) -> None:
+        """Called by the work between slices (of `size` bytes); raises `Cancelled`."""
         if self.cancelled.is_set():
             raise Cancelled
+
+    def pace(self, rate: float) -> Callable[[int], None]:
+        """A tick that holds the work to `rate` bytes a second (0: to none); a cancel ends its sleep at once."""
+        began, done = time.monotonic(), 0
+
+        def tick(size: int) -> None:
+            nonlocal done
+            done += size
+            ahead = done / rate - (time.monotonic() - began) if rate else 0.0
+            if ahead > 0:
+                self.cancelled.wait(ahead)
+            self.tick()
+
+        return tick
 
     def advance(self, progress: float) -> None:
         self.progress = progress

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from dcr_daemon.canonical.fingerprint import Vector
 from dcr_daemon.canonical.layout import Layout
-from dcr_daemon.engine.port import TensorClass
+from dcr_daemon.engine.port import Difference, TensorClass
 from dcr_daemon.errors import EngineRefused
 from dcr_daemon.vllm_plugin.calls import AttachedRank, FingerprintRank, Held, PreparedRank, SegmentSums, Sums
 from dcr_daemon.vllm_plugin.settings import LOADED_CAP
@@ -78,6 +78,24 @@ class HopTable:
         total = np.zeros(tensors, dtype=np.uint64)
         np.add.at(total, self.tensor, self.after - self.before)
         return total
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Live:
+    """What the live weights sum to: `boxes` per global box, `vector` per tensor (0 where a tensor is not `exact`)."""
+
+    boxes: Vector
+    vector: Vector
+
+    def after(self, placement: Placement, ranks: Sequence[PreparedRank], vector: Vector) -> Live:
+        """What they sum to once a judged transaction is written, which leads to the version of `vector`."""
+        boxes = self.boxes.copy()
+        for local, rank in zip(placement.local, ranks, strict=True):
+            box = local[np.frombuffer(rank.after.box, "<u4")]
+            # Replicas were judged equal: each says the same of a box, so the last one to say it is as good as any.
+            added = np.frombuffer(rank.after.sums, "<u8") - np.frombuffer(rank.before.sums, "<u8")
+            boxes[box] = self.boxes[box] + added
+        return Live(boxes, vector * placement.exact)
 
 
 def name_some(names: Iterable[str]) -> str:
@@ -204,18 +222,46 @@ def _names(placement: Placement, boxes: Ints) -> str:
     return name_some(placement.layout[t].name for t in tensors)
 
 
-def join_fingerprint(placement: Placement, ranks: Sequence[FingerprintRank]) -> Vector:
-    """The live vector (u64 [tensors]; 0 where a tensor is not `exact`). Raises `EngineRefused` if replicas differ."""
-    entries = []
+def join_fingerprint(placement: Placement, ranks: Sequence[FingerprintRank]) -> Live:
+    """The sums of all that is live. Raises `EngineRefused` if replicas differ."""
+    entries = [(local, (sums,)) for local, sums in _box_sums(placement, ranks)]
+    joined = _fold(placement, entries, "fingerprint")
+    vector = np.zeros(len(placement.layout), dtype=np.uint64)
+    np.add.at(vector, placement.tensor[joined.key], joined.columns[0])
+    boxes = np.zeros(placement.tensor.size, dtype=np.uint64)
+    boxes[joined.key] = joined.columns[0]
+    return Live(boxes, vector)
+
+
+def _box_sums(placement: Placement, ranks: Sequence[FingerprintRank]) -> list[tuple[Ints, Vector]]:
+    """Per rank, the global numbers of its boxes and what it summed for them."""
+    summed = []
     for local, rank in zip(placement.local, ranks, strict=True):
         sums = np.frombuffer(rank.sums, dtype="<u8")
         if sums.size != local.size:
             raise EngineRefused(f"a rank summed {sums.size} boxes and placed {local.size}", hint="attach again")
-        entries.append((local, (sums,)))
-    joined = _fold(placement, entries, "fingerprint")
-    vector = np.zeros(len(placement.layout), dtype=np.uint64)
-    np.add.at(vector, placement.tensor[joined.key], joined.columns[0])
-    return vector
+        summed.append((local, sums))
+    return summed
+
+
+def find_damage(placement: Placement, live: Live, ranks: Sequence[FingerprintRank], tensors: range) -> list[Difference]:
+    """Which of `tensors` do not sum to what was accepted, and on which ranks; in layout order."""
+    wrong, right = dict[int, set[tuple[int, int]]](), set[int]()
+    for number, (local, sums) in enumerate(_box_sums(placement, ranks)):
+        tensor = placement.tensor[local]
+        asked = (tensor >= tensors.start) & (tensor < tensors.stop)
+        same = live.boxes[local] == sums
+        right.update(local[asked & same].tolist())
+        for box in local[asked & ~same].tolist():
+            wrong.setdefault(int(placement.tensor[box]), set()).add((number, box))
+    return [
+        Difference(
+            tensor=placement.layout[tensor].name,
+            ranks=sorted({number for number, _ in where}),
+            replica=any(box in right for _, box in where),
+        )
+        for tensor, where in sorted(wrong.items())
+    ]
 
 
 def differing(placement: Placement, one: Vector, other: Vector) -> list[str]:

@@ -25,7 +25,7 @@ U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
 Bits = npt.NDArray[Any]
-Tick = Callable[[], None]
+Tick = Callable[[int], None]
 
 SWEEP = 1 << 22  #: elements per slice of a sweep: milliseconds, so that a cancel is heard soon
 
@@ -72,8 +72,9 @@ class Memory(Protocol):
         """Sum of each staged group's elements as live memory holds them."""
         ...
 
-    def box_sums(self, tick: Tick) -> U64:
-        """Sum of every box over all its elements; `tick` is called between slices and may raise."""
+    def box_sums(self, tick: Tick, tensors: range | None = None) -> U64:
+        """Sum of every box over all its elements, 0 for boxes of other tensors than `tensors` if these are given.
+        `tick` is called after each slice with the bytes it held, and may raise."""
         ...
 
     def overwrite(self, tensor: int, lanes: Bits, tick: Tick) -> None:
@@ -213,11 +214,12 @@ class HostMemory(HostTables):
         self._kernels.sum_groups(self._groups, self._sums, self._scratch.ctypes.data)
         return self._sums.copy()
 
-    def box_sums(self, tick: Tick) -> U64:
-        sums = np.zeros(len(self._table), dtype=np.uint64)
-        self._sweep(self._table, sums, np.zeros(0, dtype=np.int64), tick)
+    def box_sums(self, tick: Tick, tensors: range | None = None) -> U64:
+        rows = [number for number, row in enumerate(self._rows) if tensors is None or row.tensor in tensors]
+        sums = np.zeros(len(rows), dtype=np.uint64)
+        self._sweep(self._table[rows], sums, np.zeros(0, dtype=np.int64), tick)
         boxes = np.zeros(self._boxes, dtype=np.uint64)
-        np.add.at(boxes, [row.box for row in self._rows], sums)
+        np.add.at(boxes, [self._rows[number].box for number in rows], sums)
         return boxes
 
     def overwrite(self, tensor: int, lanes: Bits, tick: Tick) -> None:
@@ -225,11 +227,17 @@ class HostMemory(HostTables):
         self._sweep(rows, np.zeros(0, dtype=np.uint64), np.full(len(rows), lanes.ctypes.data, dtype=np.int64), tick)
 
     def _sweep(self, rows: I64, sums: U64, files: I64, tick: Tick) -> None:
-        cursor = np.zeros(2, dtype=np.int64)
+        k, cursor = self._kernels, np.zeros(2, dtype=np.int64)
+        ends = np.cumsum(rows[:, k.SHAPE : k.SHAPE + 4].prod(axis=1) * rows[:, k.WIDTH])
+        seen = 0
         while cursor[0] < len(rows):
-            self._kernels.walk(rows, cursor, SWEEP, sums, files)
+            k.walk(rows, cursor, SWEEP, sums, files)
             faults.slice_done()
-            tick()
+            whole, part = cursor.tolist()
+            now = int(ends[whole - 1]) if whole else 0
+            now += part * int(rows[whole, k.WIDTH]) if part else 0
+            tick(now - seen)
+            seen = now
 
 
 def _window(elements: I64, row: Row) -> tuple[int, int]:

@@ -13,7 +13,7 @@ import msgspec
 
 from dcr_daemon.engine import messages
 from dcr_daemon.engine.messages import AnyAnswer, AnyCall, Done, Pending, RankChecksums, Refused, Report
-from dcr_daemon.engine.port import Attached, EngineStatus, Prepared, Swapped, Verdict
+from dcr_daemon.engine.port import Attached, EngineStatus, Prepared, Scrubbed, Swapped, Verdict
 from dcr_daemon.errors import EngineRefused
 
 T = TypeVar("T")
@@ -48,6 +48,8 @@ def _merged(call: AnyCall, answers: Sequence[AnyAnswer]) -> object:
             return _swapped(answers)
         case messages.Status():
             return _status(_results(answers, EngineStatus))
+        case messages.Scrub():
+            return _scrubbed(_results(answers, Scrubbed))
         case messages.Inspect():
             return _report(_results(answers, Report))
         case messages.Checksums():
@@ -116,6 +118,22 @@ def _status(engines: Sequence[EngineStatus]) -> EngineStatus:
         serving=all(engine.serving for engine in engines),
         prepared=next((engine.prepared for engine in engines if engine.prepared), None),
         begun=next((engine.begun for engine in engines if engine.begun), None),
+    )
+
+
+def _scrubbed(engines: Sequence[Scrubbed]) -> Scrubbed:
+    """As far as the one that came least far: what others have looked at beyond is looked at again."""
+    ends = [engine.next for engine in engines if engine.next is not None]
+    return Scrubbed(
+        version=_common(engine.version for engine in engines),
+        tensors=min(engine.tensors for engine in engines),
+        bytes=sum(engine.bytes for engine in engines),
+        next=min(ends, default=None),
+        differing=[
+            msgspec.structs.replace(one, engine=number)
+            for number, engine in enumerate(engines)
+            for one in engine.differing
+        ],
     )
 
 

@@ -168,7 +168,9 @@ class Rank:
     def start(self, arg: calls.Start) -> calls.JobStatus:
         here = self._attached()
         job = self._background.job
-        if job is not None and job.live:
+        if job is not None and job.kind is JobKind.SCRUB:
+            self._background.quiesce()  # it is in nobody's way: at most one slice
+        elif job is not None and job.live:
             raise Refusal(Code.REFUSED, f"job {job.id} ({job.kind}) is {job.state}", "join or cancel it first")
         loading_now = self._state in OPEN and self._kind == "load"
         if self._state in OPEN and not (loading_now and arg.kind is not JobKind.PREPARE):
@@ -187,6 +189,7 @@ class Rank:
         return {
             JobKind.PREPARE: lambda job: here.prepare(job, arg.hops, arena),
             JobKind.FINGERPRINT: here.fingerprint,
+            JobKind.SCRUB: lambda job: here.scrub(job, arg),
             JobKind.COMPARE: lambda job: here.read_loaded([arg.loaded], arg.vector),
             JobKind.LOAD: lambda job: here.load(job, arg),
         }[arg.kind]
@@ -223,7 +226,7 @@ class Rank:
             return job.status
         if job.kind is JobKind.COMPARE:
             return calls.ComparedRank(id=job.id, differ=self._attached().differing(job.result))
-        if job.kind is JobKind.FINGERPRINT:
+        if job.kind in (JobKind.FINGERPRINT, JobKind.SCRUB):
             return job.result
         if self._txn is not job.result:
             self._attached().stage(job.result)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from engine_contract import *  # noqa: F403  # the tests themselves
 from versions import Versions
 
+from dcr_daemon.checkpoint.safetensors import SafetensorsFile
 from dcr_daemon.engine.directory import DirectoryEngine
 
 
@@ -30,6 +32,13 @@ class Directory:
     def anchor(self, version: int) -> list[str]:
         out = self.versions.save(self._home / f"anchor-{version}", version, shard_bytes=40_000)
         return [str(path) for path in sorted(out.glob("*.safetensors"))]
+
+    def damage(self, tensor: str) -> None:
+        with contextlib.ExitStack() as opened:
+            for shard in self._path.glob("*.safetensors"):
+                file = opened.enter_context(SafetensorsFile(shard, writable=True))
+                if any(spec.name == tensor for spec in file.specs):
+                    file.bits(tensor)[-1] ^= 1
 
 
 @pytest.fixture

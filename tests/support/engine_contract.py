@@ -5,6 +5,7 @@ A subject may be shared by many tests (a server is dear), so they speak of its n
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 from versions import Versions
 
-from dcr_daemon.engine.port import Engine, TensorClass, Transaction, Verdict
+from dcr_daemon.engine.port import Engine, Scrubbed, TensorClass, Transaction, Verdict
 from dcr_daemon.errors import Corrupt, EngineRefused, Fenced
 
 _number = itertools.count()
@@ -36,6 +37,10 @@ class Subject(Protocol):
 
     def anchor(self, version: int) -> list[str]:
         """Safetensors files of a whole version."""
+        ...
+
+    def damage(self, tensor: str) -> None:
+        """Flip a bit of a canonical tensor in live memory, or in its file, behind the engine's back."""
         ...
 
 
@@ -165,6 +170,8 @@ async def test_the_next_owner_finds_nothing_prepared_and_the_earlier_one_is_fenc
                 first.settle(txn.id),
                 first.prove(base, subject.versions.vector_file(base), "x"),
                 first.load(fresh, [], vector_file, "x"),
+                first.scrub(0),
+                first.status(),
             ):
                 with pytest.raises(Fenced):
                     await call
@@ -244,3 +251,118 @@ async def test_what_was_never_begun_is_unknown_and_cannot_be_settled(subject: Su
             await engine.settle("never")
         with pytest.raises(EngineRefused):
             await engine.swap("never")
+
+
+async def scrub_all(engine: Engine) -> list[Scrubbed]:
+    """A whole pass, however often it has to be gone on with."""
+    legs = [await engine.scrub(0)]
+    while (at := legs[-1].next) is not None:
+        legs.append(await engine.scrub(0, at))
+    return legs
+
+
+async def test_a_clean_scrub_looks_at_everything_and_reports_nothing(subject: Subject) -> None:
+    async with proved(subject) as engine:
+        base = newest(subject)
+        attached = await engine.attach(subject.versions.facts())
+        await engine.prove(base, subject.versions.vector_file(base), f"v{base}")
+        exact = [spec for spec, kind in zip(subject.versions.layout, attached.classes, strict=True) if kind == "exact"]
+        legs = await scrub_all(engine)
+        assert [leg.differing for leg in legs] == [[]] * len(legs)
+        assert {leg.version for leg in legs} == {base}
+        assert sum(leg.tensors for leg in legs) == len(exact)
+        assert sum(leg.bytes for leg in legs) == sum(spec.nbytes for spec in exact)
+        last = len(subject.versions.layout) - 1
+        assert (await engine.scrub(0, last)).tensors <= 1
+        assert (await engine.status()).version == base
+
+
+async def test_a_scrub_needs_a_proved_version(subject: Subject) -> None:
+    engine = subject.open()
+    attached = await engine.attach(subject.versions.facts())
+    if attached.version is None:
+        with pytest.raises(EngineRefused):
+            await engine.scrub(0)
+    await engine.close()
+
+
+async def test_a_bit_that_flips_is_found_named_and_stops_the_service_until_it_is_repaired(subject: Subject) -> None:
+    async with proved(subject) as engine:
+        base, fresh = newest(subject), subject.versions.step()
+        tensor = subject.versions.layout[len(subject.versions.layout) // 2].name
+        txn = transaction(subject, fresh)
+        await engine.prepare(txn)
+        subject.damage(tensor)
+        found = [one for leg in await scrub_all(engine) for one in leg.differing]
+        assert [one.tensor for one in found] == [tensor]
+        status = await engine.status()
+        assert (status.version, status.serving, status.prepared) == (None, False, None)
+        for call in (engine.swap(txn.id), engine.prepare(txn), engine.serve(), engine.scrub(0)):
+            with pytest.raises(EngineRefused):
+                await call
+        attached = await engine.attach(subject.versions.facts())
+        assert (attached.version, attached.adopted) == (None, None)
+        loaded = await engine.load(base, subject.anchor(base), subject.versions.vector_file(base), f"v{base}")
+        assert (loaded.verdict, loaded.version) == (Verdict.COMMITTED, base)
+        await engine.serve()
+        assert [leg.differing for leg in await scrub_all(engine)] == [[]]
+        await engine.prepare(txn)
+        assert (await engine.swap(txn.id)).version == fresh
+    assert await subject.live() == vector(subject, fresh)
+
+
+async def test_a_scrub_is_not_in_the_way_of_a_prepare_and_goes_on_after_the_swap(subject: Subject) -> None:
+    async with proved(subject) as engine:
+        fresh = subject.versions.step()
+        size = sum(spec.nbytes for spec in subject.versions.layout)
+        slow = asyncio.create_task(engine.scrub(size / 600))  # ten minutes
+        await asyncio.sleep(0.3)
+        assert not slow.done()
+        txn = transaction(subject, fresh)
+        await engine.prepare(txn)
+        interrupted = await slow
+        assert interrupted.next is not None
+        assert interrupted.differing == []
+        assert (await engine.swap(txn.id)).version == fresh
+        rest = await engine.scrub(0, interrupted.next)
+        assert (rest.version, rest.next, rest.differing) == (fresh, None, [])
+
+
+async def test_swaps_during_scrubs_give_no_false_alarm(subject: Subject) -> None:
+    async with proved(subject) as engine:
+        versions = [subject.versions.step() for _ in range(4)]
+        stop = asyncio.Event()
+        legs: list[Scrubbed] = []
+
+        async def scrub() -> None:
+            at = 0
+            while not stop.is_set():
+                legs.append(await engine.scrub(0, at))
+                at = legs[-1].next or 0
+                await asyncio.sleep(0.001)
+
+        scrubbing = asyncio.create_task(scrub())
+        for version in versions:
+            await asyncio.sleep(0.02)
+            txn = transaction(subject, version)
+            await engine.prepare(txn)
+            await asyncio.sleep(0.02)
+            assert (await engine.swap(txn.id)).version == version
+        await asyncio.sleep(0.02)
+        stop.set()
+        await scrubbing
+        assert legs
+        assert [leg.differing for leg in legs] == [[]] * len(legs)
+        status = await engine.status()
+        assert (status.version, status.serving) == (versions[-1], True)
+
+
+async def test_an_owner_that_was_fenced_learns_it_from_status_alone(subject: Subject) -> None:
+    async with proved(subject) as first:
+        assert (await first.status()).serving
+        second = subject.open()
+        await second.attach(subject.versions.facts())
+        with pytest.raises(Fenced):
+            await first.status()
+        await second.status()
+        await second.close()

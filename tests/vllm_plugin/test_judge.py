@@ -56,7 +56,8 @@ def shardings(draw: st.DrawFn) -> list[AttachedRank]:
 def test_any_sharding_joins_to_the_fingerprint(ranks: list[AttachedRank]) -> None:
     placement = judge.join_placement(LAYOUT, ranks)
     assert placement.classes == (TensorClass.EXACT,) * 3
-    assert (judge.join_fingerprint(placement, [summed(rank) for rank in ranks]) == fingerprint(LAYOUT, VALUES)).all()
+    live = judge.join_fingerprint(placement, [summed(rank) for rank in ranks])
+    assert (live.vector == fingerprint(LAYOUT, VALUES)).all()
     total = sum(int(placement.held(rank).sum()) for rank in range(len(ranks)))
     assert total == int((placement.elements * placement.holders).sum())
 
@@ -78,7 +79,7 @@ def test_a_box_that_is_missing_somewhere_is_never_overlooked(ranks: list[Attache
     else:
         live = judge.join_fingerprint(placement, sums)
         name = LAYOUT[ranks[number].boxes[box].tensor].name
-        assert judge.differing(placement, live, fingerprint(LAYOUT, VALUES)) == [name]
+        assert judge.differing(placement, live.vector, fingerprint(LAYOUT, VALUES)) == [name]
 
 
 def whole() -> judge.Placement:

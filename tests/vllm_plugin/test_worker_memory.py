@@ -32,8 +32,8 @@ def test_box_sums_over_ranks_are_the_canonical_fingerprint(of: int) -> None:
     for rank in range(of):
         placement, host, device = memories(loaded(lanes, rank, of))
         boxes += placement.boxes
-        host_sums.append(host.box_sums(lambda: None))
-        torch_sums.append(device.box_sums(lambda: None))
+        host_sums.append(host.box_sums(lambda size: None))
+        torch_sums.append(device.box_sums(lambda size: None))
     wanted = vector(LAYOUT, lanes)
     wanted[LAYOUT.index("head")] = 0  # absent on every rank
     assert (join_boxes(len(LAYOUT), boxes, np.concatenate(host_sums)) == wanted).all()
@@ -47,7 +47,7 @@ def test_overwriting_every_tensor_equals_a_fresh_load(which: int) -> None:
         toy = loaded(old, rank, 2)
         memory = memories(toy)[1 + which]
         for tensor in range(len(LAYOUT)):
-            memory.overwrite(tensor, new[tensor], lambda: None)
+            memory.overwrite(tensor, new[tensor], lambda size: None)
         assert toy.state() == loaded(new, rank, 2).state()
 
 
@@ -169,8 +169,8 @@ def test_any_strided_copy_is_read_and_written_where_it_lies(copy: tuple[str, Pie
     new = rng.integers(0, 256, layout[0].nbytes, dtype=np.uint8).view(live.dtype)
     for memory in (HostMemory(placement, homes, layout), TorchMemory(placement, homes, layout, CPU)):
         before = live.copy()
-        assert memory.box_sums(lambda: None).tolist() == [wanted]
-        memory.overwrite(0, new, lambda: None)
+        assert memory.box_sums(lambda size: None).tolist() == [wanted]
+        memory.overwrite(0, new, lambda size: None)
         assert (live[places] == new[canonical]).all()
         untouched = np.ones(size, dtype=bool)
         untouched[places] = False
