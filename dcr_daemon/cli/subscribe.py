@@ -70,7 +70,10 @@ def command(
     ] = None,
     poll: Annotated[float, typer.Option(metavar="SECONDS", min=0.01, help="Between looks at the ledger's end.")] = 1.0,
     patience: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0, help="How long --once waits for an absent engine.")
+        float,
+        typer.Option(
+            metavar="SECONDS", min=0, help="How long --once waits for an absent engine, and for a missing object."
+        ),
     ] = 60.0,
     endpoint_url: EndpointUrl = None,
     region: Region = None,

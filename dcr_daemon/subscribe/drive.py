@@ -29,7 +29,7 @@ from dcr_daemon.events import (
     Waiting,
 )
 from dcr_daemon.ledger.ledger import Ledger
-from dcr_daemon.ledger.objects import BelowFloor, Objects
+from dcr_daemon.ledger.objects import BelowFloor, NotYet, Objects
 from dcr_daemon.ledger.records import Seal
 from dcr_daemon.ledger.route import NoRoute, Route
 from dcr_daemon.subscribe.anchors import AnchorFiles
@@ -311,7 +311,7 @@ class Driver:
         began = runtime.monotonic()
         try:
             staged = await at.loaded.beside(await at.stage.hops(seals, await record_of(at.ledger, base)), base)
-        except Corrupt as error:
+        except (Corrupt, NotYet) as error:  # damaged, or deleted behind our back: an anchor may lead round it
             self._block(first, error, poisoned=False)
             return
         runtime.failpoint("subscribe-staged")
@@ -382,7 +382,7 @@ class Driver:
         try:
             files = await at.anchors.fetch(anchor)
             ended = await self._engine.load(version, files, await at.stage.vector(record), str(version))
-        except (Corrupt, EngineRefused) as error:
+        except (Corrupt, NotYet, EngineRefused) as error:
             await self._give_up(version, error)
             return
         if ended.verdict is not Verdict.COMMITTED or ended.version is None:

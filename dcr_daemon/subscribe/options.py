@@ -24,7 +24,8 @@ class SubscribeOptions:
     `once`: reach the newest seal read at the start, then return.
     `pin`: serve this version and never a newer one.
     `base`: the checkpoint of version 0, for engines whose loader computes with some tensors; not needed with an anchor.
-    `poll`: between looks at the ledger's tail. `patience`: how long an absent engine is waited for with `once`.
+    `poll`: between looks at the ledger's tail.
+    `patience`: how long an absent engine is waited for with `once`, and a missing object before another way is tried.
     """
 
     replica: str
