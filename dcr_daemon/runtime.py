@@ -37,8 +37,9 @@ class Runtime(Protocol):
 class Failpoints:
     """`name[:n][=action]`, several joined by commas: what happens at the n-th pass (default the first) of an instant.
 
-    Actions: `kill` (SIGKILL, the default), `stop` (SIGSTOP: a zombie that somebody may wake), `enospc` and `eio` (that
-    `OSError`, from this pass on), `raise` (a bug, from this pass on).
+    `*` is every instant: `*:40` is whichever is passed as the fortieth. Actions: `kill` (SIGKILL, the default), `stop`
+    (SIGSTOP: a zombie that somebody may wake), `enospc` and `eio` (that `OSError`, from this pass on), `raise` (a bug,
+    from this pass on).
     """
 
     def __init__(self, text: str) -> None:
@@ -50,11 +51,14 @@ class Failpoints:
             self._armed[name] = (int(count or 1), action or "kill")
 
     def hit(self, name: str) -> None:
-        if name not in self._armed:
-            return
+        for armed in (name, "*"):
+            if armed in self._armed:
+                self._pass(armed, name)
+
+    def _pass(self, armed: str, name: str) -> None:
         with self._lock:
-            left, action = self._armed[name]
-            self._armed[name] = (left - 1, action)
+            left, action = self._armed[armed]
+            self._armed[armed] = (left - 1, action)
         if left > 1:
             return
         match action:

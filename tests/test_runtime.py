@@ -28,6 +28,16 @@ def test_a_disk_that_fills_up_stays_full():
     assert error.value.errno == errno.EIO
 
 
+def test_any_instant_may_be_meant_by_its_number():
+    points = Failpoints("*:3=eio,there=enospc")
+    points.hit("here")
+    with pytest.raises(OSError, match="space"):
+        points.hit("there")
+    points.hit("elsewhere")
+    with pytest.raises(OSError, match="error"):
+        points.hit("here")
+
+
 def test_nothing_is_armed_without_a_wish():
     Failpoints("").hit("anything")
 

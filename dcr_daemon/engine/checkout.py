@@ -111,6 +111,7 @@ class Checkout:
         token = self.owner().token + 1
         self.marks.mkdir(exist_ok=True)
         self._replace(self._owner, Owner(token=token, nonce=nonce))
+        runtime.failpoint("engine.dir.claimed")
         return token
 
     def _read(self, path: Path, kind: type[T]) -> T | None:
@@ -159,9 +160,9 @@ class Checkout:
         """From here on the change is either finished or redone: `prepared` becomes the journal, the mark is set."""
         prepared.rename(self.journal)
         sync_directory(self.marks, what="engine")
-        runtime.failpoint("dir-journal")
+        runtime.failpoint("engine.dir.journal")
         self._replace(self._dirty, Dirty(stream=stream, txn=txn))
-        runtime.failpoint("dir-dirty")
+        runtime.failpoint("engine.dir.dirty")
 
     def redo(self, journal: Journal, layout: Layout) -> None:
         """Write what a journal says, and its marker. May be repeated from any point.
@@ -171,12 +172,12 @@ class Checkout:
         """
         head = journal.head
         self._hide()
-        runtime.failpoint("dir-hidden")
+        runtime.failpoint("engine.dir.hidden")
         if isinstance(head, Patch):
             self.write(journal, layout)
         else:
             self._move(head)
-        runtime.failpoint("dir-data")
+        runtime.failpoint("engine.dir.data")
         self.finish(
             Marker(
                 stream=head.stream,
@@ -193,7 +194,7 @@ class Checkout:
         with _Shards(self.path) as shards:
             for entry in journal.entries(layout):
                 shards.bits(layout[entry.tensor].name)[entry.positions] = entry.old if back else entry.new
-                runtime.failpoint("dir-write")
+                runtime.failpoint("engine.dir.write")
             shards.sync()
             for entry in journal.entries(layout):
                 name = layout[entry.tensor].name
@@ -209,7 +210,7 @@ class Checkout:
         for name in head.files:
             if (self.incoming / name).exists():
                 (self.incoming / name).rename(self.path / name)
-                runtime.failpoint("dir-move")
+                runtime.failpoint("engine.dir.move")
         for name in head.stale:
             (self.path / name).unlink(missing_ok=True)
         sync_directory(self.path, what="engine")
@@ -218,16 +219,16 @@ class Checkout:
         """The weights are `marker`'s version, durably: write it and take the mark away."""
         self.marks.mkdir(exist_ok=True)
         self._replace(self._marker, marker)
-        runtime.failpoint("dir-version")
+        runtime.failpoint("engine.dir.version")
         self.clear()
 
     def clear(self) -> None:
         """Take the mark away; the weights must be what `version.json` says."""
         self._show()
-        runtime.failpoint("dir-shown")
+        runtime.failpoint("engine.dir.shown")
         self._dirty.unlink(missing_ok=True)
         sync_directory(self.marks, what="engine")
-        runtime.failpoint("dir-clean")
+        runtime.failpoint("engine.dir.clean")
         self.journal.unlink(missing_ok=True)
 
     def sweep(self) -> None:

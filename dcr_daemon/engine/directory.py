@@ -185,6 +185,7 @@ class DirectoryEngine:
             vector=_digest(opened[-1].after),
         )
         changed = write_journal(self._draft, head, compose(layout, opened, self._open.bits))
+        runtime.failpoint("engine.dir.prepared")
         self._prepared, self._after = head, opened[-1].after
         return changed
 
@@ -280,6 +281,7 @@ class DirectoryEngine:
             self._checkpoint = None
         shutil.rmtree(checkout.incoming, ignore_errors=True)
         fresh.rename(checkout.incoming)
+        runtime.failpoint("engine.dir.incoming")
         files = {path.name for path in checkout.incoming.iterdir()}
         here = {path.name for path in self.path.glob("*.safetensors*")}
         head = Install(

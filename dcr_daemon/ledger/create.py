@@ -33,7 +33,9 @@ async def create_stream(store: Store, layout: Layout, vector: Vector, *, model: 
                 hint="a stream is made on an empty prefix; choose another one",
             )
     await create_once(store, layout_key, layout.encoded)
+    runtime.failpoint("ledger.layout.created")
     await create_once(store, vector_key, sums)
+    runtime.failpoint("ledger.stream.put")
     record = Stream(
         stream=runtime.nonce(),
         seq=0,
@@ -47,3 +49,4 @@ async def create_stream(store: Store, layout: Layout, vector: Vector, *, model: 
         model=model,
     )
     await occupy(store, 0, records.encode(record), emit=emit)
+    runtime.failpoint("ledger.stream.answered")

@@ -277,10 +277,14 @@ class Ledger:
         """Decide the record that was sent, if there is one; the record if it is ours and in the ledger."""
         if self._sent is None:
             return None
+        kind = type(self._sent.record).__name__.lower()
+        runtime.failpoint(f"ledger.{kind}.put")
         # `_sent` is set before the first byte leaves and cleared only by `_take`: a cancelled call stays undecided.
         body = await occupy(self.store, self._sent.seq, self._sent.body, emit=self._emit, tries=TRIES)
+        runtime.failpoint(f"ledger.{kind}.answered")
         self._take(fold(self.tip, body), body)
         self._publish()
+        runtime.failpoint(f"ledger.{kind}.known")
         return self._settled
 
     def _take(self, step: Step, body: bytes | None = None) -> None:

@@ -113,7 +113,9 @@ class _Writer:
                 body, sums = await self._workers.run(_pack, self._baseline, pieces)
                 for tensor, value in sums:
                     self._sums[tensor] = (self._sums[tensor] + value) & MASK
-                return await self.put(_file_name(n, len(plan)), body)
+                file = await self.put(_file_name(n, len(plan)), body)
+                runtime.failpoint("publish.anchor.file")
+                return file
 
         tasks = [asyncio.create_task(put_file(n, pieces)) for n, pieces in enumerate(plan)]
         try:

@@ -78,6 +78,7 @@ class Attempt:
         self._stopped = self._torn = False
         self.changed = 0
         baseline.begin()
+        runtime.failpoint("publish.baseline.begun")
 
     async def diff(self, inputs: Iterable[tuple[int, Source]]) -> None:
         """Take up whole tensors, `(layout index, source)` each; returns when none of the sources is needed any more.
@@ -94,6 +95,7 @@ class Attempt:
     async def finish(self) -> None:
         """No more tensors will come: close the chunks that are begun."""
         await self._on_all_lanes([self._flush(encoder) for encoder in self._encoders])
+        runtime.failpoint("publish.diffed")
 
     async def _on_all_lanes(self, lanes: Sequence[Awaitable[None]]) -> None:
         """Run to the end of every lane, whatever happens: a thread that still diffs must not outlive its attempt."""
@@ -167,13 +169,16 @@ class Attempt:
         before = self._baseline.vector
         after = advance(before, self._segments)
         address = (r.version, r.seq, r.group, RANK, self._nonce)
+        runtime.failpoint("publish.chunks.put")
         sums = await _put(store, names.sums(*address), before.astype("<u8").tobytes(), patience)
+        runtime.failpoint("publish.sums.put")
         part = Part(
             stream=r.stream, group=r.group, call=r.call, attempt=r.seq, base=r.base, version=r.version, rank=RANK,
             nonce=self._nonce, chunks=chunks, sums=sums, changed=self.changed, bytes=sum(c.size for c in chunks),
         )  # fmt: skip
         body = records.encode(part)
         part_ref = await _put(store, names.part(*address), body, patience)
+        runtime.failpoint("publish.part.put")
         fingerprint = await _put(store, names.vector(r.version, r.seq), after.astype("<u8").tobytes(), patience)
         return Contribution(part_ref, fingerprint, after, self.changed, part.bytes)
 

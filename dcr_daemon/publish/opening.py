@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
+from dcr_daemon import runtime
 from dcr_daemon.canonical.fingerprint import total
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.directory import Checkpoint
@@ -53,6 +54,7 @@ async def open_session(options: PublishOptions, store: Store, emit: Emit) -> Ses
             baseline = Baseline(state.path, layout, ledger.stream.stream, workers)
         restorer = Restorer(ledger, objects, baseline, options.base, workers, emit)
         await restorer.restore()
+        runtime.failpoint("publish.restored")
         session = Session(options, ledger, baseline, restorer, state, workers, emit)
         if options.create and options.upload_base and session.head == 0:
             await session.anchor_if_due(at_once=True)
@@ -93,12 +95,14 @@ async def _create(options: PublishOptions, ledger: Ledger, state: StateDirectory
     with Checkpoint(options.base) as checkpoint:
         baseline = Baseline(state.path, checkpoint.layout, "", workers)
         await baseline.load(checkpoint)
+    runtime.failpoint("publish.base.loaded")
     vector = await baseline.fingerprint()
     stream = await ledger.create_stream(baseline.layout, vector, model=options.base.absolute().name)
     if (stream.layout.sha256, stream.total) != (baseline.layout.digest, show_u64(total(vector))):
         baseline.close()
         return None
     baseline.stream = stream.stream
+    runtime.failpoint("publish.created")
     baseline.commit(0, vector)
     return baseline
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from dcr_daemon import runtime
 from dcr_daemon.canonical.fingerprint import Vector
 from dcr_daemon.checkpoint.directory import Checkpoint
 from dcr_daemon.checkpoint.pieces import read_pieces
@@ -76,8 +77,10 @@ class Restorer:
                 await self._load_anchor(route.anchor)
             elif have is None:
                 await self.load_base()
+                runtime.failpoint("publish.restore.base")
             for version in route.hops:
                 await self._baseline.apply(self._chunks(await self._ledger.history.seal(version)))
+                runtime.failpoint("publish.restore.version")
             await self._prove(head, f"version {head} built from {self._ledger.store.url}")
         except BaseException:
             self._baseline.lose()
@@ -93,6 +96,7 @@ class Restorer:
         if not np.array_equal(vector, want) or not np.array_equal(await self._baseline.fingerprint(), want):
             return None
         self._baseline.commit(version, want)
+        runtime.failpoint("publish.restore.cached")
         return version
 
     async def _route(self, have: int | None, head: int) -> Route:
@@ -143,6 +147,7 @@ class Restorer:
             body = await self._objects.read_file(ref, version)
             for tensor, elements in await self._workers.run(self._place, body, ref.key):
                 filled[tensor] += elements
+            runtime.failpoint("publish.restore.anchor")
         short = [s.name for s, n in zip(self._baseline.layout, filled, strict=True) if n != s.elements]
         if short:
             raise Corrupt(f"the anchor of version {version} does not hold all of {', '.join(short[:10])}")

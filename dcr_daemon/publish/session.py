@@ -176,6 +176,7 @@ class Session:
         """Version and baseline move together: the seal is in the ledger."""
         assert self._contribution is not None
         self._baseline.commit(attempt.version, self._contribution.vector)
+        runtime.failpoint("publish.baseline.committed")
         attempt.forget()
         self._attempt = self._contribution = None
         self._emit(
@@ -221,6 +222,7 @@ class Session:
         self._attempt = self._contribution = None
         if attempt:
             await attempt.undo()
+            runtime.failpoint("publish.baseline.undone")
             self._emit(Aborted(version=attempt.version, attempt=attempt.id, reason=reason))
 
     async def anchor_if_due(self, *, at_once: bool = False) -> None:
@@ -238,6 +240,7 @@ class Session:
             if not self._policy.due(len(since), sum(seal.bytes for seal in since), self.layout.nbytes):
                 return
         await self._prove_baseline()
+        runtime.failpoint("publish.anchor.proved")
         extras = await self._extras()
         await write_anchor(self.ledger, self._baseline, extras, self.workers, self._options.patience, self._emit)
 

@@ -62,6 +62,7 @@ class Taking:
                 inputs.append((index, source))
         self._intake.check()
         await self._attempt.diff(inputs)
+        runtime.failpoint("publish.shard.taken")
         self.check()
         took = runtime.monotonic() - started
         self._emit(ShardTaken(path=f"{self.relative}/{complete.path.name}", tensors=len(inputs), seconds=took))

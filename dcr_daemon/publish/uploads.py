@@ -67,6 +67,7 @@ class Uploads:
         async with self._slots:
             self._raise()
             data, started = await body(), runtime.monotonic()
+            runtime.failpoint("publish.chunk.begun")
             await create_once(self.store, chunk.key, data, patience=Patience(self._patience))
         runtime.failpoint("publish.chunk.put")
         self._done[n] = chunk

@@ -218,6 +218,7 @@ class Watcher:
         self._current, self._setbacks = None, 0
         current.close()
         self._remember(current.relative, current.identity)
+        runtime.failpoint("publish.remembered")
         try:
             await self._session.anchor_if_due()
         except StoreUnavailable as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path, PurePosixPath
 
+from dcr_daemon import runtime
 from dcr_daemon.disk import exhausted
 from dcr_daemon.errors import Corrupt, Exhausted
 from dcr_daemon.ledger.objects import Objects
@@ -43,6 +44,7 @@ class AnchorFiles:
             if await self._workers.run(file_digest, path) != ref.sha256:
                 body = await self._objects.read_file(ref, anchor.version)
                 await self._workers.run(write_staged, path, body)
+                runtime.failpoint("subscribe.anchor.file")
         return [str(place / _file_name(ref)) for ref in index.files]
 
     def _check_room(self, place: Path, wanted: dict[Path, ObjectRef]) -> None:

@@ -55,6 +55,7 @@ async def run_subscribe(options: SubscribeOptions, store: Store, engine: Engine,
         with _only_one(home):
             ledger = Ledger(store, memory=home / "seen.json", emit=emit, polling=_polling(options))
             await _wait_for_stream(ledger, options, emit)
+            runtime.failpoint("subscribe.found")
             await _run(options, home, ledger, engine, workers, emit)
     finally:
         workers.close()

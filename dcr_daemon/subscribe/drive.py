@@ -143,6 +143,7 @@ class Driver:
             self._emit(Repaired(version=ended.version or 0, how=f"settled {attached.adopted}: {ended.verdict.value}"))
             attached = await self._engine.attach(facts)
         self._incarnation = attached.incarnation
+        runtime.failpoint("subscribe.attached")
         at.loaded.follow(attached.classes)
         await self._tell_pending()
         if attached.adopted is not None:
@@ -183,7 +184,9 @@ class Driver:
                 hint="restart the engine with older weights, or publish those as a new version",
             )
         vector = await self._at.stage.vector(await record_of(self._at.ledger, version))
+        runtime.failpoint("subscribe.located")
         await self._engine.prove(version, vector, str(version), loaded)
+        runtime.failpoint("subscribe.proved")
 
     async def _tell_pending(self) -> None:
         """What became of the transaction whose answer was lost."""
@@ -259,7 +262,7 @@ class Driver:
             )
         await self._engine.serve()
         self._serving = True
-        runtime.failpoint("subscribe-serving")
+        runtime.failpoint("subscribe.serving")
         self._tell_serving(self.version)
 
     async def _advance(self, target: int) -> None:
@@ -314,7 +317,7 @@ class Driver:
         except (Corrupt, NotYet) as error:  # damaged, or deleted behind our back: an anchor may lead round it
             self._block(first, error, poisoned=False)
             return
-        runtime.failpoint("subscribe-staged")
+        runtime.failpoint("subscribe.staged")
         self._transactions += 1
         txn = Transaction(id=f"{self._nonce}-{self._transactions}", hops=staged, label=str(staged[-1].version))
         try:
@@ -323,7 +326,7 @@ class Driver:
             seconds = runtime.monotonic() - began
             self._emit(Prepared(txn=txn.id, base=base, version=last, changed=prepared.changed, seconds=seconds))
             self._pending = txn
-            runtime.failpoint("subscribe-prepared")
+            runtime.failpoint("subscribe.prepared")
             ended = await self._engine.swap(txn.id)
         except (EngineRefused, Corrupt, Exhausted) as error:
             self._pending = None
@@ -344,7 +347,7 @@ class Driver:
         if ended.verdict is not Verdict.COMMITTED or ended.version is None:
             self._pending = txn
             raise EngineGone(f"transaction {txn.id} is {ended.verdict.value}: {ended.reason}", hint="attach again")
-        runtime.failpoint("subscribe-swapped")
+        runtime.failpoint("subscribe.swapped")
         self.version, self._serving = ended.version, ended.serving
         self._refusals, self._one_by_one = 0, False
         await self._tell_committed(txn.base, ended, runtime.monotonic() - began)
@@ -381,6 +384,7 @@ class Driver:
         record = await record_of(at.ledger, version)
         try:
             files = await at.anchors.fetch(anchor)
+            runtime.failpoint("subscribe.anchor.fetched")
             ended = await self._engine.load(version, files, await at.stage.vector(record), str(version))
         except (Corrupt, NotYet, EngineRefused) as error:
             await self._give_up(version, error)
@@ -388,7 +392,7 @@ class Driver:
         if ended.verdict is not Verdict.COMMITTED or ended.version is None:
             await self._give_up(version, EngineRefused(f"anchor {version} was not loaded: {ended.reason}"))
             return
-        runtime.failpoint("subscribe-loaded")
+        runtime.failpoint("subscribe.loaded")
         self.version, self._serving, self._blank, self._unfed = ended.version, ended.serving, False, None
         if self._blocked and self._blocked.version <= ended.version:
             self._blocked = None
@@ -397,6 +401,7 @@ class Driver:
         await self._tell_committed(base or 0, ended, runtime.monotonic() - began, route="anchor")
         await at.loaded.take(version, files)
         at.anchors.forget()
+        runtime.failpoint("subscribe.anchor.forgotten")
         self._tidy()
 
     async def _give_up(self, version: int, error: DcrError) -> None:
@@ -431,6 +436,7 @@ class Driver:
     def _tell_serving(self, version: int) -> None:
         if memory := self._at.ledger.memory:
             memory.serves(version)
+        runtime.failpoint("subscribe.served")
         self._emit(Serving(version=version))
         self._report("serving")
 
@@ -443,6 +449,7 @@ class Driver:
         self._at.feed.skip_to(self.version)
         self._at.stage.forget(self.version)
         self._at.loaded.tidy(self.version)
+        runtime.failpoint("subscribe.tidied")
 
     def _back_off(self, tries: int) -> float:
         return min(self._at.options.poll * 2.0**tries, BACK_OFF) * (0.75 + runtime.jitter() / 2)

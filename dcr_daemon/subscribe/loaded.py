@@ -141,6 +141,7 @@ class Loaded:
         path = self._home / f"loaded-{version}.safetensors"
         body = pack_safetensors([(self._layout[tensor], bits) for tensor, bits in values.items()])
         await self._workers.run(write_staged, path, bytes(body))
+        runtime.failpoint("subscribe.loaded.kept")
         return str(path)
 
     def _wrong(self, values: Values, vector: Vector) -> str:

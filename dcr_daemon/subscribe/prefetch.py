@@ -94,8 +94,9 @@ class Prefetch:
         if (found.stream, found.attempt, found.base, found.version, found.group) != of:
             self._refused.add(entry.key)
             return
-        runtime.failpoint("subscribe-prefetched")
+        runtime.failpoint("subscribe.prefetch.fetched")
         await self._stage.keep(self._place / PurePosixPath(entry.key).name, body)
+        runtime.failpoint("subscribe.prefetch.kept")
         self._emit(
             ChunkFetched(
                 version=opened.version,

@@ -170,6 +170,7 @@ class Stage:
             body = await self.objects.read_chunk(chunk, seal.version)
             self._check(body, chunk, part)
             await self.keep(path, body)
+            runtime.failpoint("subscribe.chunk.kept")
             seconds = runtime.monotonic() - began
         self._emit(
             ChunkFetched(
@@ -234,6 +235,7 @@ class Stage:
             if version.isdigit() and attempt.isdigit() and done(int(version), int(attempt)):
                 self._drop([path for path in self._sizes if path.parent == place])
                 shutil.rmtree(place, ignore_errors=True)
+                runtime.failpoint("subscribe.stage.dropped")
 
     def _drop(self, paths: list[Path]) -> None:
         for path in paths:

@@ -100,7 +100,9 @@ class Reporter:
         )
         try:
             await self._look()
+            runtime.failpoint("subscribe.status.put")
             await self._store.overwrite(self._key, msgspec.json.encode(self._report))
+            runtime.failpoint("subscribe.status.told")
         except DcrError as error:
             if not self._silenced:
                 self._emit(Waiting(what=f"status object {self._key} cannot be written: {error.message}"))

@@ -24,16 +24,16 @@ KILLS = 30
 
 #: failpoint -> whether the change it interrupts has begun, and so ends in the new version
 SITES = {
-    "dir-journal": False,
-    "dir-dirty": True,
-    "dir-hidden": True,
-    "dir-write": True,
-    "dir-data": True,
-    "dir-version": True,
-    "dir-shown": True,
-    "dir-clean": True,
+    "engine.dir.journal": False,
+    "engine.dir.dirty": True,
+    "engine.dir.hidden": True,
+    "engine.dir.write": True,
+    "engine.dir.data": True,
+    "engine.dir.version": True,
+    "engine.dir.shown": True,
+    "engine.dir.clean": True,
 }
-LOAD_SITES = {**{name: begun for name, begun in SITES.items() if name != "dir-write"}, "dir-move": True}
+LOAD_SITES = {**{name: begun for name, begun in SITES.items() if name != "engine.dir.write"}, "engine.dir.move": True}
 
 
 class Case:

@@ -13,12 +13,12 @@ import pytest
 pytestmark = pytest.mark.crash
 
 SITES = {
-    "subscribe-prefetched": None,
-    "subscribe-staged": None,
-    "subscribe-prepared": None,
-    "subscribe-swapped": None,
-    "subscribe-serving": None,
-    "subscribe-loaded": "anchor",
+    "subscribe.prefetch.fetched": None,
+    "subscribe.staged": None,
+    "subscribe.prepared": None,
+    "subscribe.swapped": None,
+    "subscribe.serving": None,
+    "subscribe.loaded": "anchor",
 }
 
 
@@ -48,7 +48,7 @@ def test_a_killed_subscriber_goes_on(make_stream, tmp_path, site):
     directory, home = tmp_path / "current", tmp_path / "home"
     chunks = asyncio.run(prepare(stream, directory, SITES[site]))
     killed = subscribe(stream, directory, home, site)
-    if site == "subscribe-prefetched" and killed.returncode == 0:
+    if site == "subscribe.prefetch.fetched" and killed.returncode == 0:
         pytest.skip("it was through before the first chunk of the open version arrived")
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
     ended = subscribe(stream, directory, home)
