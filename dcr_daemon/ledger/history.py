@@ -1,6 +1,8 @@
 """Walking back through what counted: seals, anchors, and from them the cheapest route.
 
-Every record names the seal and the anchor before it, so a cold reader loads exactly the history that it needs.
+Every record names the seal and the anchor before it, so a cold reader loads exactly the history that it needs. A seal
+far below is jumped to (`search`), so that asking about one old version costs the same in a long history as in a short
+one.
 """
 
 from __future__ import annotations
@@ -12,8 +14,10 @@ from typing import TypeVar
 from dcr_daemon.errors import Corrupt, NotFound
 from dcr_daemon.ledger import records
 from dcr_daemon.ledger.fold import Tip
+from dcr_daemon.ledger.objects import BelowFloor
 from dcr_daemon.ledger.records import Anchor, AnyRecord, Seal
 from dcr_daemon.ledger.route import Route, plan_route
+from dcr_daemon.ledger.search import Place, find_seal
 from dcr_daemon.ledger.slot import read_slot
 from dcr_daemon.ledger.tail import missing_record
 from dcr_daemon.store.port import Store
@@ -21,6 +25,7 @@ from dcr_daemon.store.port import Store
 T = TypeVar("T")
 
 KEPT = 4096  #: seals and anchors held in memory; older ones are read again when asked for
+NEAR = 12  #: seals that are walked over, one request each, rather than jumped over
 
 
 class History:
@@ -78,19 +83,41 @@ class History:
         """The seal of one version above 0. Raises `NotFound` if it is not sealed."""
         if version < 1:
             raise NotFound(f"version {version} has no seal: version 0 is the stream record itself")
-        return (await self.between(version, version))[0]
+        if version > self._tip().state.seal.version:
+            raise self._unsealed(version)
+        if version in self._seals:
+            return self._seals[version]
+        above = self._nearest_above(version)
+        if above.version - version > NEAR:
+            below = self._nearest_below(version)
+            found = await find_seal(self._store, self._tip().stream, version, below, above)
+            if found is not None:
+                self.note(found)
+                return found
+        while True:
+            seal = self._seals.get(above.version) or await self._seal(above)
+            if seal.version == version:
+                return seal
+            above = Place(seal.version - 1, seal.previous)
 
     async def anchors(self) -> list[Anchor]:
         """Anchors at or above the floor, newest first; of several for one version, the newest."""
         return [anchor async for anchor in self.anchors_back()]
 
     async def anchor(self, version: int) -> Anchor:
-        """The newest anchor of one version. Raises `NotFound` if it has none at or above the floor."""
+        """The newest anchor of one version.
+
+        Raises:
+            BelowFloor: retention has passed it; another one, at or above the floor, is there (must L5).
+            NotFound: it has none.
+        """
         async for anchor in self.anchors_back():
             if anchor.version == version:
                 return anchor
             if anchor.version < version:
                 break
+        if version < self._tip().state.floor:
+            raise BelowFloor(f"the anchor of version {version} of {self._store.url} is below the floor")
         raise NotFound(f"version {version} of {self._store.url} has no anchor")
 
     async def route(self, have: int | None, target: int, *, avoid: Collection[int] = ()) -> Route:
@@ -137,29 +164,40 @@ class History:
 
     async def _back(self, version: int) -> AsyncIterator[Seal]:
         """The seals from `version` down to that of version 1, read as they are asked for."""
+        if version < 1:
+            return
+        seal = await self.seal(version)
+        yield seal
+        while seal.version > 1:
+            place = Place(seal.version - 1, seal.previous)
+            seal = self._seals.get(place.version) or await self._seal(place)
+            yield seal
+
+    def _nearest_above(self, version: int) -> Place:
+        """The lowest seal at or above `version` whose slot is known without a request.
+
+        Every record that counts says where the newest seal before it lies.
+        """
         newest = self._tip().state.seal
-        if version > newest.version:
-            raise self._unsealed(version)
-        # Every record that counts says where the newest seal before it lies: the lowest of those that are known and not
-        # below `version` saves reading what is between.
-        known = [(newest.version, newest.seq)]
-        known += [(above - 1, seal.previous) for above, seal in self._seals.items() if above > version]
-        known += [(a.state.seal.version, a.state.seal.seq) for a in self._anchors.values() if a.state]
-        at, seq = min(place for place in known if place[0] >= version)
-        while at >= 1:
-            seal = self._seals.get(at) or await self._seal(seq, at)
-            if at <= version:
-                yield seal
-            seq, at = seal.previous, at - 1
+        known = [Place(newest.version, newest.seq)]
+        known += [Place(above - 1, seal.previous) for above, seal in self._seals.items() if above > version]
+        known += [Place(a.state.seal.version, a.state.seal.seq) for a in self._anchors.values() if a.state]
+        return min(place for place in known if place.version >= version)
+
+    def _nearest_below(self, version: int) -> Place:
+        """The highest seal below `version` whose slot is known; version 0 is sealed in slot 0."""
+        known = [Place(below, seal.seq) for below, seal in self._seals.items() if below < version]
+        known += [Place(a.state.seal.version, a.state.seal.seq) for a in self._anchors.values() if a.state]
+        return max((place for place in known if place.version < version), default=Place(0, 0))
 
     def _unsealed(self, version: int) -> NotFound:
         newest = self._tip().state.seal.version
         return NotFound(f"version {version} of {self._store.url} is not sealed; the newest is {newest}")
 
-    async def _seal(self, seq: int, version: int) -> Seal:
-        record = await self.record(seq)
-        if not isinstance(record, Seal) or record.version != version:
-            raise Corrupt(f"record {seq} of {self._store.url} is not the seal of version {version}")
+    async def _seal(self, place: Place) -> Seal:
+        record = await self.record(place.seq)
+        if not isinstance(record, Seal) or record.version != place.version:
+            raise Corrupt(f"record {place.seq} of {self._store.url} is not the seal of version {place.version}")
         return record
 
 

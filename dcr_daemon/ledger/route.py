@@ -31,7 +31,8 @@ def plan_route(
         target: version to reach.
         hops: bytes of the delta that leads *to* each version, as far as known.
         anchors: bytes of the anchor of each version.
-        floor: deltas and anchors of versions below it may be gone and are not used (must L5).
+        floor: deltas and anchors of versions below it may be gone and are not used (must L5). Nor is a chain that
+            starts below it: the vector that its first hop is checked against may be gone (version 0 keeps its own).
 
     Raises:
         Misuse: `target` is below `have`; a version never moves down (must E2).
@@ -41,10 +42,11 @@ def plan_route(
         return Route(None, (), 0)
     if have is not None and have > target:
         raise Misuse(f"version {target} is below {have}", hint="going back is publishing old weights as a new version")
+    start = None if have and have < floor else have
     # From the target down: `cost` is the chain from `version` to it, as long as every hop is there.
     cost, best, version = 0, None, target
     while True:
-        if version == have:
+        if version == start:
             best = (
                 Route(None, tuple(range(version + 1, target + 1)), cost) if best is None or cost <= best.bytes else best
             )

@@ -25,7 +25,7 @@ def every_route(have: int | None, target: int, hops: Sizes, anchors: Sizes, floo
         if any(version not in hops or version < floor for version in path):
             continue
         cost = sum(hops[version] for version in path)
-        if start == have:
+        if start == have and (start in (0, target) or start >= floor):
             routes.append(Route(None, tuple(path), cost))
         if start in anchors and start >= floor and (have is None or start > have):
             routes.append(Route(start, tuple(path), cost + anchors[start]))
