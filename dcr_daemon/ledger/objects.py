@@ -7,7 +7,7 @@ Bytes that differ are fetched once more; a second difference is damage, not weat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 
@@ -50,6 +50,8 @@ class Objects:
 
     Args:
         floor: the floor as last read; called at each miss, since it may have risen meanwhile.
+        refresh: reads the ledger on; awaited at each miss before `floor` is asked, so that nobody waits for what was
+            collected under a floor that this process has not read yet (must L6).
         patience: seconds that a missing object is waited for.
         workers: where digests are computed; None computes them in place.
     """
@@ -59,12 +61,14 @@ class Objects:
         store: Store,
         *,
         floor: Callable[[], int],
+        refresh: Callable[[], Awaitable[object]] | None = None,
         emit: Emit = discard,
         patience: float = PATIENCE,
         workers: runtime.Workers | None = None,
     ) -> None:
         self.store = store
         self._floor = floor
+        self._refresh = refresh
         self._emit = emit
         self._patience = patience
         self._workers = workers
@@ -159,6 +163,8 @@ class Objects:
             try:
                 return await self.store.get(ref.key, limit=ref.size)
             except Missing:
+                if version is not None and self._refresh and version >= self._floor():
+                    await self._refresh()
                 if version is not None and version < self._floor():
                     raise BelowFloor(f"{self._name(ref)} is gone: version {version} is below the floor") from None
             if runtime.monotonic() >= deadline:

@@ -117,7 +117,9 @@ class _Builder:
 
     def __init__(self, ledger: Ledger, shop: Path, workers: runtime.Workers, emit: Emit) -> None:
         self._ledger, self._shop, self._workers, self._emit = ledger, shop, workers, emit
-        self._objects = Objects(ledger.store, floor=lambda: ledger.state.floor, emit=emit, workers=workers)
+        self._objects = Objects(
+            ledger.store, floor=lambda: ledger.state.floor, refresh=ledger.read, emit=emit, workers=workers
+        )
         self._transactions = 0
 
     async def build(self, target: int, base: Path | None) -> None:
