@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+DATA = "data/"  #: what attempts upload
+ANCHORS = "anchors/"  #: complete versions
 PROBES = "probe/"  #: where the start-up probe of a store leaves its objects, if it may not delete them
 
 
@@ -15,7 +17,7 @@ def layout(digest: str) -> str:
 
 def attempt(version: int, attempt: int) -> str:
     """Prefix of everything one attempt uploads."""
-    return f"data/{version}/{attempt}/"
+    return f"{DATA}{version}/{attempt}/"
 
 
 def chunk(version: int, attempt_: int, group: str, rank: int, nonce: str, n: int) -> str:
@@ -40,8 +42,9 @@ def vector(version: int, attempt_: int) -> str:
 
 
 def anchor(version: int, attempt_: int) -> str:
-    """Prefix of one attempt at an anchor."""
-    return f"anchors/{version}/{attempt_}/"
+    """Prefix of one attempt at an anchor: the number is the seq of the newest record that its writer had read, which is
+    at least that of its own claim. So retention can tell whose it is (must L5)."""
+    return f"{ANCHORS}{version}/{attempt_}/"
 
 
 def replica(replica_id: str) -> str:

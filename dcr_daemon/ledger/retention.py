@@ -1,0 +1,228 @@
+"""What may be deleted from a stream, and why (musts L5 to L8). Pure; the collector does it.
+
+    policy ─► floor ─► `floor` record, durable ─► deletes
+
+A policy is a wish; safety never rests on it. The floor goes no higher than a whole anchor that the ledger names, so at
+every time some anchor at or above the floor, and the chain after it, lead from nothing to the head. A clock that is
+wrong, in the `at` of a record or here, makes a stream keep more or less history than was asked for, and nothing else.
+
+Why a decision stays right however old the knowledge it was made on: the floor never falls. An attempt that was neither
+sealed nor open at some tail that lies above it can never be sealed, since only its own `open` could have made it the
+open one. An anchor is named after a seq that its writer had read, at least that of its own claim: once a newer epoch
+or a release stands above that, no record can name it. A publisher writes one anchor at a time: once one is recorded,
+whatever was begun before it has ended. Names are never used again (must L0). So LIST may be stale, two collectors may
+work at once, and an object that arrives late goes in the next sweep. What is above the tail that was read is never
+touched, nor what this module does not recognise.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from dcr_daemon.ledger import names
+from dcr_daemon.ledger.records import State
+from dcr_daemon.store.port import Entry
+
+#: the prefixes that retention looks at; it never even lists the ledger, layouts or replica reports
+PREFIXES = (names.DATA, names.ANCHORS, names.PROBES)
+
+_NUMBER = r"(0|[1-9][0-9]{0,18})"
+_DATA = re.compile(rf"data/{_NUMBER}/{_NUMBER}/(?:[^/]+\.(?:dcr|part\.json|sums|fail\.json)|fingerprint\.bin)")
+_ANCHOR = re.compile(rf"anchors/{_NUMBER}/{_NUMBER}/.+")
+_PROBE = re.compile(r"probe/[0-9a-f]+/[^/]+")
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionPolicy:
+    """Which versions an operator wants kept: the newest `versions`, and those sealed in the last `hours`. What either
+    asks for is kept; with neither, every version is."""
+
+    versions: int | None = None
+    hours: float | None = None
+
+    @property
+    def active(self) -> bool:
+        return self.versions is not None or self.hours is not None
+
+    def oldest(self, head: int, young: int | None) -> int:
+        """The oldest version to keep. `young`: the oldest one sealed in the last `hours`; the head if none was."""
+        wishes = [head] if self.active else [0]
+        if self.versions is not None:
+            wishes.append(head - self.versions + 1)
+        if self.hours is not None and young is not None:
+            wishes.append(young)
+        return max(0, min(wishes))
+
+
+@dataclass(frozen=True, slots=True)
+class AnchorFact:
+    """The newest anchor of a version: its record's seq, the folders its objects lie in (None: its index cannot be
+    read), and what is wrong with it (empty: it is whole; None: nobody looked)."""
+
+    version: int
+    seq: int
+    folders: frozenset[str] | None
+    wrong: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the ledger said up to `tip`. `sealed`: the attempt that became each version at or above the floor, as far
+    as anything is listed of it; `anchors`: the newest of each version at or above the floor, newest first."""
+
+    tip: int
+    state: State
+    sealed: Mapping[int, int]
+    anchors: Sequence[AnchorFact]
+
+
+class Why(Enum):
+    """Why an object is deleted."""
+
+    BELOW = "below the floor"
+    UNSEALED = "its attempt was never sealed, and cannot be any more"
+    SUPERSEDED = "a newer anchor of the same version is recorded"
+    UNRECORDED = "an anchor that was never recorded, and cannot be any more"
+    PROBE = "left over from a start-up probe"
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One object to delete. `attempt` is the number its folder bears; both are None for what has none."""
+
+    key: str
+    size: int
+    why: Why
+    version: int | None = None
+    attempt: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FloorPlan:
+    """`floor`: where it is to be; `held`: why it is not as high as the policy would have it (empty if it is);
+    `blocked`: a whole anchor is what is missing."""
+
+    floor: int
+    oldest: int
+    held: str = ""
+    blocked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be done: write `floor` unless it stands already (`before`), then delete `items`.
+
+    `kept`: objects that stay; `unknown`: keys that are nobody's, which stay too and should be looked at.
+    """
+
+    before: int
+    floor: FloorPlan
+    items: tuple[Item, ...]
+    kept: int
+    kept_bytes: int
+    unknown: tuple[str, ...]
+
+    @property
+    def rises(self) -> bool:
+        return self.floor.floor > self.before
+
+    @property
+    def bytes(self) -> int:
+        return sum(item.size for item in self.items)
+
+
+def plan_floor(oldest: int, floor: int, anchors: Iterable[AnchorFact]) -> FloorPlan:
+    """The floor for keeping versions from `oldest` on: the newest whole anchor at or below it.
+
+    What lies between that anchor and `oldest` stays, being the way from the one to the other.
+    """
+    if oldest <= floor:
+        return FloorPlan(floor, oldest)
+    wrong = []
+    for anchor in anchors:
+        if floor <= anchor.version <= oldest:
+            if not anchor.wrong:
+                held = "" if anchor.version == oldest else _way(anchor.version, oldest)
+                return FloorPlan(anchor.version, oldest, held)
+            wrong.append(f"that of version {anchor.version} {anchor.wrong}")
+    reason = f"there is no whole anchor at or below version {oldest}"
+    if wrong:
+        reason += f" ({'; '.join(wrong)})"
+    return FloorPlan(floor, oldest, f"{_versions(floor, oldest - 1)} cannot go: {reason}", blocked=True)
+
+
+def plan_retention(facts: Facts, floor: FloorPlan, listing: Iterable[Entry]) -> Plan:
+    """What of `listing` is to be deleted once the floor is durable."""
+    judge = _Judge(facts, floor.floor)
+    items, unknown, kept, kept_bytes = list[Item](), list[str](), 0, 0
+    for entry in listing:
+        verdict = judge(entry)
+        if isinstance(verdict, Item):
+            items.append(verdict)
+            continue
+        kept, kept_bytes = kept + 1, kept_bytes + entry.size
+        if not verdict:
+            unknown.append(entry.key)
+    return Plan(facts.state.floor, floor, tuple(items), kept, kept_bytes, tuple(unknown))
+
+
+def listed_versions(listing: Iterable[Entry]) -> set[int]:
+    """The versions that anything is listed of below data/."""
+    return {int(found[1]) for entry in listing if (found := _DATA.fullmatch(entry.key))}
+
+
+class _Judge:
+    """Answers with an `Item` for what goes, True for what stays, False for what is not recognised."""
+
+    def __init__(self, facts: Facts, floor: int) -> None:
+        self._facts, self._floor = facts, floor
+        self._anchors = {anchor.version: anchor for anchor in facts.anchors}
+
+    def __call__(self, entry: Entry) -> Item | bool:
+        if found := _DATA.fullmatch(entry.key):
+            return self._data(entry, int(found[1]), int(found[2]))
+        if found := _ANCHOR.fullmatch(entry.key):
+            return self._anchor(entry, int(found[1]), int(found[2]))
+        if _PROBE.fullmatch(entry.key):
+            return Item(entry.key, entry.size, Why.PROBE)
+        return False
+
+    def _data(self, entry: Entry, version: int, attempt: int) -> Item | bool:
+        state = self._facts.state
+        if version == 0:
+            return entry.key == names.vector(0, 0)  # an engine that holds the base is told by it, for ever
+        if attempt > self._facts.tip or (state.open and attempt == state.open.seq):
+            return True
+        if version < self._floor:
+            return Item(entry.key, entry.size, Why.BELOW, version, attempt)
+        if version <= state.seal.version and self._facts.sealed.get(version, attempt) == attempt:
+            return True
+        return Item(entry.key, entry.size, Why.UNSEALED, version, attempt)
+
+    def _anchor(self, entry: Entry, version: int, attempt: int) -> Item | bool:
+        facts, state = self._facts, self._facts.state
+        if attempt > facts.tip:
+            return True
+        if version < self._floor:
+            return Item(entry.key, entry.size, Why.BELOW, version, attempt)
+        recorded = self._anchors.get(version)
+        if recorded and (recorded.folders is None or names.anchor(version, attempt) in recorded.folders):
+            return True
+        if recorded and attempt < recorded.seq:
+            return Item(entry.key, entry.size, Why.SUPERSEDED, version, attempt)
+        ended = state.epoch is None or state.epoch.released or attempt < state.epoch.seq
+        if ended or (state.anchor and attempt < state.anchor.seq):
+            return Item(entry.key, entry.size, Why.UNRECORDED, version, attempt)
+        return True  # the living publisher may be writing it now
+
+
+def _way(anchor: int, oldest: int) -> str:
+    them = "is the way" if anchor == oldest - 1 else "are the way"
+    return f"{_versions(anchor, oldest - 1)} {them} from the anchor to version {oldest}, the oldest to keep"
+
+
+def _versions(first: int, last: int) -> str:
+    return f"version {first}" if first == last else f"versions {first} to {last}"
