@@ -75,6 +75,15 @@ class AnchorPut(Event, frozen=True, kw_only=True):
     seconds: float
 
 
+class Collected(Event, frozen=True, kw_only=True):
+    """Retention deleted objects; nothing below version `floor` need be there any more."""
+
+    floor: int
+    objects: int
+    bytes: int
+    seconds: float
+
+
 class FencedOut(Event, frozen=True, kw_only=True):
     """Somebody newer owns this stream or engine."""
 

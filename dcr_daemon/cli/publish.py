@@ -97,6 +97,24 @@ def command(
             rich_help_panel=_STREAM,
         ),
     ] = 1.0,
+    keep_versions: Annotated[
+        int,
+        typer.Option(
+            metavar="VERSIONS",
+            min=0,
+            help="Keep the newest so many versions, and delete older ones as far as anchors allow; 0: keep all.",
+            rich_help_panel=_STREAM,
+        ),
+    ] = 256,
+    keep_hours: Annotated[
+        float,
+        typer.Option(
+            metavar="HOURS",
+            min=0,
+            help="Keep the versions of the last so many hours, too.",
+            rich_help_panel=_STREAM,
+        ),
+    ] = 0,
     codec: Annotated[
         str, typer.Option(metavar="CODEC", help="auto, ulp, xor or overwrite.", rich_help_panel=_TUNING)
     ] = "auto",
@@ -134,6 +152,8 @@ def command(
         upload_base=upload_base,
         anchor_every=anchor_every,
         anchor_share=anchor_share or None,
+        keep_versions=keep_versions,
+        keep_hours=keep_hours,
         uploads=uploads,
         workers=workers,
         watch=watch,

@@ -107,6 +107,12 @@ class Ledger:
         return self._epoch
 
     @property
+    def holds(self) -> bool:
+        """Whether this process's claim is the newest, as far as the ledger was read."""
+        epoch = self.state.epoch
+        return epoch is not None and epoch.seq == self._epoch
+
+    @property
     def undecided(self) -> bool:
         """A record was sent and its fate is not known: `settle` before anything depends on it (must L1)."""
         return self._sent is not None
@@ -329,7 +335,7 @@ class Ledger:
                 raise Fenced(f"{self.store.url}: {void}", hint="stop the other publisher, or claim with --take-over")
         elif self._epoch is None:
             raise Misuse(f"nothing may be written to {self.store.url} without a claim", hint="call claim() first")
-        elif state.epoch is None or state.epoch.seq != self._epoch:
+        elif not self.holds:
             owner = state.epoch.name if state.epoch else "nobody"
             self._emit(FencedOut(what=self.store.url, by=owner))
             raise Fenced(

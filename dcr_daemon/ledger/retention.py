@@ -22,12 +22,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from dcr_daemon.errors import Misuse
 from dcr_daemon.ledger import names
 from dcr_daemon.ledger.records import State
 from dcr_daemon.store.port import Entry
 
 #: the prefixes that retention looks at; it never even lists the ledger, layouts or replica reports
 PREFIXES = (names.DATA, names.ANCHORS, names.PROBES)
+
+MAX_HOURS = 1e6  #: more than a century
 
 _NUMBER = r"(0|[1-9][0-9]{0,18})"
 _DATA = re.compile(rf"data/{_NUMBER}/{_NUMBER}/(?:[^/]+\.(?:dcr|part\.json|sums|fail\.json)|fingerprint\.bin)")
@@ -42,6 +45,13 @@ class RetentionPolicy:
 
     versions: int | None = None
     hours: float | None = None
+
+    @classmethod
+    def of(cls, versions: int | None, hours: float | None) -> RetentionPolicy:
+        """The policy as an operator gives it, 0 and None both meaning no wish. Raises `Misuse` for what is none."""
+        if (versions is not None and versions < 0) or (hours is not None and not 0 <= hours <= MAX_HOURS):
+            raise Misuse(f"cannot keep {versions} versions, or those of {hours} hours", hint="0 keeps everything")
+        return cls(versions or None, hours or None)
 
     @property
     def active(self) -> bool:

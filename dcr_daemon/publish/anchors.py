@@ -19,6 +19,7 @@ from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.directory import INDEX
 from dcr_daemon.checkpoint.pieces import Piece, piece_metadata, plan_files
 from dcr_daemon.checkpoint.safetensors import SafetensorsBytes, pack_safetensors
+from dcr_daemon.errors import Fenced
 from dcr_daemon.events import AnchorPut, Emit
 from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.ledger import Ledger
@@ -60,13 +61,17 @@ async def write_anchor(
     """Upload the baseline's version and record it as an anchor.
 
     Raises:
+        Fenced: another publisher owns the stream.
         Corrupt: the uploaded bytes are not the version; nothing is recorded.
         StoreUnavailable: the bucket did not answer; nothing is recorded, or the record's fate is open.
     """
     version = baseline.version
     assert version is not None
+    if not ledger.holds:  # its number would pass for one of the new owner's (must L5)
+        raise Fenced(f"{ledger.store.url} was claimed by another publisher", hint="this publisher must stay down")
     started = runtime.monotonic()
-    # The seq of the newest record: never repeated by another process, since each claims first (must L0).
+    # The seq of the newest record: never repeated by another process, since each claims first (must L0). One anchor is
+    # written at a time, so retention knows by the number which ones have ended (must L5).
     prefix = names.anchor(version, ledger.tip.seq)
     writer = _Writer(ledger, baseline, prefix, workers, patience)
     files, vector = await writer.put_files()

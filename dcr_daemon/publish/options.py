@@ -10,6 +10,9 @@ from pathlib import Path
 from dcr_daemon.codec.chunk import TARGET_BYTES, Codec
 from dcr_daemon.errors import Misuse
 
+#: versions kept by default: enough for any replica to come by the chain, little beside the trainer's own checkpoints
+KEEP_VERSIONS = 256
+
 
 def default_state() -> Path:
     """Root of the state of all streams: `$STATE_DIRECTORY`, else `$XDG_STATE_HOME/dcr`, else `~/.local/state/dcr`."""
@@ -43,6 +46,8 @@ class PublishOptions:
     `upload_base`: write the anchor of version 0 at `create`.
     `anchor_every`: versions between anchors; `anchor_share`: an anchor when the chunks since the last one outweigh
     this share of a dense checkpoint. None switches either off.
+    `keep_versions`: the newest versions, which retention keeps; `keep_hours`: versions sealed in so many hours are kept
+    too. With neither (None or 0) all are. The way to the oldest of them from an anchor at or below it stays as well.
     `spool_memory`: chunks of the undecided attempt held in memory, the rest goes to files in the state.
     `chunk_bytes`: encoded size at which a chunk is closed and leaves.
     `upload_backlog`: chunk bytes waiting for the bucket before a diff waits; `uploads`: concurrent PUTs.
@@ -60,6 +65,8 @@ class PublishOptions:
     upload_base: bool = True
     anchor_every: int | None = None
     anchor_share: float | None = 1.0
+    keep_versions: int | None = KEEP_VERSIONS
+    keep_hours: float | None = None
     spool_memory: int = 1 << 30
     chunk_bytes: int = TARGET_BYTES
     upload_backlog: int = 512 << 20

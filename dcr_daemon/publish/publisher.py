@@ -19,7 +19,7 @@ from dcr_daemon.events import Emit, Rounded, Waiting, discard
 from dcr_daemon.publish.attempt import Attempt
 from dcr_daemon.publish.intake import Intake
 from dcr_daemon.publish.opening import open_session
-from dcr_daemon.publish.options import PublishOptions, default_state, parse_codec
+from dcr_daemon.publish.options import KEEP_VERSIONS, PublishOptions, default_state, parse_codec
 from dcr_daemon.publish.session import Session
 from dcr_daemon.publish.sources import Source, TensorSource, settle_devices
 from dcr_daemon.publish.update import Update
@@ -47,7 +47,7 @@ class Publisher:
         codec: `auto`, `ulp`, `xor` or `overwrite`.
         ignore: globs of tensor names outside the base checkpoint to drop.
         upload_base: upload version 0 as an anchor when the stream is created.
-        anchor_every, anchor_share: see `PublishOptions`.
+        anchor_every, anchor_share, keep_versions, keep_hours: see `PublishOptions`.
         patience: seconds that an unreachable bucket is tried before an update is given up. A ledger record that was
             sent is waited for longer: no failure may be reported while its fate is open (must L1).
         emit: listens to events, on the publisher's own thread.
@@ -74,6 +74,8 @@ class Publisher:
         upload_base: bool = True,
         anchor_every: int | None = None,
         anchor_share: float | None = 1.0,
+        keep_versions: int | None = KEEP_VERSIONS,
+        keep_hours: float | None = None,
         patience: float = 600.0,
         emit: Emit = discard,
     ) -> None:
@@ -88,6 +90,8 @@ class Publisher:
             upload_base=upload_base,
             anchor_every=anchor_every,
             anchor_share=anchor_share,
+            keep_versions=keep_versions,
+            keep_hours=keep_hours,
             patience=patience,
         )
         self._emit = emit

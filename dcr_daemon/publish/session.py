@@ -21,11 +21,13 @@ from dcr_daemon.errors import Fenced, StoreUnavailable
 from dcr_daemon.events import Aborted, Alarm, Emit, Opened, Sealed, Waiting
 from dcr_daemon.ledger.ledger import Header, Ledger
 from dcr_daemon.ledger.records import Abort, Open, Seal, show_u64
+from dcr_daemon.ledger.retention import RetentionPolicy
 from dcr_daemon.publish.anchors import AnchorPolicy, write_anchor
 from dcr_daemon.publish.attempt import Attempt, Contribution
 from dcr_daemon.publish.baseline import Baseline
 from dcr_daemon.publish.options import PublishOptions
 from dcr_daemon.publish.restore import Restorer
+from dcr_daemon.publish.retention import Retention
 from dcr_daemon.publish.spool import Spool
 from dcr_daemon.publish.state import StateDirectory
 from dcr_daemon.publish.uploads import Uploads
@@ -53,6 +55,8 @@ class Session:
         self.workers, self.state, self._emit = workers, state, emit
         self._spool = Spool(state.spool, options.spool_memory, workers)
         self._policy = AnchorPolicy(options.anchor_every, options.anchor_share)
+        keep = RetentionPolicy.of(options.keep_versions, options.keep_hours)
+        self.retention = Retention(ledger, keep, emit, anchors=self._policy.active)
         # One value for this incarnation of the process group; a leftover of another one answers to nobody (must P1).
         self._group, self._nonce = runtime.nonce(), runtime.nonce()
         self._call = 0
@@ -179,6 +183,7 @@ class Session:
         runtime.failpoint("publish.baseline.committed")
         attempt.forget()
         self._attempt = self._contribution = None
+        self.retention.sealed()
         self._emit(
             Sealed(
                 version=seal.version, attempt=seal.attempt, step=seal.step, seq=seal.seq, changed=seal.changed,
@@ -243,6 +248,7 @@ class Session:
         runtime.failpoint("publish.anchor.proved")
         extras = await self._extras()
         await write_anchor(self.ledger, self._baseline, extras, self.workers, self._options.patience, self._emit)
+        self.retention.anchored()
 
     async def _prove_baseline(self) -> None:
         """Recompute the baseline's fingerprint; damage is an alarm and a rebuild, never an anchor (must P4)."""
@@ -263,6 +269,7 @@ class Session:
     async def close(self) -> None:
         """Settle, release the claim, give the state directory back. Safe to call after any error."""
         try:
+            await self.retention.close()
             with contextlib.suppress(StoreUnavailable, Fenced):
                 await self.settle("the publisher closed")
                 if self.ledger.epoch is not None:

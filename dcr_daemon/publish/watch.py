@@ -125,6 +125,7 @@ class Watcher:
                 current.close()
         for name, what in self._lacks(found).items():
             self._emit(Waiting(what=f"{name} is incomplete and was not published: {what}"))
+        await self._session.retention.ended()
         if not found:
             self._emit(Waiting(what=f"nothing to publish: no complete checkpoint below {self._options.watch} is new"))
 

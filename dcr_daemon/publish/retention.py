@@ -1,0 +1,88 @@
+"""Retention behind one publisher: it raises the floor and deletes, and holds nothing up (must L5).
+
+A round runs on the publisher's loop, beside the next update, one at a time: at the first seal of this process, so that
+what an earlier one left behind goes, after every anchor, and every so many seals. Whatever goes wrong is told and tried
+again later. A fenced publisher deletes nothing more: whoever fenced it has the say now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from dcr_daemon import runtime
+from dcr_daemon.errors import DcrError, Fenced
+from dcr_daemon.events import Collected, Emit, Waiting
+from dcr_daemon.ledger.collector import Collector
+from dcr_daemon.ledger.ledger import Ledger
+from dcr_daemon.ledger.retention import Plan, RetentionPolicy
+
+EVERY = 32  #: seals from one round to the next, if no anchor comes between
+
+
+class Retention:
+    """Collects for one session, whose ledger is claimed. `anchors`: whether this publisher will write any."""
+
+    def __init__(self, ledger: Ledger, policy: RetentionPolicy, emit: Emit, *, anchors: bool) -> None:
+        self._ledger, self._policy, self._emit, self._anchors = ledger, policy, emit, anchors
+        self._round: asyncio.Task[None] | None = None
+        self._seals = EVERY  # the first one is followed by a round
+        self._fenced = False
+        self._said = ""
+
+    def sealed(self) -> None:
+        """A version was sealed."""
+        self._seals += 1
+        if self._seals > EVERY:
+            self.anchored()
+
+    def anchored(self) -> None:
+        """An anchor was recorded, so that the floor may rise: begin a round, unless one is under way."""
+        if self._fenced or (self._round and not self._round.done()):
+            return
+        self._seals = 0
+        self._round = asyncio.create_task(self._run())
+
+    async def ended(self) -> None:
+        """Wait for the round under way."""
+        if self._round:
+            await asyncio.wait([self._round])
+
+    async def close(self) -> None:
+        """End the round under way; what it did not get to is found by the next one."""
+        if self._round:
+            self._round.cancel()
+            await asyncio.gather(self._round, return_exceptions=True)
+
+    async def _run(self) -> None:
+        began = runtime.monotonic()
+        try:
+            plan = await self._plan()
+            collector = Collector(self._ledger)
+            if plan.rises:
+                await collector.raise_floor(plan)
+            done = await collector.delete(plan, go_on=self._still_ours)
+        except Fenced as error:
+            self._fenced = True
+            self._emit(Waiting(what=f"retention stops, and deletes nothing more: {error.message}"))
+        except DcrError as error:
+            self._emit(Waiting(what=f"retention, tried again after a later version: {error.message}"))
+        else:
+            if plan.rises or done.objects:
+                seconds = runtime.monotonic() - began
+                self._emit(Collected(floor=done.floor, objects=done.objects, bytes=done.bytes, seconds=seconds))
+
+    async def _plan(self) -> Plan:
+        await self._still_ours()
+        plan = await Collector(self._ledger).plan(self._policy)
+        held = plan.floor.held if plan.floor.blocked or not self._anchors else ""
+        if held and not self._said:
+            hint = "" if self._anchors else "; let this publisher write anchors (--anchor-share, --anchor-every)"
+            self._emit(Waiting(what=f"retention: {held}{hint}"))
+        self._said = held
+        return plan
+
+    async def _still_ours(self) -> None:
+        await self._ledger.read()
+        if not self._ledger.holds:
+            owner = self._ledger.state.epoch
+            raise Fenced(f"publisher {owner.name if owner else 'nobody'} has claimed {self._ledger.store.url} since")
