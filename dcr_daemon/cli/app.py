@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 import dcr_daemon
-from dcr_daemon.cli import demo, log, materialize, publish, status, subscribe, verify
+from dcr_daemon.cli import demo, gc, log, materialize, publish, status, subscribe, verify
 from dcr_daemon.cli.output import report_error, wants_json
 from dcr_daemon.config import Known, read_config
 from dcr_daemon.errors import DcrError
@@ -39,7 +39,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
-for module in (publish, subscribe, log, status, verify, materialize, demo):
+for module in (publish, subscribe, log, status, verify, gc, materialize, demo):
     app.command(module.__name__.rpartition(".")[2])(module.command)
 
 

@@ -7,12 +7,13 @@ before the first object goes. An interrupted collection leaves nothing half done
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 from dcr_daemon import runtime
-from dcr_daemon.errors import Corrupt, Missing, Misuse
+from dcr_daemon.errors import Corrupt, Fenced, Missing, Misuse
 from dcr_daemon.ledger.ledger import Header, Ledger
 from dcr_daemon.ledger.objects import BelowFloor, NotYet, Objects
 from dcr_daemon.ledger.records import Anchor, Floor, ObjectRef, Seal, State
@@ -210,6 +211,49 @@ class Collector:
             else:
                 low = middle + 1
         return low if low <= self._ledger.state.seal.version else None
+
+
+async def collect(
+    ledger: Ledger,
+    policy: RetentionPolicy,
+    *,
+    name: str | None = None,
+    take_over: bool = False,
+    progress: Progress | None = None,
+) -> tuple[Plan, Collected]:
+    """Plan and carry out, from outside of any publisher: claims the stream if the floor is to rise, and releases it.
+
+    Claimed is under the name of the publisher that held the stream last, unless `name` says otherwise: should this
+    process die before it releases, that publisher still restarts by itself (must P6).
+
+    Raises:
+        Fenced: a publisher holds the stream; it is the one to raise the floor.
+        NotFound: there is no stream.
+    """
+    collector = Collector(ledger, progress=progress)
+    await ledger.read()
+    plan = await collector.plan(policy)
+    if plan.rises:
+        await ledger.claim(_claimant(ledger, name, take_over=take_over), take_over=take_over)
+        try:
+            runtime.failpoint("retention.claimed")
+            plan = await collector.plan(policy)  # whoever held the stream went on until the claim
+            if plan.rises:
+                await collector.raise_floor(plan)
+        finally:
+            with contextlib.suppress(Fenced):
+                await ledger.release()
+    return plan, await collector.delete(plan)
+
+
+def _claimant(ledger: Ledger, name: str | None, *, take_over: bool) -> str:
+    holder = ledger.state.epoch
+    if holder and not holder.released and not take_over and name is None:
+        raise Fenced(
+            f"publisher {holder.name} holds {ledger.store.url}, and only the holder raises the floor",
+            hint="give that publisher --keep-versions or --keep-hours; if it is down for good, add --take-over here",
+        )
+    return name or (holder.name if holder else "gc")
 
 
 def _sealed_at(seal: Seal) -> datetime:

@@ -68,6 +68,8 @@ class Metrics:
             "versions_total", "Versions by outcome: sealed, aborted, committed, rolled_back.", "outcome"
         )
         self.anchors = counter("anchors_total", "Anchors written.")
+        self.collected = counter("collected_total", "Objects deleted by retention.")
+        self.collected_bytes = counter("collected_bytes_total", "Bytes of objects deleted by retention.")
         self.repairs = counter("repairs_total", "Engines repaired from an anchor or by adoption.")
         self.fenced = counter("fenced_total", "Times somebody newer took over.")
         self.alarms = counter("alarms_total", "Contained violations of the protocol, by must.", "must")
@@ -83,6 +85,7 @@ class Metrics:
             e.ChunkPut: lambda event: self._chunk("put", event.bytes),
             e.ChunkFetched: lambda event: self._chunk("fetched", event.bytes),
             e.AnchorPut: self._anchored,
+            e.Collected: self._collected,
             e.Attached: self._attached,
             e.Prepared: lambda event: self.stages.labels("prepare").observe(event.seconds),
             e.Committed: self._committed,
@@ -125,6 +128,10 @@ class Metrics:
     def _anchored(self, event: e.AnchorPut) -> None:
         self.anchors.inc()
         self.stages.labels("anchor").observe(event.seconds)
+
+    def _collected(self, event: e.Collected) -> None:
+        self.collected.inc(event.objects)
+        self.collected_bytes.inc(event.bytes)
 
     def _attached(self, event: e.Attached) -> None:
         self.stages.labels("attach").observe(event.seconds)

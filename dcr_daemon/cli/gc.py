@@ -1,0 +1,159 @@
+"""`dcr gc`: what a stream need not keep is deleted, or listed with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dcr_daemon.cli.options import EndpointUrl, Json, Profile, Region, StoreOptions, StreamArgument, run_async
+from dcr_daemon.cli.output import print_fields, print_json, print_table, size
+from dcr_daemon.cli.progress import steps
+from dcr_daemon.errors import Misuse
+from dcr_daemon.events import discard
+
+if TYPE_CHECKING:
+    from dcr_daemon.ledger.retention import Item, Plan
+
+_POLICY = "Policy"
+
+
+def command(
+    stream: StreamArgument,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go and why; write nothing.")] = False,
+    keep_versions: Annotated[
+        int | None,
+        typer.Option(metavar="VERSIONS", min=1, help="Keep the newest so many versions.", rich_help_panel=_POLICY),
+    ] = None,
+    keep_hours: Annotated[
+        float | None,
+        typer.Option(
+            metavar="HOURS", min=0, help="Keep the versions of the last so many hours.", rich_help_panel=_POLICY
+        ),
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            envvar="DCR_NAME",
+            metavar="NAME",
+            help="Claim as this publisher, which must be down. Default: the one that released the stream last.",
+            rich_help_panel=_POLICY,
+        ),
+    ] = None,
+    take_over: Annotated[
+        bool,
+        typer.Option(
+            "--take-over",
+            help="Claim although a publisher has not released the stream; should it live, it stops.",
+            rich_help_panel=_POLICY,
+        ),
+    ] = False,
+    endpoint_url: EndpointUrl = None,
+    region: Region = None,
+    profile: Profile = None,
+    json: Json = False,
+) -> None:
+    """Delete what lies below the floor, and what attempts that came to nothing left behind.
+
+    Without a policy that is all, and it may run beside a publisher. With --keep-versions or --keep-hours the floor is
+    raised first, to the newest whole anchor at or below the oldest version to keep. That takes a claim, which is
+    released at once; while a publisher holds the stream, give the policy to the publisher instead.
+
+    With --json: stream, head, dry_run, floor_before, floor, oldest (version to keep), held (why the floor is not
+    there), objects and bytes (deleted, or to be), kept, kept_bytes, unknown [key], items [{key, size, version,
+    attempt, why}].
+    """
+    from dcr_daemon.ledger.retention import RetentionPolicy
+
+    policy = RetentionPolicy.of(keep_versions, keep_hours)
+    if take_over and not policy.active:
+        raise Misuse("nothing is claimed without a policy", hint="add --keep-versions or --keep-hours")
+
+    async def main() -> tuple[Plan, int]:
+        from dcr_daemon.ledger.collector import Collector, collect
+        from dcr_daemon.ledger.ledger import Ledger
+
+        with steps("gc:", quiet=json) as told:
+            async with StoreOptions(stream, endpoint_url, region, profile).open(discard) as store:
+                ledger = Ledger(store)
+                if dry_run:
+                    await ledger.read()
+                    plan = await Collector(ledger, progress=told).plan(policy)
+                else:
+                    plan, _ = await collect(ledger, policy, name=name, take_over=take_over, progress=told)
+                return plan, ledger.state.seal.version
+
+    plan, head = run_async(main())
+    if json:
+        print_json(_document(stream, plan, head, dry_run=dry_run))
+    else:
+        _print(stream, plan, head, dry_run=dry_run)
+
+
+def _document(stream: str, plan: Plan, head: int, *, dry_run: bool) -> dict[str, Any]:
+    items = [
+        {"key": item.key, "size": item.size, "version": item.version, "attempt": item.attempt, "why": item.why.value}
+        for item in plan.items
+    ]
+    return {
+        "stream": stream,
+        "head": head,
+        "dry_run": dry_run,
+        "floor_before": plan.before,
+        "floor": plan.floor.floor,
+        "oldest": plan.floor.oldest,
+        "held": plan.floor.held,
+        "objects": len(items),
+        "bytes": plan.bytes,
+        "kept": plan.kept,
+        "kept_bytes": plan.kept_bytes,
+        "unknown": list(plan.unknown),
+        "items": items,
+    }
+
+
+def _print(stream: str, plan: Plan, head: int, *, dry_run: bool) -> None:
+    if plan.items:
+        print_table(("what", "objects ", "size ", "why"), _rows(plan.items))
+    floor = f"version {plan.floor.floor}" + (f", was {plan.before}" if plan.rises else "")
+    would = "would be " if dry_run else ""
+    print_fields(
+        {
+            "stream": stream,
+            "head": f"version {head}",
+            "floor": would * plan.rises + floor,
+            "deleted": f"{would if dry_run else ''}{len(plan.items)} objects, {size(plan.bytes)}",
+            "kept": f"{plan.kept} objects, {size(plan.kept_bytes)}",
+        }
+        | ({"held back": plan.floor.held} if plan.floor.held else {})
+    )
+    for key in plan.unknown:
+        print_fields({"unknown, stays": key})
+
+
+def _rows(items: Sequence[Item]) -> list[tuple[str, int, str, str]]:
+    """One row per reason for what lies below the floor, one per attempt for what came to nothing."""
+    groups: dict[tuple[str, str], list[Item]] = {}
+    for item in items:
+        kind = item.key.partition("/")[0]
+        folder = item.key.rpartition("/")[0] if item.version is not None else kind
+        groups.setdefault((kind if item.why.name == "BELOW" else folder, item.why.value), []).append(item)
+    rows = []
+    for (place, why), found in groups.items():
+        versions = {item.version for item in found if item.version is not None}
+        what = f"{place}/ of {_versions(versions)}" if "/" not in place and versions else f"{place}/"
+        rows.append((what, len(found), size(sum(item.size for item in found)), why))
+    return rows
+
+
+def _versions(versions: Iterable[int]) -> str:
+    """1, 3 to 7, 9."""
+    runs: list[list[int]] = []
+    for version in sorted(versions):
+        if runs and version == runs[-1][-1] + 1:
+            runs[-1][1:] = [version]
+        else:
+            runs.append([version])
+    text = ", ".join(" to ".join(map(str, run)) for run in runs)
+    return f"version{'s' * (text.isdigit() is False)} {text}"
