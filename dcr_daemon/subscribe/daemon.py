@@ -65,7 +65,12 @@ async def _run(
     options: SubscribeOptions, home: Path, ledger: Ledger, engine: Engine, workers: runtime.Workers, emit: Emit
 ) -> None:
     objects = Objects(
-        ledger.store, floor=lambda: ledger.state.floor, emit=emit, patience=options.patience, workers=workers
+        ledger.store,
+        floor=lambda: ledger.state.floor,
+        refresh=ledger.read,
+        emit=emit,
+        patience=options.patience,
+        workers=workers,
     )
     layout = await objects.read_layout(ledger.stream)
     staging = open_staging((options.staging or default_staging(home)) / ledger.stream.stream)
