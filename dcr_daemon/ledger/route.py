@@ -42,6 +42,11 @@ def plan_route(
         return Route(None, (), 0)
     if have is not None and have > target:
         raise Misuse(f"version {target} is below {have}", hint="going back is publishing old weights as a new version")
+    if target < floor:
+        raise NoRoute(
+            f"version {target} is below the floor: retention may have deleted it",
+            hint=f"version {floor} is the oldest that can be had",
+        )
     start = None if have and have < floor else have
     # From the target down: `cost` is the chain from `version` to it, as long as every hop is there.
     cost, best, version = 0, None, target

@@ -36,6 +36,7 @@ class AnchorFiles:
         """
         index = await self._objects.read_anchor_index(anchor)
         place = self.path / f"anchor-{anchor.version}-{anchor.seq}"
+        self._forget(keep=place)  # what is left of another one, which the floor may have passed, is in the way
         wanted = {place / _file_name(ref): ref for ref in [*index.files, *index.extras]}
         if len(wanted) != len(index.files) + len(index.extras):
             raise Corrupt(f"the index of anchor {anchor.version} names a file twice")
@@ -62,8 +63,12 @@ class AnchorFiles:
 
     def forget(self) -> None:
         """Throw away all anchors that lie here."""
+        self._forget(keep=None)
+
+    def _forget(self, *, keep: Path | None) -> None:
         for place in self.path.glob("anchor-*"):
-            shutil.rmtree(place, ignore_errors=True)
+            if place != keep:
+                shutil.rmtree(place, ignore_errors=True)
 
 
 def _file_name(ref: ObjectRef) -> str:

@@ -1,4 +1,9 @@
-"""Which version are these weights? Told by content, never by a label (musts E2, F3)."""
+"""Which version are these weights? Told by content, never by a label (musts E2, F3).
+
+The search is as long as it can pay: it ends at the floor, below which no chain begins, and, where an anchor is at hand,
+after the newest versions, since from farther back the chain outweighs the anchor. So weights that nobody knows cost the
+same in a long history as in a short one.
+"""
 
 from __future__ import annotations
 
@@ -53,6 +58,7 @@ async def locate(
     *,
     highest: int,
     hint: int | None = None,
+    thorough: bool = False,
     emit: Emit,
 ) -> int | None:
     """The newest version up to `highest` whose vector the live weights have; None if they are of no version.
@@ -60,6 +66,8 @@ async def locate(
     Args:
         hint: what the engine itself says it was last proved at; taken if its content agrees, since a version of
             equal content is then one empty step of the chain away.
+        thorough: search all versions that are left, however dear. Otherwise None may also mean: of a version from
+            which the way by an anchor is the cheaper one.
 
     Raises:
         Corrupt: the engine was proved at a version that this ledger does not have (must T1).
@@ -81,19 +89,32 @@ async def locate(
         if await is_version(record, vector, classes, objects, layout):
             return 0 if isinstance(record, Stream) else record.version
         looked += 1
-        if looked == RECENT and await is_version(ledger.stream, vector, classes, objects, layout):
-            return 0
+        if looked == RECENT:
+            if await is_version(ledger.stream, vector, classes, objects, layout):
+                return 0
+            if not thorough and await _anchored(ledger, highest):
+                return None
         if looked % REPORT == 0:
             emit(Waiting(what=f"which version the engine holds: {looked} versions compared"))
     return None
 
 
+async def _anchored(ledger: Ledger, highest: int) -> bool:
+    """Whether an anchor leads to `highest`."""
+    async for anchor in ledger.history.anchors_back():
+        if anchor.version <= highest:
+            return True
+    return False
+
+
 async def _newest_first(ledger: Ledger, highest: int) -> AsyncIterator[Stream | Seal]:
+    """The records that sealed what may be held, from `highest` down to the floor; version 0 last."""
     version = highest
-    while version > 0:
-        for seal in reversed(await ledger.history.between(max(1, version - BATCH + 1), version)):
+    while version >= max(ledger.state.floor, 1):
+        first = max(ledger.state.floor, 1, version - BATCH + 1)
+        for seal in reversed(await ledger.history.between(first, version)):
             yield seal
-        version -= BATCH
+        version = first - 1
     yield ledger.stream
 
 

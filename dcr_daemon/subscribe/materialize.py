@@ -23,9 +23,9 @@ from dcr_daemon.engine.checkout import describe_difference
 from dcr_daemon.engine.directory import DirectoryEngine
 from dcr_daemon.engine.port import Swapped, TensorClass, Transaction, Verdict
 from dcr_daemon.errors import Corrupt, EngineRefused, Exhausted, Incompatible, Misuse, NotFound
-from dcr_daemon.events import Committed, Emit, discard
+from dcr_daemon.events import Committed, Emit, Waiting, discard
 from dcr_daemon.ledger.ledger import Ledger
-from dcr_daemon.ledger.objects import Objects
+from dcr_daemon.ledger.objects import BelowFloor, Objects
 from dcr_daemon.ledger.records import Seal, Stream
 from dcr_daemon.ledger.route import NoRoute, Route
 from dcr_daemon.store.port import Store
@@ -121,6 +121,7 @@ class _Builder:
             ledger.store, floor=lambda: ledger.state.floor, refresh=ledger.read, emit=emit, workers=workers
         )
         self._transactions = 0
+        self._reached: int | None = None  # the version that the engine holds by now
 
     async def build(self, target: int, base: Path | None) -> None:
         layout = await self._objects.read_layout(self._ledger.stream)
@@ -148,13 +149,27 @@ class _Builder:
         shutil.rmtree(self._shop / "out" / ".dcr")
 
     async def _fill(self, engine: DirectoryEngine, stage: Stage, target: int, base: Path | None) -> None:
+        """Bring the engine to `target`; planned again whenever the floor rises over the way (must L6)."""
         held = None if base is None else await self._version_of(base, stage.layout)
-        route = await self._route(held if held is None or held <= target else None, target)
+        start = held if held is not None and held <= target else None
+        while self._reached != target:
+            floor = self._ledger.state.floor
+            try:
+                await self._go(engine, stage, target, start, base)
+            except BelowFloor as error:
+                if self._ledger.state.floor == floor:  # the same way again would end the same way
+                    raise NotFound(error.message, hint="`dcr verify` tells what is missing") from error
+                self._emit(Waiting(what=f"{error.message}; planning again"))
+
+    async def _go(
+        self, engine: DirectoryEngine, stage: Stage, target: int, start: int | None, base: Path | None
+    ) -> None:
+        route = await self._route(start if self._reached is None else self._reached, target)
         if route.anchor is not None:
             await self._load_anchor(engine, stage, route.anchor)
-        elif base is not None and held is not None:
+        elif self._reached is None and base is not None and start is not None:
             files = [str(path) for path in shard_paths(base)]
-            await self._load(engine, stage, held, files, "base")
+            await self._load(engine, stage, start, files, "base")
         hops = list(route.hops)
         while hops:
             done = await self._apply(engine, stage, hops)
@@ -165,7 +180,8 @@ class _Builder:
             return await self._ledger.history.route(held, target)
         except NoRoute as error:
             hint = "give --base with the checkpoint that the stream was created from"
-            raise NotFound(error.message, hint=hint) from error
+            below = target < self._ledger.state.floor
+            raise NotFound(error.message, hint=error.hint if below else hint) from error
 
     async def _version_of(self, base: Path, layout: Layout) -> int:
         """Which version of the stream `base` is, by content."""
@@ -183,6 +199,7 @@ class _Builder:
             vector,
             [TensorClass.EXACT] * len(layout),
             highest=newest,
+            thorough=True,
             emit=self._emit,
         )
         if found is None:
@@ -221,6 +238,7 @@ class _Builder:
 
     def _tell(self, base: int, ended: Swapped, route: str, began: float) -> None:
         assert ended.version is not None
+        self._reached = ended.version
         self._emit(
             Committed(
                 base=base,

@@ -47,7 +47,7 @@ def test_no_route_is_cheaper(situation: tuple[int | None, int, Sizes, Sizes, int
     have, target, hops, anchors, floor = situation
     routes = every_route(have, target, hops, anchors, floor)
     if not routes:
-        with pytest.raises(NoRoute, match=f"to version {target}"):
+        with pytest.raises(NoRoute, match=f"version {target}"):
             plan_route(have, target, hops=hops, anchors=anchors, floor=floor)
         return
     route = plan_route(have, target, hops=hops, anchors=anchors, floor=floor)
