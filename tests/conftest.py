@@ -20,7 +20,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent / "support"))
 pytest.register_assert_rewrite("engine_contract")
-pytest_plugins = ["versions", "streams", "replicas", "field"]
+pytest_plugins = ["versions", "streams", "replicas", "field", "forks"]
 
 
 @pytest.hookimpl(tryfirst=True)
