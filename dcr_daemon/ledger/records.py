@@ -15,10 +15,13 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from dcr_daemon.untrusted import decode_json
+
 FORMAT = 1
 RECORD_LIMIT = 1 << 20  #: bytes; a larger record is void
 PART_LIMIT = 64 << 20  #: bytes of a part or an anchor index
 MAX_DEPTH = 32  #: nesting of user data in a record; fixed, since a parser's own limit differs from host to host
+LEAST, MOST = -(1 << 63), (1 << 64) - 1  #: integers in user data; how many digits a parser takes is the host's choice
 
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Label = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
@@ -82,7 +85,7 @@ class State(msgspec.Struct, frozen=True):
 class Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", omit_defaults=False):
     """Fields that every record carries. `epoch` is the seq of its writer's claim; 0 in `stream`."""
 
-    format: int = FORMAT
+    format: Count = FORMAT
     stream: Id
     seq: Count
     prev: Sha256
@@ -177,7 +180,7 @@ class ChunkRef(msgspec.Struct, frozen=True):
 class Part(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank contributed to one attempt (must P2: everything is repeated and compared)."""
 
-    format: int = FORMAT
+    format: Count = FORMAT
     stream: Id
     group: Id
     call: Count
@@ -195,7 +198,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 class AnchorIndex(msgspec.Struct, frozen=True, kw_only=True):
     """`files` are safetensors, `extras` the model's small side files (config, tokenizer); key, size and digest each."""
 
-    format: int = FORMAT
+    format: Count = FORMAT
     stream: Id
     version: Count
     files: list[ObjectRef]
@@ -208,9 +211,9 @@ NO_RECORD = "0" * 64  #: `prev` of the first record
 class _Head(msgspec.Struct):
     """What a record of any format must show before its own format may matter."""
 
-    format: int
+    format: Count
     stream: str
-    seq: int
+    seq: Count
 
 
 _encoder = msgspec.json.Encoder()
@@ -226,44 +229,42 @@ def encode(value: msgspec.Struct) -> bytes:
 
 def decode_record(body: bytes) -> AnyRecord:
     """One record, every field within its constraint; raises `ValueError` for anything else."""
-    record: AnyRecord = _decode(_records, body)
-    if isinstance(record, Seal) and max(_depth(record.source), _depth(record.metadata)) > MAX_DEPTH:
-        raise ValueError(f"user data is nested deeper than {MAX_DEPTH}")
+    record: AnyRecord = decode_json(_records, body)
+    if isinstance(record, Seal):
+        _check_user_data(record.source)
+        _check_user_data(record.metadata)
     return record
 
 
 def decode_head(body: bytes) -> tuple[int, str, int]:
     """Format, stream id and seq of a record of any format; raises `ValueError` if it does not show them."""
-    head: _Head = _decode(_heads, body)
+    head: _Head = decode_json(_heads, body)
     return head.format, head.stream, head.seq
 
 
 def decode_part(body: bytes) -> Part:
     """Raises `ValueError` for anything that is not one part of this format."""
-    part: Part = _decode(_parts, body)
+    part: Part = decode_json(_parts, body)
     return part
 
 
 def decode_anchor_index(body: bytes) -> AnchorIndex:
     """Raises `ValueError` for anything that is not one anchor index of this format."""
-    index: AnchorIndex = _decode(_indexes, body)
+    index: AnchorIndex = decode_json(_indexes, body)
     return index
 
 
-def _decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
-    try:
-        return decoder.decode(body)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise ValueError(str(error)) from error
-
-
-def _depth(value: object) -> int:
-    """Nesting of JSON-like data, level by level: a hostile record must not exhaust this reader's stack."""
-    depth, level = 0, [value]
-    while (inner := [x for x in level if isinstance(x, dict | list)]) and depth <= MAX_DEPTH:
-        depth += 1
+def _check_user_data(value: object) -> None:
+    """Level by level: a hostile record must not exhaust this reader's stack."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        if any(type(x) is int and not LEAST <= x <= MOST for x in level):
+            raise ValueError("an integer in user data has more than 64 bits")
+        inner = [x for x in level if isinstance(x, dict | list)]
+        if not inner:
+            return
         level = [child for x in inner for child in (x.values() if isinstance(x, dict) else x)]
-    return depth
+    raise ValueError(f"user data is nested deeper than {MAX_DEPTH}")
 
 
 def digest(body: bytes | memoryview) -> str:
