@@ -85,7 +85,8 @@ class Changes:
 
     def prove(self, call: messages.Prove) -> Steps:
         """Declare the version that the live weights are: exact tensors by their sums, loaded ones by what the loader
-        makes of the bytes given. If they hold something else they are fed once, as a load of nothing but them."""
+        makes of the bytes given. If they hold something else they are fed once, as a load of nothing but them. An
+        engine that was at no known version is brought to rest, and its caches handled, as for a change."""
         core = self._core
         placement, live = core.require_live()
         if wrong := judge.differing(placement, live.vector, tables.read_vector(call.vector, placement.layout)):
@@ -107,6 +108,13 @@ class Changes:
                 if ended.verdict is not Verdict.COMMITTED:
                     raise EngineRefused(f"version {call.version} was not proved: {ended.reason}", hint="load an anchor")
                 return
+        if core.proved is None:
+            # The caches are of whatever was live before: what somebody else wrote since, they do not know.
+            with self._at_rest("proof") as (_, resting):
+                if resting is not None:
+                    yield resting
+                core.require_live()
+            core.moving = ""
         core.proved = call.version
         core.host.label(call.label)
 

@@ -250,6 +250,8 @@ class Core:
             facts.stream,
             facts.layout_digest,
         )
+        if self.proved is not None and self._generations not in (None, generations):
+            self.unprove("somebody else wrote the weights, if only what they were; the caches may be of others")
         if self.proved is not None and not (same and self.live is not None and (self.live.vector == live.vector).all()):
             self.unprove("the weights or the stream changed since they were proved")
         if left_out := [

@@ -141,7 +141,7 @@ class Trainer:
         home.mkdir()
         replica = Replica(self.bucket.url, home, directory or home / "current")
         replica.store = self.line()
-        replica.events = events or replica.events
+        replica.events = replica.events if events is None else events
         if at is not None:
             self.versions.save(replica.directory, at, shard_bytes=30_000)
         return replica

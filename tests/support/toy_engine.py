@@ -34,13 +34,14 @@ class ToyWorker(Stub, worker.WorkerExtension):
     """One rank of the toy, with guards and wraps as in vLLM's worker."""
 
     model = staticmethod(loaded)
+    config: Any = None  #: of vLLM
 
     def __init__(self, lanes: list[np.ndarray], rank: int, of: int) -> None:
         import torch
 
         self.toy = self.model(lanes, rank, of)
-        super().__init__(self.toy, None, rank)
-        self._dcr_rank = Rank(rank=rank, model=self.toy, config=None, platform="cpu", device=torch.device("cpu"))
+        super().__init__(self.toy, self.config, rank)
+        self._dcr_rank = Rank(rank=rank, model=self.toy, config=self.config, platform="cpu", device=torch.device("cpu"))
         worker.guard(self, self._dcr_rank)
 
     def flip(self, parameter: str) -> None:
@@ -80,10 +81,12 @@ class Ended(Exception):
 
 
 class ToyHost:
-    """A scheduler's pause state. With `busy`, a pause is reached only when `rest` is called."""
+    """A scheduler's pause state. With `busy`, a pause is reached only when `rest` is called. `rests` counts pauses that
+    handle the caches."""
 
     def __init__(self) -> None:
         self.paused = "no"
+        self.rests = 0
         self.busy = False
         self.shown = ""
         self.guard: Callable[[], str] = lambda: ""
@@ -95,6 +98,7 @@ class ToyHost:
 
     def pause(self) -> Future[None] | None:
         self.paused = "all"
+        self.rests += 1
         self._rest = Future() if self.busy else None
         return self._rest
 
