@@ -73,7 +73,7 @@ class History:
         found: list[Seal] = []
         if last < first:
             return found
-        async for seal in self._back(last):
+        async for seal in self.seals_back(last):
             found.append(seal)
             if seal.version <= first:
                 break
@@ -132,7 +132,7 @@ class History:
         floor = self._tip().state.floor
         if target > self._tip().state.seal.version:
             raise self._unsealed(target)
-        seals = self._back(target)
+        seals = self.seals_back(target)
         anchors = (a async for a in self.anchors_back() if a.version <= target and a.version not in avoid)
         anchor = await anext(anchors, None)
         hops: dict[int, int] = {}
@@ -162,7 +162,7 @@ class History:
                 yield anchor
             at, last = anchor.state.anchor, anchor.version
 
-    async def _back(self, version: int) -> AsyncIterator[Seal]:
+    async def seals_back(self, version: int) -> AsyncIterator[Seal]:
         """The seals from `version` down to that of version 1, read as they are asked for."""
         if version < 1:
             return

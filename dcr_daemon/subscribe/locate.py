@@ -20,11 +20,10 @@ from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import BelowFloor, Objects
 from dcr_daemon.ledger.records import Seal, Stream, show_u64
 
-BATCH = 64  #: seals read between two looks
 REPORT = 512  #: seals read between two words about it
 #: versions compared before version 0 is: a fresh engine holds the base, and must not pay for a long history. Should a
 #: version older than these have the base's vector too, it names the same weights, and only the way on differs (F3).
-RECENT = 4 * BATCH
+RECENT = 256
 
 
 async def record_of(ledger: Ledger, version: int) -> Stream | Seal:
@@ -109,12 +108,10 @@ async def _anchored(ledger: Ledger, highest: int) -> bool:
 
 async def _newest_first(ledger: Ledger, highest: int) -> AsyncIterator[Stream | Seal]:
     """The records that sealed what may be held, from `highest` down to the floor; version 0 last."""
-    version = highest
-    while version >= max(ledger.state.floor, 1):
-        first = max(ledger.state.floor, 1, version - BATCH + 1)
-        for seal in reversed(await ledger.history.between(first, version)):
-            yield seal
-        version = first - 1
+    async for seal in ledger.history.seals_back(highest):
+        if seal.version < ledger.state.floor:
+            break
+        yield seal
     yield ledger.stream
 
 

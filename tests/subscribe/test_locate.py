@@ -64,7 +64,6 @@ async def found(store: Any, content: int) -> int | None:
 
 @pytest.fixture
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BATCH", 2)
     monkeypatch.setattr(module, "RECENT", 8)
 
 
