@@ -1,0 +1,249 @@
+"""What must always hold, looked at after every request, every engine step and every word that an actor says.
+
+The truth is what the trainers gave, what lies in the bucket, and what the engines hold in memory. Records are judged
+by the real fold and chunks by the real decoder: nothing of that kind is defined here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from sim.clock import Process
+from sim.engines import SimEngine, expected_states
+from sim.trainer import Lanes, same, vector_of
+from toy_model import LAYOUT
+
+from dcr_daemon.checkpoint.directory import DIRTY, Checkpoint
+from dcr_daemon.codec.decode import open_chunk
+from dcr_daemon.engine.checkout import CONFIG, Checkout
+from dcr_daemon.errors import DcrError, Fenced
+from dcr_daemon.events import Committed, Event, Serving
+from dcr_daemon.ledger import records
+from dcr_daemon.ledger.fold import Tip, begin, fold
+from dcr_daemon.ledger.records import AnyRecord, ObjectRef, Seal
+from dcr_daemon.publish.session import Session
+
+if TYPE_CHECKING:
+    from sim.actors import Actor, Replica, SimPublisher
+    from sim.world import World
+
+
+class Watch:
+    """Follows one world."""
+
+    def __init__(self, world: World, base: Lanes) -> None:
+        self.world = world
+        self.tip: Tip | None = None
+        self.records: dict[int, AnyRecord] = {}
+        self.versions: list[Lanes] = [base]
+        self.seals: dict[int, Seal] = {}
+        self.attempts: dict[int, Lanes] = {}
+        self.checkpoints: dict[str, Lanes] = {}
+        self.replicas: list[Replica] = []
+        self.served: dict[str, int] = {}
+        self.engines: list[SimEngine] = []
+        self.heads: dict[str, int] = {}
+        self.void_allowed = False
+        self._states: dict[int, list[dict[str, bytes]]] = {}
+        self._running: dict[SimEngine, bool] = {}
+        self._were_ready: set[str] = set()  # engine processes that have served
+        world.bucket.created = self._created
+        world.bucket.deleted = self._deleted
+        world.looked_at = self.engine
+        world.at_kill.append(self._died)
+
+    @property
+    def head(self) -> int:
+        return self.tip.state.seal.version if self.tip else 0
+
+    # -- what actors say ------------------------------------------------------------------------------------------
+
+    def gave(self, attempt: int, lanes: Lanes) -> None:
+        """A trainer gave these weights to this attempt."""
+        self.attempts[attempt] = lanes
+
+    def wrote(self, name: str, lanes: Lanes) -> None:
+        """A trainer wrote this checkpoint."""
+        self.checkpoints[name] = lanes
+
+    def opened(self, actor: SimPublisher, process: Process, session: Session) -> None:
+        self.idle(actor, process, session)
+
+    def idle(self, actor: SimPublisher, process: Process, session: Session) -> None:
+        """A publisher has nothing under way: its baseline is the last version it knows."""
+        head = session.head
+        bits = [session.read(n, 0, spec.elements) for n, spec in enumerate(LAYOUT)]
+        if not same(bits, self.versions[head]):
+            self.world.fail("baseline", f"{process} holds other weights than version {head}")
+
+    def exited(self, actor: Actor, process: Process, error: BaseException | None) -> None:
+        """Nobody is fenced by its own write."""
+        session: Session | None = getattr(actor, "session", None)
+        newest = self.tip.state.epoch if self.tip else None
+        if isinstance(error, Fenced) and session and newest and session.ledger.epoch == newest.seq:
+            self.world.fail("fenced by itself", f"{process}: {error}")
+
+    def subscribing(self, replica: Replica, process: Process) -> None:
+        self.heads[process.name] = self.head
+
+    def told(self, actor: Actor, process: Process, event: Event) -> None:
+        self.world.note(f"{type(event).__name__}", process)
+        if isinstance(event, Committed):
+            self.world.outcome.commits += 1
+        if isinstance(event, (Committed, Serving)) and getattr(actor, "engine", 0) is None:
+            self.directory(actor)  # type: ignore[arg-type]
+        if isinstance(event, Serving):
+            if event.version < self.served.get(actor.role, 0):
+                self.world.fail("served", f"{process} fell from {self.served[actor.role]} to {event.version}")
+            self.served[actor.role] = max(self.served.get(actor.role, 0), event.version)
+
+    # -- the ledger -----------------------------------------------------------------------------------------------
+
+    def _created(self, key: str, body: bytes, by: Process) -> None:
+        if not key.startswith("ledger/"):
+            return
+        seq = int(key[7:-5])
+        if self.tip is None:
+            if seq != 0:
+                self.world.fail("history", f"{by} began the ledger with record {seq}")
+                return
+            self.tip, self.records[0] = begin(body)
+            return
+        if seq != self.tip.seq + 1:
+            self.world.fail("history", f"{by} wrote record {seq} after {self.tip.seq}")
+            return
+        step = fold(self.tip, body)
+        self.tip = step.tip
+        if step.record is None:
+            if not self.void_allowed:
+                self.world.fail("history", f"{by} wrote record {seq}, which is void: {step.void}")
+            return
+        self.records[seq] = step.record
+        if isinstance(step.record, Seal):
+            self._sealed(step.record, by)
+
+    def _sealed(self, seal: Seal, by: Process) -> None:
+        """The version is exactly what the trainer gave, and can be made from the one before with what is durable."""
+        world = self.world
+        world.outcome.sealed += 1
+        if seal.version != len(self.versions):
+            world.fail("history", f"version {seal.version} was sealed after {len(self.versions) - 1}")
+            return
+        source = (seal.source or {}).get("path")
+        given = self.checkpoints.get(source) if source else self.attempts.get(seal.attempt)
+        try:
+            found = self.applied(self.versions[-1], seal)
+        except (KeyError, DcrError, ValueError) as error:
+            world.fail("sealed", f"version {seal.version} cannot be made: {type(error).__name__}: {error}")
+            return
+        if given is None or not same(found, given):
+            world.fail("sealed", f"version {seal.version} of {by} is not what its trainer gave")
+        vector = np.frombuffer(self._read(seal.fingerprint), "<u8")
+        if not np.array_equal(vector, vector_of(found)):
+            world.fail("sealed", f"version {seal.version} has a vector of other weights")
+        self.versions.append(found)
+        self.seals[seal.version] = seal
+
+    def _read(self, ref: ObjectRef) -> bytes:
+        body = self.world.bucket.objects[ref.key]
+        if records.digest(body) != ref.sha256:
+            raise ValueError(f"{ref.key} has other bytes than its digest says")
+        return body
+
+    def applied(self, base: Lanes, seal: Seal) -> Lanes:
+        """The version after `base`, from nothing but the bucket."""
+        fresh = [bits.copy() for bits in base]
+        for ref in seal.parts:
+            part = records.decode_part(self._read(ref))
+            for place in part.chunks:
+                chunk = open_chunk(self._read(ObjectRef(place.key, place.size, place.sha256)), LAYOUT)
+                for n, segment in enumerate(chunk.segments):
+                    changes, bits = chunk.changes(n), fresh[segment.tensor]
+                    where = segment.box.canonical(changes.positions)
+                    bits[where] = changes.resolve(bits[where])
+        return fresh
+
+    def _deleted(self, key: str, by: Process) -> None:
+        """Nothing is deleted that is sealed and above the floor, an anchor in use, or of an open attempt."""
+        if self.tip is None or key.startswith(("probe/", "replicas/")):
+            return
+        kind, _, rest = key.partition("/")
+        state = self.tip.state
+        if kind not in ("data", "anchors"):
+            self.world.fail("deleted", f"{by} deleted {key}")
+            return
+        version, attempt = (int(part) for part in rest.split("/")[:2])
+        if kind == "data":
+            seal = self.seals.get(version)
+            if seal is not None and seal.attempt == attempt and version >= state.floor:
+                self.world.fail("deleted", f"{by} deleted {key}; the floor is {state.floor}")
+            if state.open is not None and state.open.seq == attempt:
+                self.world.fail("deleted", f"{by} deleted {key} of the open attempt")
+        elif version >= state.floor and any(
+            getattr(r, "index", None) is not None and r.index.key.startswith("/".join(key.split("/")[:3]) + "/")  # type: ignore[union-attr]
+            for r in self.records.values()
+        ):
+            self.world.fail("deleted", f"{by} deleted {key}; the floor is {state.floor}")
+
+    # -- engines --------------------------------------------------------------------------------------------------
+
+    def expected(self, version: int) -> list[dict[str, bytes]]:
+        if version not in self._states:
+            self._states[version] = expected_states(self.versions[version])
+        return self._states[version]
+
+    def engine(self, engine: SimEngine) -> None:
+        """After every step of an engine: what it serves is one sealed version, the one it reports, on every rank."""
+        if not engine.alive:
+            return
+        core, world = engine.core, self.world
+        was, self._running[engine] = self._running.get(engine, False), engine.serving
+        if core.proved is not None and not engine.foreign and core.begun is None:
+            if core.proved >= len(self.versions):
+                world.fail("mixture", f"{engine.role} says it is at version {core.proved}, which nobody sealed")
+            elif engine.states() != self.expected(core.proved):
+                world.fail("mixture", f"{engine.role} is not at version {core.proved}, as it reports")
+        if not engine.serving:
+            return
+        if core.begun is not None or any(worker._dcr_rank.dirty for worker in engine.workers):
+            world.fail("mixture", f"{engine.role} serves while {core.begun} is begun or a rank is dirty")
+        if core.proved is None:
+            if not engine.foreign:
+                world.fail("mixture", f"{engine.role} serves unproved weights")
+            return
+        if core.proved < engine.served:
+            world.fail("served", f"{engine.role} fell from version {engine.served} to {core.proved}")
+        if not was and engine.process.name not in self._were_ready:
+            self._were_ready.add(engine.process.name)
+            self._ready(engine, core.proved)
+        engine.served = max(engine.served, core.proved)
+
+    def _ready(self, engine: SimEngine, version: int) -> None:
+        """Born unready: it becomes ready only at the newest version that its subscriber saw sealed when it began."""
+        owners = [r for r in self.replicas if r.engine is engine and r.alive]
+        wanted = min((self.heads.get(r.process.name, 0) for r in owners if r.process), default=0)
+        if version < wanted:
+            self.world.fail("ready", f"{engine.role} became ready at {version}; version {wanted} was sealed before")
+
+    def directory(self, replica: Replica) -> None:
+        """A loader that does not refuse it finds one sealed version, the one it is marked with."""
+        path = replica.directory
+        if not (path / CONFIG).exists() or (path / DIRTY).exists():
+            return
+        marker = Checkout(path).marker()
+        if marker is None:
+            return
+        try:
+            with Checkpoint(path) as found:
+                lanes = [found.bits(spec.name).copy() for spec in LAYOUT]
+        except DcrError as error:
+            self.world.fail("mixture", f"{replica.role}: {error}")
+            return
+        if marker.version >= len(self.versions) or not same(lanes, self.versions[marker.version]):
+            self.world.fail("mixture", f"{replica.role} has other files than version {marker.version}, its mark")
+
+    def _died(self, process: Process) -> None:
+        for replica in self.replicas:
+            if replica.engine is None and replica.machine is process.machine:
+                self.directory(replica)
