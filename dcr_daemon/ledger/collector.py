@@ -16,7 +16,7 @@ from dcr_daemon import runtime
 from dcr_daemon.errors import Corrupt, Fenced, Missing, Misuse
 from dcr_daemon.ledger.ledger import Header, Ledger
 from dcr_daemon.ledger.objects import BelowFloor, NotYet, Objects
-from dcr_daemon.ledger.records import Anchor, Floor, ObjectRef, Seal, State
+from dcr_daemon.ledger.records import Anchor, Floor, ObjectRef, Seal, State, Stream
 from dcr_daemon.ledger.retention import (
     PREFIXES,
     AnchorFact,
@@ -210,6 +210,8 @@ class Collector:
                 high = middle
             else:
                 low = middle + 1
+        if low == 1 and _sealed_at(self._ledger.stream) >= since:
+            return 0
         return low if low <= self._ledger.state.seal.version else None
 
 
@@ -256,10 +258,10 @@ def _claimant(ledger: Ledger, name: str | None, *, take_over: bool) -> str:
     return name or (holder.name if holder else "gc")
 
 
-def _sealed_at(seal: Seal) -> datetime:
+def _sealed_at(record: Seal | Stream) -> datetime:
     """What its publisher's clock said; now, so that it is kept, if that is no time."""
     try:
-        at = datetime.fromisoformat(seal.at)
+        at = datetime.fromisoformat(record.at)
     except ValueError:
         return runtime.now()
     return at if at.tzinfo else at.replace(tzinfo=UTC)
