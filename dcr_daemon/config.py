@@ -52,7 +52,7 @@ def _parse(path: Path) -> dict[str, Any]:
             return tomllib.load(file)
     except OSError as error:
         raise Misuse(f"cannot read {path}: {error.strerror or error}", hint="check --config") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not only TOMLDecodeError: an integer may have too many digits
         raise Misuse(f"{path} is not TOML: {error}") from error
 
 

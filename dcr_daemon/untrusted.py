@@ -7,8 +7,10 @@ bytes come to the same verdict (must L2).
 
 from __future__ import annotations
 
+import json
 import re
-from typing import Protocol, TypeVar
+from collections import Counter
+from typing import Any, Never, Protocol, TypeVar
 
 import msgspec
 
@@ -42,6 +44,28 @@ def decode(decoder: Decoder[T_co], body: bytes) -> T_co:
         return decoder.decode(body)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ValueError(str(error)) from error
+
+
+def load_json(body: bytes) -> Any:
+    """JSON that others write by the same standard, as plain objects: UTF-8, every key once, no NaN and no infinity.
+
+    Raises `ValueError` for anything else, or what is nested too deep.
+    """
+    if too_deep(body):
+        raise ValueError(f"it is nested deeper than {MAX_NESTING}")
+    return json.loads(body.decode(), object_pairs_hook=_unique, parse_constant=_no_number)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"{twice[:200]!r} occurs twice")
+    return table
+
+
+def _no_number(text: str) -> Never:
+    raise ValueError(f"{text} is no JSON")
 
 
 def too_deep(body: bytes) -> bool:

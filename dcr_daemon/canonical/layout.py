@@ -9,15 +9,22 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator
+import reprlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from dcr_daemon.canonical.dtypes import item_size
 from dcr_daemon.errors import Corrupt, Incompatible
+from dcr_daemon.untrusted import decode_json
+
+MAX_AXES = 64
+MAX_ELEMENTS = (1 << 46) - 1  #: of one tensor
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -43,11 +50,20 @@ class TensorSpec:
         return self.elements * self.width
 
 
+def countable(shape: Sequence[int]) -> bool:
+    """Whether a tensor may have this shape. Judged before anything is multiplied: a hostile one can be so large that
+    counting its elements takes for ever. The limits leave room for every unit number of a fingerprint (< 2^48)."""
+    return len(shape) <= MAX_AXES and all(0 <= n <= MAX_ELEMENTS for n in shape) and math.prod(shape) <= MAX_ELEMENTS
+
+
+_tables = msgspec.json.Decoder(list[tuple[str, str, tuple[int, ...]]])
+
+
 class Layout:
     """Canonical tensors sorted by the UTF-8 bytes of their names.
 
     Raises:
-        Incompatible: a name occurs twice, a dtype is not byte-sized, or a shape is negative.
+        Incompatible: a name occurs twice, a dtype is not byte-sized, or a shape is negative or absurdly large.
     """
 
     def __init__(self, specs: Iterable[TensorSpec]) -> None:
@@ -55,12 +71,14 @@ class Layout:
         self._index = {spec.name: i for i, spec in enumerate(self.specs)}
         if len(self._index) != len(self.specs):
             names = [spec.name for spec in self.specs]
-            twice = sorted({name for name in names if names.count(name) > 1})
-            raise Incompatible(f"tensors named twice: {', '.join(twice)}")
+            twice = sorted(name for name, count in Counter(names).items() if count > 1)
+            raise Incompatible(f"tensors named twice: {', '.join(twice[:20])}")
         for spec in self.specs:
             item_size(spec.dtype)
-            if any(n < 0 for n in spec.shape):
-                raise Incompatible(f"tensor {spec.name} has a negative dimension: {spec.shape}")
+            if not countable(spec.shape):
+                raise Incompatible(
+                    f"tensor {spec.name} has a negative or impossible dimension: {reprlib.repr(spec.shape)}"
+                )
 
     def __len__(self) -> int:
         return len(self.specs)
@@ -111,8 +129,8 @@ class Layout:
     def decode(cls, body: bytes) -> Layout:
         """Read `encoded` back. Raises `Corrupt` unless re-encoding gives the same bytes."""
         try:
-            layout = cls(TensorSpec(str(n), str(d), tuple(int(x) for x in s)) for n, d, s in json.loads(body))
-        except (ValueError, TypeError, OverflowError, RecursionError) as error:
+            layout = cls(TensorSpec(*row) for row in decode_json(_tables, body))
+        except ValueError as error:
             raise Corrupt(f"layout object does not parse: {error}") from error
         if layout.encoded != body:
             raise Corrupt("layout object is not in canonical form")

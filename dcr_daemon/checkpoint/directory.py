@@ -15,9 +15,10 @@ from typing import Self
 
 from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import Layout, TensorSpec
-from dcr_daemon.checkpoint.safetensors import SafetensorsFile, write_safetensors
+from dcr_daemon.checkpoint.safetensors import HEADER_LIMIT, SafetensorsFile, write_safetensors
 from dcr_daemon.disk import exhausted, sync_directory, sync_file
 from dcr_daemon.errors import Corrupt, DcrError, Incompatible, NotFound
+from dcr_daemon.untrusted import load_json
 
 INDEX = "model.safetensors.index.json"
 DIRTY = ".dcr/dirty"  #: the mark of a directory that an engine is changing in place
@@ -35,13 +36,16 @@ def read_index(path: Path) -> dict[str, str]:
         Corrupt: it does not parse, or names a file outside its directory.
     """
     try:
-        mapping = json.loads(path.read_bytes())["weight_map"]
-        pairs = {str(name): str(file) for name, file in mapping.items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        if not path.is_file() or path.stat().st_size > HEADER_LIMIT:
+            raise ValueError(f"it is no file of at most {HEADER_LIMIT} bytes")
+        pairs = load_json(path.read_bytes())["weight_map"]
+        if not isinstance(pairs, dict) or not all(isinstance(file, str) for file in pairs.values()):
+            raise ValueError("its weight_map is not a table of names")
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise Corrupt(f"{path} is not a safetensors index: {error}", hint="write it again") from error
     for file in pairs.values():
         if Path(file).name != file or "\0" in file or not file.endswith(".safetensors"):
-            raise Corrupt(f"{path} names {file!r}, which is no safetensors file beside it")
+            raise Corrupt(f"{path} names {file[:200]!r}, which is no safetensors file beside it")
     return pairs
 
 

@@ -17,6 +17,9 @@ from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.checkpoint.safetensors import SafetensorsBytes, SafetensorsFile
 from dcr_daemon.errors import Corrupt
+from dcr_daemon.untrusted import decode_json
+
+_places = msgspec.json.Decoder(tuple[str, int, tuple[int, ...], tuple[int, ...]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +98,7 @@ def _place(file: SafetensorsFile | SafetensorsBytes, entry: TensorSpec) -> tuple
     if entry.name not in file.metadata:
         raise Corrupt(f"{file.path}: {entry.name} is not in the stream's layout")
     try:
-        place = msgspec.json.decode(file.metadata[entry.name], type=tuple[str, int, tuple[int, ...], tuple[int, ...]])
-        name, dst, shape, strides = place
+        name, dst, shape, strides = decode_json(_places, file.metadata[entry.name].encode())
         return name, Box(dst, shape, strides)
-    except (msgspec.MsgspecError, ValueError) as error:
+    except ValueError as error:
         raise Corrupt(f"{file.path}: the place of {entry.name} does not parse: {error}") from error

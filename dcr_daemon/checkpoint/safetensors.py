@@ -12,6 +12,7 @@ import contextlib
 import json
 import mmap
 import os
+import reprlib
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,9 +25,10 @@ import numpy as np
 from dcr_daemon import runtime
 from dcr_daemon.canonical.dtypes import item_size, lane_dtype
 from dcr_daemon.canonical.fingerprint import Bits
-from dcr_daemon.canonical.layout import TensorSpec
+from dcr_daemon.canonical.layout import TensorSpec, countable
 from dcr_daemon.disk import exhausted, sync_file
 from dcr_daemon.errors import Corrupt, DcrError, Incompatible, NotFound
+from dcr_daemon.untrusted import load_json
 
 HEADER_LIMIT = 100 << 20  #: bytes of JSON, as in the reference implementation
 _BLOCK = 16 << 20
@@ -42,17 +44,9 @@ class Header:
     size: int
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} occurs twice")
-    return table
-
-
 def _counts(value: Any) -> list[int]:
     if not isinstance(value, list) or any(type(n) is not int or n < 0 for n in value):
-        raise ValueError(f"{value!r} is not a list of sizes")
+        raise ValueError(f"{reprlib.repr(value)} is not a list of sizes")
     return value
 
 
@@ -61,6 +55,8 @@ def _entry(name: str, entry: Any) -> tuple[TensorSpec, int, int]:
         raise ValueError(f"the entry of {name!r} is not dtype, shape and data_offsets")
     name.encode()  # a lone surrogate has no UTF-8 form and could be neither sorted nor stored
     spec = TensorSpec(name, str(entry["dtype"]), tuple(_counts(entry["shape"])))
+    if not countable(spec.shape):
+        raise ValueError(f"{name!r} has a shape that no tensor has: {reprlib.repr(spec.shape)}")
     begin, end = _counts(entry["data_offsets"])
     if end - begin != spec.nbytes:
         raise ValueError(f"{name!r} is {spec.dtype} {list(spec.shape)} but spans {end - begin} bytes")
@@ -74,7 +70,7 @@ def parse_header(raw: bytes, data: int) -> Header:
         ValueError: anything wrong with it, said in words.
         Incompatible: a dtype that is not byte-sized.
     """
-    table = json.loads(raw, object_pairs_hook=_unique)
+    table = load_json(raw)
     if not isinstance(table, dict):
         raise ValueError("the header is not a JSON object")
     metadata = table.pop("__metadata__", None) or {}

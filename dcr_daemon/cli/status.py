@@ -80,11 +80,13 @@ async def _read_replicas(store: Store) -> list[dict[str, Any]]:
     """Status objects by replica id; an unreadable one counts as absent (must L7)."""
     import msgspec
 
-    found = []
+    from dcr_daemon.untrusted import decode_json
+
+    found, decoder = [], msgspec.json.Decoder(dict[str, Any])
     async for entry in store.list("replicas/"):
         try:
-            report = msgspec.json.decode(await store.get(entry.key, limit=_REPLICA_LIMIT), type=dict[str, Any])
-        except (Missing, Corrupt, msgspec.MsgspecError):
+            report = decode_json(decoder, await store.get(entry.key, limit=_REPLICA_LIMIT))
+        except (Missing, Corrupt, ValueError):
             continue
-        found.append({"id": entry.key.removeprefix("replicas/").removesuffix(".json")} | report)
+        found.append(report | {"id": entry.key.removeprefix("replicas/").removesuffix(".json")})
     return sorted(found, key=lambda report: str(report["id"]))

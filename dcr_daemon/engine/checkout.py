@@ -32,6 +32,7 @@ from dcr_daemon.disk import exhausted, sync_directory, write_whole
 from dcr_daemon.engine.journal import Install, Journal, Patch, read_journal
 from dcr_daemon.engine.port import EngineGone
 from dcr_daemon.errors import Corrupt, DcrError, EngineRefused
+from dcr_daemon.untrusted import decode_json
 
 FORMAT = 1
 CONFIG = "config.json"
@@ -120,8 +121,8 @@ class Checkout:
         except FileNotFoundError:
             return None
         try:
-            found = msgspec.json.decode(body, type=kind)
-        except msgspec.MsgspecError as error:
+            found = decode_json(msgspec.json.Decoder(kind), body)
+        except ValueError as error:
             hint = "empty the directory, then start again" if path != self._owner else "remove this file"
             raise EngineRefused(f"{path} cannot be read: {error}", hint=hint) from error
         if isinstance(found, Marker) and found.format > FORMAT:

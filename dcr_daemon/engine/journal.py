@@ -28,6 +28,8 @@ from dcr_daemon.canonical.dtypes import lane_dtype
 from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.disk import exhausted, sync_file
+from dcr_daemon.errors import Corrupt
+from dcr_daemon.untrusted import decode_json
 
 MAGIC = b"DCRJRNL1"
 _HEAD_LIMIT = 16 << 20
@@ -118,7 +120,10 @@ def _put_entry(file: BinaryIO, seen: _Hash, entry: Patched) -> None:
 
 
 class Journal:
-    """A journal whose digest is good. Close it when done; arrays from `entries` are copies."""
+    """A journal whose digest is good. Close it when done; arrays from `entries` are copies.
+
+    The digest tells that nothing was torn, not that whoever wrote it was sane: every entry is judged before it is used.
+    """
 
     def __init__(self, head: Patch | Install, data: mmap.mmap, first: int) -> None:
         self.head = head
@@ -126,25 +131,38 @@ class Journal:
         self._first = first
 
     def entries(self, layout: Layout) -> Iterator[Patched]:
-        """The changes, tensor by tensor; one tensor's worth of memory at a time."""
+        """The changes, tensor by tensor; one tensor's worth of memory at a time.
+
+        Raises:
+            Corrupt: an entry does not fit the layout, or the journal.
+        """
         at, end = self._first, len(self._data) - _SUM
         while at < end:
+            if end - at < _ENTRY.itemsize:
+                raise _corrupt("an entry is cut off")
             row = np.frombuffer(self._data[at : at + _ENTRY.itemsize], dtype=_ENTRY)[0]
             tensor, k, width = int(row["tensor"]), int(row["changed"]), int(row["position"])
             at += _ENTRY.itemsize
+            if tensor >= len(layout) or width not in (4, 8):
+                raise _corrupt(f"it names tensor {tensor} of {len(layout)}, positions of {width} bytes")
             lane = np.dtype(lane_dtype(layout[tensor].width))
+            if not 1 <= k <= (end - at) // (width + 2 * lane.itemsize):
+                raise _corrupt(f"{k} changes of {layout[tensor].name} are not in it")
             columns = []
             for dtype in (np.dtype("<u4" if width == 4 else "<i8"), lane, lane):
                 columns.append(np.frombuffer(self._data[at : at + k * dtype.itemsize], dtype=dtype))
                 at += k * dtype.itemsize
-            yield Patched(tensor, columns[0].astype(np.int64), columns[1], columns[2])
+            where = columns[0].astype(np.int64)
+            if where[0] < 0 or where[-1] >= layout[tensor].elements or not bool((where[1:] > where[:-1]).all()):
+                raise _corrupt(f"positions in {layout[tensor].name} are out of order or outside")
+            yield Patched(tensor, where, columns[1], columns[2])
 
     def close(self) -> None:
         self._data.close()
 
 
 def read_journal(path: Path) -> Journal | None:
-    """The journal at `path`, or None if there is none with a good digest."""
+    """The journal at `path`, or None if there is none with a good digest and a head that can be read."""
     try:
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_size < len(MAGIC) + 8 + _SUM:
@@ -161,4 +179,15 @@ def read_journal(path: Path) -> Journal | None:
     if not sound:
         data.close()
         return None
-    return Journal(_decoder.decode(data[len(MAGIC) + 8 : first]), data, first)
+    try:
+        head = decode_json(_decoder, data[len(MAGIC) + 8 : first])
+        if isinstance(head, Install) and any(Path(name).name != name for name in (*head.files, *head.stale)):
+            raise ValueError("it names a file outside its directory")
+    except ValueError:
+        data.close()
+        return None
+    return Journal(head, data, first)
+
+
+def _corrupt(what: str) -> Corrupt:
+    return Corrupt(f"the journal is damaged: {what}", hint="empty the directory, then start again")

@@ -18,6 +18,7 @@ import msgspec
 
 from dcr_daemon.engine.port import EngineGone, StreamFacts, Transaction
 from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, Exhausted, Fenced, Incompatible, Misuse
+from dcr_daemon.untrusted import decode
 
 PROTOCOL = 1
 FRAME_LIMIT = 64 << 20  #: bytes of one record
@@ -187,8 +188,8 @@ def encode(record: msgspec.Struct) -> bytes:
 def decode_call(body: bytes) -> AnyCall:
     """Raises `Misuse` for anything that is not a call of this protocol."""
     try:
-        call = _calls.decode(body)
-    except msgspec.MsgspecError as error:
+        call = decode(_calls, body)
+    except ValueError as error:
         raise Misuse(
             f"not a call of this engine: {error}", hint="run the same version of dcr-daemon on both sides"
         ) from error
@@ -203,12 +204,16 @@ def decode_call(body: bytes) -> AnyCall:
 def decode_answer(body: bytes) -> AnyAnswer:
     """Raises `Misuse` for anything that is not an answer."""
     try:
-        return _answers.decode(body)
-    except msgspec.MsgspecError as error:
-        raise Misuse(
-            f"the engine's socket gave no answer of this protocol: {error}",
-            hint="check that the socket belongs to a vLLM server with the dcr plugin of the same version",
-        ) from error
+        return decode(_answers, body)
+    except ValueError as error:
+        raise _strange(error) from error
+
+
+def _strange(error: ValueError) -> Misuse:
+    return Misuse(
+        f"the engine's socket gave no answer of this protocol: {error}",
+        hint="check that the socket belongs to a vLLM server with the dcr plugin of the same version",
+    )
 
 
 def done(call_id: str, result: object) -> Done:
@@ -222,10 +227,13 @@ def refused(call_id: str, error: DcrError) -> Refused:
 
 
 def result_of(answer: AnyAnswer, kind: type[T]) -> T:
-    """The result inside an answer, or the error it carries, raised."""
+    """The result inside an answer, or the error it carries, raised; `Misuse` if it is of another kind."""
     match answer:
         case Done():
-            return msgspec.msgpack.decode(answer.result, type=kind)
+            try:
+                return decode(msgspec.msgpack.Decoder(kind), answer.result)
+            except ValueError as error:
+                raise _strange(error) from error
         case Refused():
             raise ERRORS.get(answer.kind, DcrError)(answer.message, hint=answer.hint)
     raise Misuse("the engine left a call pending", hint="report this as a bug")

@@ -15,6 +15,7 @@ from dcr_daemon.disk import write_whole
 from dcr_daemon.errors import Corrupt, Exhausted, Incompatible, Misuse
 from dcr_daemon.ledger.fold import Tip
 from dcr_daemon.ledger.records import State
+from dcr_daemon.untrusted import decode_json
 
 FORMAT = 1
 
@@ -32,6 +33,9 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def tip(self) -> Tip:
         return Tip(self.stream, self.seq, self.digest, self.state)
+
+
+_marks = msgspec.json.Decoder(Mark)
 
 
 class Memory:
@@ -82,8 +86,8 @@ class Memory:
                 hint="fix the permissions of the state directory",
             ) from error
         try:
-            mark = msgspec.json.decode(body, type=Mark)
-        except (msgspec.MsgspecError, RecursionError) as error:
+            mark = decode_json(_marks, body)
+        except ValueError as error:
             raise Corrupt(
                 f"high-water mark {self.path} does not parse: {error}",
                 hint="remove it only if you know that the bucket was not rolled back",

@@ -13,6 +13,7 @@ import msgspec
 from dcr_daemon.disk import write_whole
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.publish.survey import FileIdentity
+from dcr_daemon.untrusted import decode_json
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -33,6 +34,9 @@ class _Kept(msgspec.Struct, frozen=True):
     watch: str
     version: int
     sources: list[Source]
+
+
+_lists = msgspec.json.Decoder(_Kept)
 
 
 async def read_published(ledger: Ledger, kept: Path, watch: Path) -> list[Source]:
@@ -57,7 +61,7 @@ def _source(source: dict[str, Any] | None) -> Source | None:
 def _load(kept: Path, stream: str, watch: Path) -> _Kept:
     nothing = _Kept(stream, str(watch.resolve()), 0, [])
     try:
-        known = msgspec.json.decode(kept.read_bytes(), type=_Kept)
+        known = decode_json(_lists, kept.read_bytes())
     except (OSError, ValueError):
         return nothing
     return known if (known.stream, known.watch) == (nothing.stream, nothing.watch) else nothing

@@ -7,11 +7,12 @@ whose boxes the file's metadata gives; those are joined in host memory, one tens
 
 from __future__ import annotations
 
-import json
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -19,7 +20,11 @@ from dcr_daemon.canonical.box import Box
 from dcr_daemon.canonical.dtypes import lane_dtype
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.errors import Corrupt
+from dcr_daemon.untrusted import decode_json, load_json
 from dcr_daemon.vllm_plugin.memory import Bits
+
+Place = tuple[str, int, tuple[int, ...], tuple[int, ...]]
+_places = msgspec.json.Decoder(Place)
 
 HEADER_LIMIT = 100 << 20  #: bytes, as in the safetensors library
 
@@ -48,7 +53,7 @@ class DenseFiles:
         for path in paths:
             try:
                 self._read(path)
-            except (ValueError, KeyError, TypeError, AttributeError, UnicodeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise _corrupt(path, f"header does not parse: {error}") from error
 
     def _read(self, path: str) -> None:
@@ -58,26 +63,36 @@ class DenseFiles:
         size = int(file[:8].view("<u8")[0])
         if size > min(HEADER_LIMIT, file.size - 8):
             raise _corrupt(path, "it is truncated, or not a safetensors file")
-        header = json.loads(file[8 : 8 + size].tobytes())
-        regions = {name: json.loads(text) for name, text in header.pop("__metadata__", {}).items() if "#" in name}
+        header = load_json(file[8 : 8 + size].tobytes())
+        texts = header.pop("__metadata__", None) or {}
         for name, entry in header.items():
-            self._add(path, file, 8 + size, name, entry, regions.get(name))
+            # A tensor may be called like a piece, or like something else in the metadata: its own name comes first.
+            place = texts.get(name) if name not in self._layout else None
+            self._add(
+                path, file, 8 + size, name, entry, None if place is None else decode_json(_places, place.encode())
+            )
 
     def _add(
-        self, path: str, file: npt.NDArray[np.uint8], data: int, name: str, entry: dict[str, object], region: object
+        self,
+        path: str,
+        file: npt.NDArray[np.uint8],
+        data: int,
+        name: str,
+        entry: dict[str, object],
+        place: Place | None,
     ) -> None:
         box: Box | None = None
-        if isinstance(region, list):
-            name, dst, shape, strides = region
-            box = Box(int(dst), tuple(shape), tuple(strides))
+        if place is not None:
+            name, dst, shape, strides = place
+            box = Box(dst, shape, strides)
         if name not in self._layout:
             return  # a checkpoint may hold an alias that the layout leaves out (a tied head)
         index = self._layout.index(name)
         spec = self._layout[index]
-        begin, end = (int(offset) for offset in entry["data_offsets"])  # type: ignore[attr-defined]
+        begin, end = (operator.index(offset) for offset in entry["data_offsets"])  # type: ignore[attr-defined]
         elements = spec.elements if box is None else box.elements
         whole = box is not None or tuple(entry["shape"]) == spec.shape  # type: ignore[arg-type]
-        if entry["dtype"] != spec.dtype or not whole or (box is not None and box.last >= spec.elements):
+        if entry["dtype"] != spec.dtype or not whole or (box is not None and not box.fits(spec.elements)):
             raise _corrupt(path, f"{name} is not the tensor of that name in the layout")
         if begin < 0 or end - begin != elements * spec.width or data + end > file.size:
             raise _corrupt(path, f"{name} is truncated")
