@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.codec.warm import compile_kernels
-from dcr_daemon.errors import Corrupt, DcrError, EngineRefused
+from dcr_daemon.errors import Corrupt, EngineRefused
 from dcr_daemon.vllm_plugin import faults, loading
 from dcr_daemon.vllm_plugin.calls import FingerprintRank, Held, HopFiles, Start
 from dcr_daemon.vllm_plugin.dense import DenseFiles
@@ -43,7 +44,7 @@ class Attachment:
 
     def prepare(self, job: Job, hops: Sequence[HopFiles], arena: Arena) -> Transaction:
         """Decode against live weights; reads only (must E4)."""
-        _maybe_fail()
+        faults.reach("job")
         preparation = Preparation(
             layout=self.layout, placement=self.placement, memory=self.live, arena=arena, advance=job.advance
         )
@@ -77,14 +78,33 @@ class Attachment:
 
     def fingerprint(self, job: Job) -> FingerprintRank:
         """Sum all that is held; reads only."""
-        _maybe_fail()
+        faults.reach("job")
         return FingerprintRank(id=job.id, sums=self.live.box_sums(job.tick).tobytes())
 
     def scrub(self, job: Job, arg: Start) -> FingerprintRank:
         """Sum what is held of some tensors, slowly; reads only."""
-        _maybe_fail()
+        faults.reach("job")
         sums = self.live.box_sums(job.pace(arg.rate), range(*arg.tensors))
         return FingerprintRank(id=job.id, sums=sums.tobytes())
+
+    def check_load(self, arg: Start) -> None:
+        """Whether a load's files are whole and can be what this engine holds, before anything is paused for them.
+
+        Raises:
+            Corrupt: a file is damaged, or a tensor is missing.
+            EngineRefused: tensors that share their memory here differ in the files.
+        """
+        files = DenseFiles(arg.files, self.layout)
+        require_all(files, sorted({*self.placement.by_tensor, *self.placement.loaded}))
+        for one, other in self.placement.twins:
+            rows = [self.placement.rows[number] for number in (one, other)]
+            mine, theirs = (files.lanes(row.tensor) for row in rows)
+            if any(not np.array_equal(mine[part], theirs[part]) for part in rows[0].runs()):
+                names = " and ".join(self.layout[row.tensor].name for row in rows)
+                raise EngineRefused(
+                    f"{names} share their memory in this engine, and in these files they differ",
+                    hint="train them tied, or serve a checkpoint whose config does not tie them",
+                )
 
     def load(self, job: Job, arg: Start) -> Values:
         """Overwrite all that is held from an anchor's files; nothing is written unless the files hold all of it.
@@ -97,9 +117,7 @@ class Attachment:
             return values
         files = DenseFiles(arg.files, self.layout)
         tensors = sorted(self.placement.by_tensor)
-        missing = files.missing(tensors)
-        if missing:
-            raise Corrupt(f"the anchor lacks {', '.join(missing[:5])} ({len(missing)} tensors)")
+        require_all(files, tensors)
         for done, tensor in enumerate(tensors):
             self.live.overwrite(tensor, files.lanes(tensor), job.tick)
             job.advance((done + 1) / len(tensors))
@@ -119,6 +137,13 @@ class Attachment:
             }
             for row in self.placement.rows
         ]
+
+
+def require_all(files: DenseFiles, tensors: Sequence[int]) -> None:
+    """Raises `Corrupt` unless the files hold all of these tensors."""
+    missing = files.missing(tensors)
+    if missing:
+        raise Corrupt(f"the anchor lacks {', '.join(missing[:5])} ({len(missing)} tensors)")
 
 
 def attach(
@@ -158,8 +183,3 @@ def open_memory(placement: Placement, homes: Homes, layout: Layout, device: torc
     from dcr_daemon.vllm_plugin.device import TorchMemory
 
     return TorchMemory(placement, homes, layout, device)
-
-
-def _maybe_fail() -> None:
-    if faults.take("job"):
-        raise DcrError("a failure planted by a test")

@@ -14,7 +14,8 @@ Order of a transaction, each step on all ranks before the next (musts E1, E4, E5
 must equal, byte for byte, that rank's own `PreparedRank.after` (or `.before`) from `join`. Tensors that the loader
 computes with (`loaded`) have no sums there: the loader runs at `join`, on scratch, and `apply` and `rollback` are not
 ok unless live memory holds what it made, or what was there before. A dense load is
-begin(kind=load) → start(load) → join → start(fingerprint) → join → commit, and can only go forward.
+start(check) → join → begin(kind=load) → start(load) → join → start(fingerprint) → join → commit, and can only go
+forward; any other load may take its place.
 
 Sums are u64 little-endian, indices u32, counts i64, packed as bytes. Box numbers are indices into the `boxes` that
 this rank returned at attach. Two boxes with equal (tensor, dst, shape, strides) are replicas, on one rank or several;
@@ -31,6 +32,13 @@ import msgspec
 METHOD = "dcr_call"
 EXIT_DIRTY = 86  #: status of a worker that was asked for a forward pass while dirty (must E1)
 
+#: Entry points through which others may change, move or reload weights (must F1). What a worker lacks is skipped.
+WRITERS = (
+    "reload_weights", "load_model", "start_weight_update", "start_draft_weight_update", "update_weights",
+    "finish_weight_update", "sleep", "wake_up", "discard", "reset_weights", "checkpoint_restore", "add_lora",
+    "remove_lora", "update_config", "elastic_ep_execute", "apply_model",
+)  # fmt: skip
+
 T = TypeVar("T")
 
 
@@ -42,7 +50,7 @@ class Op(StrEnum):
     ATTACH = "attach"  #: Attach -> AttachedRank
     START = "start"  #: Start -> JobStatus
     POLL = "poll"  #: JobRef -> JobStatus
-    JOIN = "join"  #: JobRef -> PreparedRank | ComparedRank | FingerprintRank (scrub too) | JobStatus (load), by kind
+    JOIN = "join"  #: JobRef -> PreparedRank | ComparedRank | FingerprintRank | JobStatus, by the kind of the job
     CANCEL = "cancel"  #: JobRef -> JobStatus; sets the flag, does not wait
     APPROVE = "approve"  #: TxnRef -> Status; the joint verdict was good: the transaction is now prepared
     CHECK = "check"  #: TxnRef -> Status; could `begin` and `apply` succeed now? nothing is changed
@@ -94,6 +102,7 @@ class JobKind(StrEnum):
     COMPARE = "compare"
     FINGERPRINT = "fingerprint"
     SCRUB = "scrub"
+    CHECK = "check"  #: of a load: whether its files hold what it will write; reads files only
     LOAD = "load"
 
 

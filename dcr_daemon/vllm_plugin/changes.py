@@ -3,7 +3,8 @@
     prepare ─► HELD ─[joint verdict]─► PREPARED ─ swap ─► BEGUN ─ apply ─► judged ─► COMMITTED
                  └──────── drop ◄──────────┘                │  └─ again ─┘   │
                                                             └── rollback ◄───┘  ─► judged ─► ROLLED BACK
-    BEGUN, whoever left it so: settle (as swap), or a dense load, which goes forward only; then the process ends.
+    BEGUN, whoever left it so: settle (as swap; a load from the files it was given), or another dense load, which goes
+    forward only; then the process ends.
 
 This is EngineCore's side: it asks all ranks, judges their answers jointly and decides. Old values stay in the workers
 until every rank was judged; after the first rank committed only forward.
@@ -16,8 +17,10 @@ import logging
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from dcr_daemon.engine import messages
 from dcr_daemon.engine.port import Hop, Prepared, Swapped, Transaction, Verdict
@@ -58,6 +61,16 @@ class _Change:
     after: Live
 
 
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """A dense load that has begun, or that is about to: whoever finds it unfinished can go on with its files."""
+
+    txn: str
+    start: Start
+    version: int
+    label: str
+
+
 class Changes:
     """At most one prepared and one begun transaction of one engine."""
 
@@ -65,7 +78,7 @@ class Changes:
         self._core = core
         self._reader = tables.Reader()
         self._prepared: _Change | None = None
-        self._begun: _Change | None = None
+        self._begun: _Change | _Load | None = None
         self._was: Any = None  #: the scheduler's pause state before the begun transaction
         self._loads = 0
 
@@ -104,7 +117,7 @@ class Changes:
             if differ := sorted({name for rank in ranks for name in rank.differ}):
                 log.warning("dcr: version %s is loaded into %s", call.version, judge.name_some(differ))
                 start = Start(id=f"{call.id}-feed", kind=JobKind.LOAD, loaded=call.loaded, vector=call.vector)
-                ended: Swapped = yield from self._load(start, call.version, call.label)
+                ended: Swapped = yield from self._load(_Load(f"load-{call.id}", start, call.version, call.label))
                 if ended.verdict is not Verdict.COMMITTED:
                     raise EngineRefused(f"version {call.version} was not proved: {ended.reason}", hint="load an anchor")
                 return
@@ -217,18 +230,33 @@ class Changes:
                 core.host.halt()
             raise
 
-    def settle(self, txn: str) -> Swapped:
+    def settle(self, call: messages.Settle) -> Steps:
         """End what somebody left begun, as swap would have: forward, else back (must E6)."""
-        core, change = self._core, self._begun
+        core, change, txn = self._core, self._begun, call.txn
         if txn in core.outcomes:
             return core.outcomes[txn]
         if core.begun != txn:
             raise EngineRefused(f"transaction {txn} is not begun", hint="ask for its outcome")
         started = time.monotonic()
-        if change is None:
-            return self._still_begun(txn, "a dense load was interrupted: load an anchor again", 0, started)
+        if isinstance(change, _Load):
+            start = msgspec.structs.replace(change.start, id=call.id)
+            try:
+                return (yield from self._load(replace(change, start=start)))
+            except DcrError as error:
+                why = f"a load was interrupted, and its files do not serve any more: {error}"
+                return self._still_begun(txn, why, 0, started)
+        if change is None or change.txn != txn:
+            return self._still_begun(txn, "it can go neither forward nor back: load an anchor", 0, started)
         states = core.ranks.ask(Op.STATUS, Status)
-        if any(state.outcomes.get(txn) == Verdict.COMMITTED for state in states):
+        core.notice_writes()
+        committed = any(state.outcomes.get(txn) == Verdict.COMMITTED for state in states)
+        if core.live is None:
+            # Only the changed elements would be judged, and anything else may have been written meanwhile.
+            why = "somebody else wrote the weights while it was begun"
+            if committed:
+                return self._still_begun(txn, f"{why}: load an anchor", 0, started)
+            return self._roll_back(change, why, 0, started)
+        if committed:
             return self._commit(change, 0, started)
         return self._carry_out(change, started)
 
@@ -278,7 +306,7 @@ class Changes:
             fault = f"ranks {dirty} stay dirty" if dirty else ""
         if fault:
             return self._still_begun(change.txn, f"{why}; rollback: {fault}", tries, started)
-        core.proved = change.base
+        core.proved = change.base if core.live is not None else None  # None: somebody else has written since
         return self._end(change.txn, Verdict.ROLLED_BACK, why, tries, started)
 
     def _reverted(self, change: _Change) -> str:
@@ -299,7 +327,11 @@ class Changes:
         core = self._core
         self._begun, core.begun, self._loads = None, None, 0
         core.moving = ""
-        core.host.restore(self._was)
+        core.notice_writes()  # somebody may have written while it was begun: then nobody knows what is live now
+        if core.proved is None:
+            core.host.halt()
+        else:
+            core.host.restore(self._was)
         log.info("dcr: transaction %s %s; version %s", txn, verdict, core.proved)
         return core.remember(
             Swapped(
@@ -326,37 +358,53 @@ class Changes:
     def load(self, call: messages.Load) -> Steps:
         """Write everything from files, as `_load` does."""
         start = Start(id=call.id, kind=JobKind.LOAD, files=call.files, vector=call.vector)
-        return self._load(start, call.version, call.label)
+        return self._load(_Load(f"load-{call.id}", start, call.version, call.label))
 
-    def _load(self, start: Start, version: int, label: str) -> Steps:
+    def _load(self, load: _Load) -> Steps:
         """Write from files, sum everything, commit. Supersedes whatever is begun; goes forward only.
 
-        A damaged file is refused and may be loaded again; weights that do not sum to the version after a complete
-        load, twice, end the engine process: there is nothing further to try (must E5).
+        Files that are damaged, or that this engine cannot hold, are refused with nothing paused or written. Weights
+        that do not sum to the version after a complete load, and ranks that cannot even begin one while they are
+        between versions, end the engine process the second time: there is nothing further to try (must E5).
         """
-        core, placement = self._core, self._core.placed
+        core, placement, start = self._core, self._core.placed, load.start
         vector = tables.read_vector(start.vector, placement.layout)
-        txn, started = f"load-{start.id}", time.monotonic()
+        if start.files:
+            check = msgspec.structs.replace(start, id=f"{start.id}-check", kind=JobKind.CHECK)
+            yield from core.job(check, calls.JobStatus)
+        txn, version, started = load.txn, load.version, time.monotonic()
+        between = core.begun is not None
         with self._at_rest("load") as (was, resting):
             if resting is not None:
                 yield resting
             self._forget_everywhere()
-            core.ranks.ask(Op.BEGIN, Status, Begin(txn=txn, kind="load"))
-        self._was = was if core.begun is None else self._was
-        self._begun, core.begun, core.proved, core.live = None, txn, None, None
+        self._was = self._was if between else was
+        self._begun, core.begun, core.proved, core.live = load, txn, None, None
+        if fault := _faults(core.ranks.replies(Op.BEGIN, Begin(txn=txn, kind="load"))):
+            self._give_up_after(f"a load of version {version} cannot begin: {fault}", give_up=between)
+            raise EngineRefused(f"begin: {fault}", hint="attach again")
         yield from core.job(start, calls.JobStatus)
         live = yield from core.fingerprint(f"{start.id}-sums", placement)
         if wrong := judge.differing(placement, live.vector, vector):
-            self._loads += 1
             reason = f"the loaded weights are not version {version}: {judge.name_some(wrong)}"
-            if self._loads >= TRIES:
-                core.host.end(f"{reason}, {self._loads} times")
+            self._begun = None  # these files do not serve
+            self._give_up_after(reason)
             return self._still_begun(txn, reason, 1, started)
         if fault := _faults(core.ranks.replies(Op.COMMIT, TxnRef(txn=txn))):
             return self._still_begun(txn, f"commit: {fault}", 1, started)
         core.accept(version, live)
-        core.host.label(label)
+        core.host.label(load.label)
         return self._end(txn, Verdict.COMMITTED, "", 1, started)
+
+    def _give_up_after(self, reason: str, *, give_up: bool = True) -> None:
+        """Count what only a new process can cure, and end this one when it has happened often enough (must E5)."""
+        self._loads += give_up
+        if self._loads >= TRIES:
+            self._core.host.end(f"{reason}, {self._loads} times")
+
+    def forget_begun(self) -> None:
+        """No rank has anything begun (any more): none ever did, or the core lost the last answer."""
+        self._begun = None
 
 
 def _files(hop: Hop) -> calls.HopFiles:

@@ -104,6 +104,7 @@ class Core:
                 case messages.Status():
                     if call.incarnation:
                         self._require_owner(call)
+                        self.look_for_writes()
                     return messages.done(call.id, self.status())
                 case messages.Outcome():
                     return messages.done(call.id, self.outcome(call.txn))
@@ -143,7 +144,7 @@ class Core:
             case messages.Swap():
                 return self._begin_flow(call, changes.swap(call.txn))
             case messages.Settle():
-                return messages.done(call.id, changes.settle(call.txn))
+                return self._begin_flow(call, changes.settle(call))
             case messages.Load():
                 return self._begin_flow(call, changes.load(call))
             case messages.Inspect():
@@ -235,6 +236,9 @@ class Core:
         if adopted is not None:
             self.begun = adopted
             return self._attached(b"", adopted)
+        if self.begun is not None:
+            self.begun, self.moving = None, ""
+            self.changes.forget_begun()
         layout = tables.read_layout(call.facts.layout, call.facts.layout_digest)
         placement = judge.join_placement(layout, answers, self.settings.loaded_cap)
         generations = list(self.ranks.generations)
@@ -246,6 +250,8 @@ class Core:
 
     def _take(self, facts: StreamFacts, placement: Placement, live: Live, generations: list[int]) -> None:
         """Accept what attach found. What was proved stays so only if stream and weights are the same."""
+        if live.torn:
+            log.error("dcr: these weights are of no version until they are loaded anew: %s", live.torn)
         same = self.facts is not None and (self.facts.stream, self.facts.layout_digest) == (
             facts.stream,
             facts.layout_digest,
@@ -337,6 +343,15 @@ class Core:
         if self.placement is None or self.live is None:
             raise EngineRefused("the live weights are not known", hint="attach again")
         return self.placement, self.live
+
+    def look_for_writes(self) -> None:
+        """Ask the ranks, and stop generating if somebody has written. Workers that cannot be asked may have been
+        written to as well."""
+        try:
+            self.ranks.replies(Op.STATUS)
+        except EngineRefused as error:
+            self.unprove(f"the workers do not tell who wrote: {error}")
+        self.notice_writes()
 
     def notice_writes(self) -> None:
         """Compare the weights generations of the last replies with those at attach."""

@@ -81,7 +81,7 @@ class TorchMemory(HostTables):
         super().__init__(placement, homes, layout, base=lambda row: 0)
         self._layout = layout
         self._device = device
-        self._views = {name: _lane_view(tensor) for name, tensor in homes.live.items()}
+        self._views = {name: lane_view(tensor) for name, tensor in homes.live.items()}
         self._repacks: dict[int, torch.Tensor] = {}
         self._batches: list[Batch] = []
         self._count = 0
@@ -199,7 +199,7 @@ class TorchMemory(HostTables):
         return element, table[local + row.inner] + row.base
 
 
-def _lane_view(tensor: torch.Tensor) -> torch.Tensor:
+def lane_view(tensor: torch.Tensor) -> torch.Tensor:
     """The whole storage as flat signed lanes of the tensor's width."""
     lane = LANES[tensor.element_size()]
     flat = torch.empty(0, dtype=lane, device=tensor.device)

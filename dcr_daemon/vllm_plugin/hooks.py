@@ -7,6 +7,7 @@ asks the core, whoever calls it (must E1); `dcr_core` is a utility call like vLL
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
@@ -93,7 +94,23 @@ def make_core(engine: Any, settings: Settings) -> Core:
             "Start vLLM with --worker-extension-cls dcr_daemon.vllm_plugin.WorkerExtension, or unset DCR_SOCKET."
         )
     host = EngineHost(engine, settings)
-    return Core(host, Ranks(ExecutorWire(engine.model_executor, Watchdog(settings.watchdog, host.end))), settings)
+    core = Core(host, Ranks(ExecutorWire(engine.model_executor, Watchdog(settings.watchdog, host.end))), settings)
+    engine.model_executor.collective_rpc = _noticing(engine.model_executor.collective_rpc, core)
+    return core
+
+
+def _noticing(collective_rpc: Callable[..., Any], core: Core) -> Callable[..., Any]:
+    """After somebody has told the workers to write weights, and before the next step of the model, look (must F1)."""
+
+    @functools.wraps(collective_rpc)
+    def call(method: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return collective_rpc(method, *args, **kwargs)
+        finally:
+            if method in calls.WRITERS:
+                core.look_for_writes()
+
+    return call
 
 
 class EngineHost:

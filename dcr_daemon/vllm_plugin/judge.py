@@ -82,10 +82,12 @@ class HopTable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Live:
-    """What the live weights sum to: `boxes` per global box, `vector` per tensor (0 where a tensor is not `exact`)."""
+    """What the live weights sum to: `boxes` per global box, `vector` per tensor (0 where a tensor is not `exact`, or
+    its copies differ, as `torn` then says)."""
 
     boxes: Vector
     vector: Vector
+    torn: str = ""
 
     def after(self, placement: Placement, ranks: Sequence[PreparedRank], vector: Vector) -> Live:
         """What they sum to once a judged transaction is written, which leads to the version of `vector`."""
@@ -177,16 +179,32 @@ def _refusals(ranks: Sequence[AttachedRank]) -> list[str]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Joined:
-    """Entries of all ranks, replicas folded: unique `key`s, and each column's value."""
+    """Entries of all ranks, replicas folded: unique `key`s, and each column's value, of the first where they differ.
+    `torn`: keys of replicas that differ; `where`: that in words."""
 
     key: Ints
     columns: tuple[npt.NDArray[Any], ...]
+    torn: Ints
+    where: str = ""
 
 
 def _fold(placement: Placement, entries: Sequence[tuple[Ints, tuple[npt.NDArray[Any], ...]]], what: str) -> _Joined:
+    """Fold replicas, as `_fold_torn` does. Raises `EngineRefused` where they differ, too."""
+    joined = _fold_torn(placement, entries, what)
+    if joined.where:
+        raise EngineRefused(
+            f"{what}: {joined.where}",
+            hint="the weights in one worker's memory are damaged: attach again, load an anchor",
+        )
+    return joined
+
+
+def _fold_torn(
+    placement: Placement, entries: Sequence[tuple[Ints, tuple[npt.NDArray[Any], ...]]], what: str
+) -> _Joined:
     """Fold replicas. A key is `row * boxes + box`; each rank gives its keys and columns.
 
-    Raises `EngineRefused` where replicas differ, or where a holder of a box does not report it.
+    Raises `EngineRefused` where a holder of a box does not report it.
     """
     boxes = max(1, placement.tensor.size)
     key = np.concatenate([entry[0] for entry in entries])
@@ -202,19 +220,15 @@ def _fold(placement: Placement, entries: Sequence[tuple[Ints, tuple[npt.NDArray[
     differs = np.zeros(key.size, dtype=bool)
     for column in columns:
         differs |= column != column[first][group] if key.size else differs
-    if differs.any():
-        where = _names(placement, key[differs] % boxes)
-        raise EngineRefused(
-            f"{what}: a replica differs on rank {', '.join(map(str, sorted(set(rank[differs].tolist()))))}: {where}",
-            hint="the weights in one worker's memory are damaged: restart the server",
-        )
+    who = ", ".join(map(str, sorted(set(rank[differs].tolist()))))
+    where = f"a replica differs on rank {who}: {_names(placement, key[differs] % boxes)}" if who else ""
     silent = np.bincount(group, minlength=first.size)[: first.size] != placement.holders[key[first] % boxes]
     if silent.any():
         raise EngineRefused(
             f"{what}: not every holder of a box summed it: {_names(placement, key[first][silent] % boxes)}",
             hint="the ranks do not hold the same transaction: attach again",
         )
-    return _Joined(key[first], tuple(column[first] for column in columns))
+    return _Joined(key[first], tuple(column[first] for column in columns), key[differs], where)
 
 
 def _names(placement: Placement, boxes: Ints) -> str:
@@ -223,14 +237,16 @@ def _names(placement: Placement, boxes: Ints) -> str:
 
 
 def join_fingerprint(placement: Placement, ranks: Sequence[FingerprintRank]) -> Live:
-    """The sums of all that is live. Raises `EngineRefused` if replicas differ."""
+    """The sums of all that is live. A tensor whose copies differ is at 0, which no version has: so it is at none, and a
+    load repairs it."""
     entries = [(local, (sums,)) for local, sums in _box_sums(placement, ranks)]
-    joined = _fold(placement, entries, "fingerprint")
+    joined = _fold_torn(placement, entries, "fingerprint")
     vector = np.zeros(len(placement.layout), dtype=np.uint64)
     np.add.at(vector, placement.tensor[joined.key], joined.columns[0])
+    vector[placement.tensor[joined.torn]] = 0
     boxes = np.zeros(placement.tensor.size, dtype=np.uint64)
     boxes[joined.key] = joined.columns[0]
-    return Live(boxes, vector)
+    return Live(boxes, vector, joined.where)
 
 
 def _box_sums(placement: Placement, ranks: Sequence[FingerprintRank]) -> list[tuple[Ints, Vector]]:

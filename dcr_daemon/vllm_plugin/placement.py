@@ -121,6 +121,13 @@ class Row:
             return self.base + _span(self.shape, self.dst_strides) + 1
         return self.base + self.repack.live_block
 
+    def runs(self) -> Iterator[slice]:
+        """Its canonical elements as slices, one per line of the innermost axis; one for all where they are in a run."""
+        *outer, inner = zip(self.shape, self.src_strides, strict=True)
+        for index in np.ndindex(*(n for n, _ in outer)):
+            start = self.start + sum(i * stride for i, (_, stride) in zip(index, outer, strict=True))
+            yield slice(start, start + (inner[0] - 1) * inner[1] + 1, inner[1])
+
     def coincides(self, other: Row) -> bool:
         """Whether both put the same canonical numbers at the same places."""
         return (

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from dcr_daemon.canonical.layout import Layout
-from dcr_daemon.vllm_plugin import calls
+from dcr_daemon.vllm_plugin import calls, faults
 from dcr_daemon.vllm_plugin.attachment import Attachment, attach
 from dcr_daemon.vllm_plugin.calls import Code, JobKind, JobState, TxnState
 from dcr_daemon.vllm_plugin.jobs import Background, Job
@@ -93,6 +93,16 @@ class Rank:
     def placement(self) -> list[dict[str, Any]]:
         return self._attached().describe()
 
+    def damage(self, tensor: str) -> None:
+        """For tests: flip a bit of a tensor where this rank holds it."""
+        here = self._attached()
+        for number in here.placement.by_tensor.get(here.layout.index(tensor), [])[:1]:
+            row = here.placement.rows[number]
+            faults.flip_bit(
+                dict((*self._model.named_parameters(), *self._model.named_buffers()))[row.parameter],
+                int(row.targets()[0]),
+            )
+
     def foreign(self, name: str) -> None:
         """Somebody else is about to change weights: whatever we know of them is void (must F1)."""
         self._background.quiesce()
@@ -121,16 +131,7 @@ class Rank:
         layout = Layout.decode(Path(arg.layout).read_bytes())
         if layout.digest != arg.layout_digest:
             raise Refusal(Code.CORRUPT, f"{arg.layout} is not the layout of digest {arg.layout_digest[:16]}…")
-        self._here = attach(
-            self._model,
-            self._config,
-            layout,
-            platform=self._platform,
-            device=self._device,
-            generation=self.generation,
-            before=self._here,
-        )
-        placement = self._here.placement
+        placement = self._record(layout).placement
         if not placement.refusals:
             self._reserve(arg.cap)
             self._background.use_cpus(arg.cpus)
@@ -143,6 +144,19 @@ class Rank:
             parameters=len({row.parameter for row in placement.rows}),
         )
 
+    def _record(self, layout: Layout) -> Attachment:
+        """Find out where a layout lies now."""
+        self._here = attach(
+            self._model,
+            self._config,
+            layout,
+            platform=self._platform,
+            device=self._device,
+            generation=self.generation,
+            before=self._here,
+        )
+        return self._here
+
     def _reserve(self, cap: int) -> None:
         """Have exactly `cap` bytes for a transaction, those of an earlier attach if they are as many."""
         if self._arena is not None and self._arena.size == max(cap, 8):
@@ -154,26 +168,33 @@ class Rank:
             self._here = None
             raise Refusal(Code.EXHAUSTED, f"no {cap} bytes for a transaction", "lower the transaction cap") from None
 
-    def _attached(self) -> Attachment:
+    def _recorded(self) -> Attachment:
+        """What attach found, whether or not somebody has written since."""
         if self._here is None:
             raise Refusal(Code.REFUSED, "no layout is attached", "attach first")
         if self._here.placement.refusals:
             raise Refusal(Code.REFUSED, "this model was refused at attach")
-        if self._here.generation != self.generation:
-            raise Refusal(Code.UNPROVED, f"weights may have been changed by {self._changed_by}", "attach again")
         return self._here
+
+    def _attached(self) -> Attachment:
+        here = self._recorded()
+        if here.generation != self.generation:
+            raise Refusal(Code.UNPROVED, f"weights may have been changed by {self._changed_by}", "attach again")
+        return here
 
     # -- jobs ----------------------------------------------------------------------------------------------------
 
     def start(self, arg: calls.Start) -> calls.JobStatus:
-        here = self._attached()
+        # Files may be checked in any state: no weight is looked at.
+        here = self._recorded() if arg.kind is JobKind.CHECK else self._attached()
         job = self._background.job
-        if job is not None and job.kind is JobKind.SCRUB:
-            self._background.quiesce()  # it is in nobody's way: at most one slice
+        if job is not None and (job.kind is JobKind.SCRUB or arg.kind is JobKind.CHECK):
+            # A scrub is in nobody's way; and before a load comes, whatever still runs has lost its owner.
+            self._background.quiesce()
         elif job is not None and job.live:
             raise Refusal(Code.REFUSED, f"job {job.id} ({job.kind}) is {job.state}", "join or cancel it first")
         loading_now = self._state in OPEN and self._kind == "load"
-        if self._state in OPEN and not (loading_now and arg.kind is not JobKind.PREPARE):
+        if self._state in OPEN and arg.kind is not JobKind.CHECK and (not loading_now or arg.kind is JobKind.PREPARE):
             raise Refusal(Code.REFUSED, f"transaction {self._txn_id} is {self._state}")
         if arg.kind is JobKind.LOAD and not loading_now:
             raise Refusal(Code.REFUSED, "a load is begun first")
@@ -191,6 +212,7 @@ class Rank:
             JobKind.FINGERPRINT: here.fingerprint,
             JobKind.SCRUB: lambda job: here.scrub(job, arg),
             JobKind.COMPARE: lambda job: here.read_loaded([arg.loaded], arg.vector),
+            JobKind.CHECK: lambda job: here.check_load(arg),
             JobKind.LOAD: lambda job: here.load(job, arg),
         }[arg.kind]
 
@@ -220,6 +242,8 @@ class Rank:
             raise Refusal(Code.REFUSED, f"job {job.id} was cancelled")
         if job.stamp != (self.generation, self._epoch):
             raise Refusal(Code.UNPROVED, f"job {job.id} is void: weights changed while it ran or since", "start again")
+        if job.kind is JobKind.CHECK:
+            return job.status
         if job.kind is JobKind.LOAD:
             self._attached().feed(job.result)
             self._applied = True
@@ -250,16 +274,21 @@ class Rank:
 
     def begin(self, arg: calls.Begin) -> calls.Status:
         """Dirty from here on, on all ranks before any of them writes (must E1). A dense load supersedes what can
-        neither go forward nor back (must E5): it writes everything, so no old value is needed any more."""
-        if self._state in OPEN and (arg.kind == "delta" or arg.txn == self._txn_id):
-            self._expect(arg.txn, TxnState.BEGUN)
-            return self.status()
-        self._attached()
+        neither go forward nor back (must E5), an unfinished load too: it writes everything, so no old value is needed
+        any more, nor does it matter who has written meanwhile, or where storages have moved to."""
         if arg.kind == "delta":
+            if self._state in OPEN:
+                self._expect(arg.txn, TxnState.BEGUN)
+                return self.status()
             self._expect(arg.txn, TxnState.PREPARED)
-        self._steady()
-        self._background.quiesce()
-        if arg.kind != "delta":
+            self._steady()
+            self._background.quiesce()
+        else:
+            self._background.quiesce()
+            here = self._recorded()
+            if here.generation != self.generation or here.live.moved() is not None:
+                self._record(here.layout)
+                self._recorded()
             self._forget()
             self._txn_id, self._kind = arg.txn, "load"
         self.dirty = True
@@ -288,6 +317,7 @@ class Rank:
             return self.status()
         self._expect(arg.txn, TxnState.BEGUN)
         self._attached()
+        faults.reach("commit")
         if not self._applied or (self._background.job is not None and self._background.job.live):
             raise Refusal(Code.REFUSED, f"transaction {arg.txn} is begun but not written")
         return self._end(arg.txn, "committed")

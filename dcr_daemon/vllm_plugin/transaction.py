@@ -79,7 +79,7 @@ class Transaction:
         """Write the new values; sums of what is in memory afterwards. What was fed is compared here, bit by bit."""
         if faults.take("apply"):
             memory.scatter(Side.NEW, stop=len(self.groups) // 2)
-            raise faults.Planted("apply")
+            faults.fail("apply")
         memory.scatter(Side.NEW)
         write_fed(self.fed, Side.NEW)
         if faults.take("flip") and self.groups:
@@ -88,8 +88,7 @@ class Transaction:
 
     def rollback(self, memory: Memory, placement: Placement) -> Sums:
         """Write the old values back; sums of what is in memory afterwards."""
-        if faults.take("rollback"):
-            raise faults.Planted("rollback")
+        faults.reach("rollback")
         memory.scatter(Side.OLD)
         write_fed(self.fed, Side.OLD)
         return box_sums(self.groups, memory.group_sums(), placement)

@@ -25,13 +25,6 @@ log = logging.getLogger("dcr.worker")
 
 FORWARD = ("execute_model", "execute_dummy_batch")
 
-#: Entry points through which others may change, move or reload weights (must F1). What a worker lacks is skipped.
-WRITERS = (
-    "reload_weights", "load_model", "start_weight_update", "start_draft_weight_update", "update_weights",
-    "finish_weight_update", "sleep", "wake_up", "discard", "reset_weights", "checkpoint_restore", "add_lora",
-    "remove_lora", "update_config", "elastic_ep_execute", "apply_model",
-)  # fmt: skip
-
 FREE = (Op.HELLO, Op.STATUS, Op.CHECKSUMS, Op.ATTACH, Op.FAULT)  #: need no current token
 
 
@@ -100,7 +93,7 @@ def _dispatch(rank: Rank, op: Op, message: calls.Call) -> Any:
     if op is Op.FAULT:
         if not faults.ENABLED:
             raise Refusal(Code.REFUSED, "faults are for tests: DCR_TEST_FAULTS is not set in this worker")
-        return faults.plant(**message.arg)
+        return _plant(rank, message.arg)
     with_argument: dict[Op, tuple[type, Callable[[Any], Any]]] = {
         Op.START: (calls.Start, rank.start),
         Op.POLL: (calls.JobRef, rank.poll),
@@ -116,6 +109,16 @@ def _dispatch(rank: Rank, op: Op, message: calls.Call) -> Any:
     }
     kind, method = with_argument[op]
     return method(calls.parse(message.arg, kind))
+
+
+def _plant(rank: Rank, arg: dict[str, Any]) -> None:
+    """A fault on every rank, or on the one that `rank` names; `damage` names a tensor in which a bit flips now."""
+    if arg.pop("rank", rank.rank) != rank.rank:
+        return
+    if "damage" in arg:
+        rank.damage(str(arg["damage"]))
+    else:
+        faults.plant(**arg)
 
 
 def install(worker: Any) -> Rank:
@@ -140,7 +143,7 @@ def guard(worker: Any, rank: Rank) -> None:
         raise RuntimeError(f"this vLLM's worker lacks {', '.join(missing)}: it cannot be guarded")
     for name in FORWARD:
         setattr(worker, name, _guarded(getattr(worker, name), rank))
-    for name in WRITERS:
+    for name in calls.WRITERS:
         if callable(getattr(worker, name, None)):
             setattr(worker, name, _watched(getattr(worker, name), name, rank))
 

@@ -197,9 +197,15 @@ class Rig:
         await writer.drain()
         writer.close()
 
-    def plant(self, fault: str, *, times: int = 1, seconds: float = 0.05) -> None:
-        """Let something fail in every worker, through vLLM's development routes."""
-        argument = {"name": fault, "times": times, "seconds": seconds}
+    def plant(self, fault: str, **how: Any) -> None:
+        """Let something fail in every worker (or in one `rank`), through vLLM's development routes; see `faults`."""
+        self._fault({"name": fault, **how})
+
+    def flip(self, tensor: str, **where: Any) -> None:
+        """A bit of a canonical tensor flips in every worker's memory, or in that of one `rank`."""
+        self._fault({"damage": tensor, **where})
+
+    def _fault(self, argument: dict[str, Any]) -> None:
         status, body = self.post("/collective_rpc", {"method": "dcr_call", "args": [_call("fault", argument)]})
         assert status == 200, body
         assert all(reply["ok"] for reply in json.loads(body)["results"]), body

@@ -9,7 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 from toy_engine import Ended, ToyEngine, failing
+from toy_model import LAYOUT
 
+from dcr_daemon.checkpoint.safetensors import write_safetensors
 from dcr_daemon.engine import messages
 from dcr_daemon.engine.port import Prepared, Swapped, Transaction, Verdict
 from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, Exhausted
@@ -247,30 +249,23 @@ def test_a_dense_load_on_an_unproved_engine_leaves_it_paused_until_served(tmp_pa
     assert engine.holds(version)
 
 
-def test_a_missing_anchor_file_is_told_and_the_engine_stays_paused(engine: ToyEngine, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["missing", "cut", "short of a tensor"])
+def test_files_that_are_not_whole_are_refused_before_anything_is_paused(
+    engine: ToyEngine, tmp_path: Path, how: str
+) -> None:
     version = engine.step()
+    path = tmp_path / "spoiled.safetensors"
+    if how == "cut":
+        path.write_bytes(Path(engine.anchor(version)).read_bytes()[:-64])
+    elif how != "missing":
+        write_safetensors(path, list(zip(LAYOUT, engine.lanes[version], strict=True))[2:])
     vector = engine.vector_file(version)
-    with pytest.raises(DcrError, match="none"):
-        engine.ask(
-            messages.Load, Swapped, version=1, files=[str(tmp_path / "none.safetensors")], vector=vector, label=""
-        )
-    assert engine.core.why_not_resume()
+    with pytest.raises(DcrError, match="spoiled" if how != "short of a tensor" else "lacks bias, embed"):
+        engine.ask(messages.Load, Swapped, version=1, files=[str(path)], vector=vector, label="")
+    assert (engine.host.running, engine.status().version, engine.status().begun) == (True, 0, None)
+    assert engine.holds(0)
     assert load(engine, version).verdict is Verdict.COMMITTED
     assert engine.holds(version)
-
-
-def test_an_interrupted_load_is_adopted_and_loaded_again(engine: ToyEngine, tmp_path: Path) -> None:
-    version = engine.step()
-    with pytest.raises(DcrError):
-        engine.ask(
-            messages.Load, Swapped, version=1, files=[str(tmp_path / "x")], vector=engine.vector_file(1), label=""
-        )
-    adopted = engine.attach().adopted
-    assert adopted
-    assert adopted.startswith("load-")
-    settled = engine.ask(messages.Settle, Swapped, txn=adopted)
-    assert (settled.verdict, "load" in settled.reason) == (Verdict.BEGUN, True)
-    assert load(engine, version).verdict is Verdict.COMMITTED
 
 
 def test_the_wrong_weights_twice_end_the_engine_process(engine: ToyEngine) -> None:

@@ -13,7 +13,7 @@ from toy_model import LAYOUT
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.engine import messages
 from dcr_daemon.engine.messages import RankChecksums, Report
-from dcr_daemon.engine.port import EngineGone, StreamFacts, TensorClass, Verdict
+from dcr_daemon.engine.port import EngineGone, StreamFacts, Swapped, TensorClass, Verdict
 from dcr_daemon.errors import Corrupt, EngineRefused, Fenced
 from dcr_daemon.vllm_plugin import faults
 
@@ -106,10 +106,18 @@ def test_a_tensor_that_no_rank_covers_is_named(fresh: ToyEngine) -> None:
         fresh.attach()
 
 
-def test_a_replica_that_differs_is_named_with_its_rank(fresh: ToyEngine) -> None:
+def test_a_replica_that_differs_is_named_and_its_engine_of_no_version_until_loaded(
+    fresh: ToyEngine, caplog: pytest.LogCaptureFixture
+) -> None:
     fresh.workers[1].flip("norm")
-    with pytest.raises(EngineRefused, match=r"replica differs on rank .*1.*: norm"):
-        fresh.attach()
+    attached = fresh.attach()
+    assert "replica differs on rank 1: norm" in caplog.text
+    assert np.frombuffer(attached.vector, "<u8")[LAYOUT.index("norm")] == 0
+    with pytest.raises(EngineRefused, match="not version 0: norm"):
+        fresh.ask(messages.Prove, version=0, vector=fresh.vector_file(0), label="v0")
+    files, vector = [fresh.anchor(0)], fresh.vector_file(0)
+    loaded = fresh.ask(messages.Load, Swapped, version=0, files=files, vector=vector, label="v0")
+    assert (loaded.verdict, fresh.holds(0)) == (Verdict.COMMITTED, True)
 
 
 def test_another_owner_fences_the_first_in_every_call(engine: ToyEngine) -> None:
