@@ -18,7 +18,8 @@ from dcr_daemon.events import Emit, Waiting, discard
 T = TypeVar("T")
 
 PROGRESS_BYTES = 1 << 20  #: this much more of an object renews the patience
-QUIET_TRIES = 2  #: failures in a row that nobody needs to hear about
+QUIET_TRIES = 2  #: failures in a row that nobody needs to hear about,
+QUIET_SECONDS = 15.0  #: unless they took this long: a store that swallows requests fails seldom
 
 
 class Transient(Exception):
@@ -75,7 +76,7 @@ async def persist(
     Raises:
         StoreUnavailable: the patience is used up.
     """
-    left, tries, total, seen = patience.seconds, 0, 0, progress()
+    left, tries, total, seen, said = patience.seconds, 0, 0, progress(), False
     while True:
         tries, total = tries + 1, total + 1
         async with gate:
@@ -86,7 +87,7 @@ async def persist(
                 failure = error
             left -= runtime.monotonic() - started
         if progress() - seen >= PROGRESS_BYTES:
-            left, tries, seen = patience.seconds, 1, progress()
+            left, tries, seen, said = patience.seconds, 1, progress(), False
         pause = patience.pause(tries, throttled=failure.throttled)
         left -= pause
         if left <= 0:
@@ -94,6 +95,7 @@ async def persist(
                 f"{what}: {failure.reason} (tried {total} times, {patience.seconds:g} s without progress)",
                 hint="check the network, the endpoint and the store's health; a restart continues where this stopped",
             ) from failure
-        if tries == QUIET_TRIES + 1:
+        if not said and (tries > QUIET_TRIES or patience.seconds - left >= QUIET_SECONDS):
             emit(Waiting(what=f"{what}: {failure.reason}"))
+            said = True
         await runtime.sleep(pause)

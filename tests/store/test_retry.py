@@ -33,6 +33,20 @@ async def test_an_outage_is_said_early_and_once(clock) -> None:
     assert events == [Waiting(what="get x: 503 SlowDown")]
 
 
+async def test_a_store_that_swallows_requests_is_told_of_after_the_first(clock) -> None:
+    events: list[Waiting] = []
+    heard: list[int] = []
+
+    async def swallowed(seconds: float) -> None:
+        heard.append(len(events))
+        clock.time += 20.0
+        raise Transient("read timeout")
+
+    with pytest.raises(StoreUnavailable):
+        await persist(swallowed, what="get x", patience=Patience(60), gate=nullcontext(), emit=events.append)
+    assert heard == [0, 1, 1]
+
+
 async def test_time_spent_trying_counts(clock) -> None:
     given: list[float] = []
 
