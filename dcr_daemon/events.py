@@ -15,8 +15,12 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Claimed(Event, frozen=True, kw_only=True):
+    """`ousted`: who held the stream and had not released it. If it is the same name, that is this publisher's dead
+    process, or another living one that was given this name and is fenced from now on."""
+
     epoch: int
     name: str
+    ousted: str | None = None
 
 
 class Opened(Event, frozen=True, kw_only=True):

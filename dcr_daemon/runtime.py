@@ -156,6 +156,17 @@ class Workers:
         """Run `function(*args)` on the pool and await its result."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
 
+    async def run_whole(self, function: Callable[..., T], *args: object) -> T:
+        """As `run`, but a caller that is cancelled waits for the thread to end first: for work that writes to memory
+        which somebody else writes to next."""
+        job = self._pool.submit(function, *args)
+        try:
+            return await asyncio.wrap_future(job)
+        except asyncio.CancelledError:
+            if not job.cancel():
+                await asyncio.wait([asyncio.wrap_future(job)])
+            raise
+
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
 

@@ -77,6 +77,7 @@ class Ledger:
         self._tip: Tip | None = None
         self._stream: Stream | None = None
         self._epoch: int | None = None
+        self._name = ""
         self._sent: _Sent | None = None
         self._settled: Record | None = None
         self._fresh: list[Step] = []
@@ -194,14 +195,32 @@ class Ledger:
             return Epoch(**{**header.fields, "epoch": header.seq}, name=name, take_over=take_over)
 
         record = await self.append(make)
-        self._epoch = record.seq
-        self._emit(Claimed(epoch=record.seq, name=name))
+        self._epoch, self._name = record.seq, name
+        before = record.state.epoch if record.state else None
+        self._emit(Claimed(epoch=record.seq, name=name, ousted=before.name if before and not before.released else None))
         return record.seq
 
     async def release(self) -> None:
         """Give the claim up, so that any publisher may claim next."""
         await self.append(lambda header: Release(**header.fields))
         self._epoch = None
+
+    def check_held(self) -> None:
+        """Raise `Fenced` if, as far as the ledger was read, a newer claim than this process's owns the stream."""
+        if self._epoch is None or self.holds:
+            return
+        epoch = self.state.epoch
+        owner, now = (epoch.name, epoch.seq) if epoch else ("nobody", 0)
+        self._emit(FencedOut(what=self.store.url, by=owner))
+        hint = "this publisher must stay down; only one may publish to a stream"
+        if owner == self._name:
+            hint = (
+                f"two processes run as publisher {owner!r}, and the later claim wins: this one must stay down; "
+                "give each its own stream, and its own --name"
+            )
+        raise Fenced(
+            f"publisher {owner} has claimed {self.store.url} since (epoch {now}; ours was {self._epoch})", hint=hint
+        )
 
     def follow(self) -> Follower:
         """Every record that counts from the present tip on, as an endless async iterator."""
@@ -335,13 +354,8 @@ class Ledger:
                 raise Fenced(f"{self.store.url}: {void}", hint="stop the other publisher, or claim with --take-over")
         elif self._epoch is None:
             raise Misuse(f"nothing may be written to {self.store.url} without a claim", hint="call claim() first")
-        elif not self.holds:
-            owner = state.epoch.name if state.epoch else "nobody"
-            self._emit(FencedOut(what=self.store.url, by=owner))
-            raise Fenced(
-                f"publisher {owner} has claimed {self.store.url} since (epoch {state.epoch and state.epoch.seq})",
-                hint="this publisher must stay down; only one may publish to a stream",
-            )
+        else:
+            self.check_held()
         try:
             body = records.encode(record)
         except (TypeError, ValueError) as error:

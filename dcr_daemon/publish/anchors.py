@@ -19,7 +19,6 @@ from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.directory import INDEX
 from dcr_daemon.checkpoint.pieces import Piece, piece_metadata, plan_files
 from dcr_daemon.checkpoint.safetensors import SafetensorsBytes, pack_safetensors
-from dcr_daemon.errors import Fenced
 from dcr_daemon.events import AnchorPut, Emit
 from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.ledger import Ledger
@@ -56,7 +55,12 @@ class AnchorPolicy:
 
 
 async def write_anchor(
-    ledger: Ledger, baseline: Baseline, extras: Mapping[str, bytes], workers: Workers, patience: float, emit: Emit
+    ledger: Ledger,
+    baseline: Baseline,
+    extras: Mapping[str, bytes],
+    workers: Workers,
+    patience: float,
+    emit: Emit,
 ) -> Anchor:
     """Upload the baseline's version and record it as an anchor.
 
@@ -67,8 +71,8 @@ async def write_anchor(
     """
     version = baseline.version
     assert version is not None
-    if not ledger.holds:  # its number would pass for one of the new owner's (must L5)
-        raise Fenced(f"{ledger.store.url} was claimed by another publisher", hint="this publisher must stay down")
+    await ledger.read()
+    ledger.check_held()  # its number would pass for one of the new owner's (must L5), and the upload is long
     started = runtime.monotonic()
     # The seq of the newest record: never repeated by another process, since each claims first (must L0). One anchor is
     # written at a time, so retention knows by the number which ones have ended (must L5).

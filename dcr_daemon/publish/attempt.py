@@ -72,9 +72,10 @@ class Attempt:
         self._uploads, self._workers = uploads, workers
         self._encoders = [ChunkEncoder(baseline.layout, codec=codec, target=chunk_bytes) for _ in range(workers.count)]
         # Weights that are diffed at one go: small against a chunk once encoded, large against a hop to a thread.
-        self._stride = min(SEGMENT_BYTES, 4 * chunk_bytes)
+        # A power of two: so no segment reaches over two of the slices that the baseline keeps sums of.
+        self._stride = 1 << (min(SEGMENT_BYTES, 4 * chunk_bytes).bit_length() - 1)
         self._number = itertools.count()
-        self._segments: list[Segment] = []
+        self.segments: list[Segment] = []
         self._stopped = self._torn = False
         self.changed = 0
         baseline.begin()
@@ -153,7 +154,7 @@ class Attempt:
     async def _admit(self, chunk: EncodedChunk, ref: ChunkRef) -> None:
         n = chunk.id.n
         await self._spool.put(chunk)
-        self._segments.extend(chunk.segments)
+        self.segments.extend(chunk.segments)
         self.changed += chunk.changed
         if not self._stopped:
             await self._uploads.admit(n, ref, lambda: self._spool.data(n))
@@ -167,7 +168,7 @@ class Attempt:
         r, store = self.record, self._uploads.store
         chunks = await self._uploads.finish()
         before = self._baseline.vector
-        after = advance(before, self._segments)
+        after = advance(before, self.segments)
         address = (r.version, r.seq, r.group, RANK, self._nonce)
         runtime.failpoint("publish.chunks.put")
         sums = await _put(store, names.sums(*address), before.astype("<u8").tobytes(), patience)
@@ -187,8 +188,11 @@ class Attempt:
         self._stopped = True
         await self._uploads.cancel()
 
-    async def undo(self) -> None:
-        """Bring the baseline back to the version it held (must P7). If that fails it is lost, never half undone."""
+    async def undo(self) -> bool:
+        """Bring the baseline back to the version it held, proved by its full fingerprint (must P7).
+
+        Returns False if that failed: the baseline is then lost, never half undone.
+        """
         undone = False
         try:
             await self.cancel()
@@ -196,16 +200,15 @@ class Attempt:
                 await self.finish()
             for n in self._spool.numbers:
                 data, old = await self._spool.data(n), await self._spool.undo(n)
-                await self._workers.run(self._undo, data, old)
-            undone = not self._torn
+                await self._workers.run_whole(self._undo, data, old)
+            undone = not self._torn and await self._baseline.restored()
         except (DcrError, OSError, ValueError, MemoryError):
             pass  # whatever the undo lacks, the bytes can be had again from anchor and chain
         finally:
-            if undone:
-                self._baseline.restored()
-            else:
+            if not undone:
                 self._baseline.lose()
             self._spool.clear()
+        return undone
 
     def _undo(self, data: bytes, old: bytes) -> None:
         undo_chunk(open_chunk(data, self._baseline.layout), old, self._baseline)

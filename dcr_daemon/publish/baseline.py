@@ -3,6 +3,11 @@
 The map outlives the process, but nobody believes it: at start it counts only if its full fingerprint is that of a
 sealed version (must P3). While an attempt is being diffed the map runs ahead of its version; only `commit` moves the
 version, only undo brings the bytes back. The JSON beside it is a hint written at clean points.
+
+One sum per slice is carried along with the vector, so that any slice can be checked on its own at any quiet time (must
+P4). A *stray* baseline holds bytes of which only the fingerprint is known: they are not what the ledger names for its
+version, which cannot be built from the bucket any more. The next version is diffed from them all the same, and brings
+every element to its true value.
 """
 
 from __future__ import annotations
@@ -11,7 +16,7 @@ import asyncio
 import contextlib
 import mmap
 import os
-from collections.abc import AsyncIterable, Iterator
+from collections.abc import AsyncIterable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,15 +25,16 @@ import numpy as np
 
 from dcr_daemon import runtime
 from dcr_daemon.canonical.dtypes import lane_dtype
-from dcr_daemon.canonical.fingerprint import MASK, Bits, Vector, sum_run
+from dcr_daemon.canonical.fingerprint import MASK, Bits, Vector, advance, sum_run
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.checkpoint.directory import Checkpoint
-from dcr_daemon.codec.chunk import SEGMENT_BYTES
+from dcr_daemon.codec.chunk import SEGMENT_BYTES, Segment
 from dcr_daemon.codec.decode import Chunk
 from dcr_daemon.disk import exhausted, write_whole
 from dcr_daemon.errors import Corrupt, Incompatible
 from dcr_daemon.publish.intake import differences
 from dcr_daemon.runtime import Workers
+from dcr_daemon.untrusted import decode_json
 
 ALIGNMENT = 64  #: bytes; every tensor begins on a cache line of its own
 
@@ -58,6 +64,9 @@ class _Clean(msgspec.Struct, frozen=True, kw_only=True):
     vector: str
 
 
+_hints = msgspec.json.Decoder(_Clean)
+
+
 class Baseline:
     """Bytes of one version, in memory that is shared with a file.
 
@@ -74,11 +83,16 @@ class Baseline:
     def __init__(self, directory: Path, layout: Layout, stream: str, workers: Workers) -> None:
         self.layout = layout
         self.version: int | None = None
+        self.stray = False
         self.stream, self._workers = stream, workers
         self._hint = directory / "baseline.json"
+        self._pieces = [piece for tensor, spec in enumerate(layout) for piece in slices(tensor, spec)]
+        self._number = {(piece.tensor, piece.start): n for n, piece in enumerate(self._pieces)}
+        self._sums = [0] * len(self._pieces)
         self._vector = np.zeros(len(layout), dtype=np.uint64)
         offsets, size = _offsets(layout)
-        self._map = _map_file(directory / "baseline.bin", max(size, mmap.PAGESIZE))
+        #: the file is new: there is nothing in it to be proved
+        self.new, self._map = _map_file(directory / "baseline.bin", max(size, mmap.PAGESIZE))
         self._bits = [
             np.frombuffer(self._map, dtype=lane_dtype(spec.width), count=spec.elements, offset=offset)
             for spec, offset in zip(layout, offsets, strict=True)
@@ -90,13 +104,26 @@ class Baseline:
 
     @property
     def vector(self) -> Vector:
-        """Fingerprint of `version`, carried along by commits. A copy."""
+        """Fingerprint of what the map holds at `version`, carried along by commits. A copy."""
         return self._vector.copy()
+
+    @property
+    def slices(self) -> int:
+        """How many slices `intact` can be asked about."""
+        return len(self._pieces)
+
+    def slice_bytes(self, number: int) -> int:
+        piece = self._pieces[number]
+        return piece.count * self.layout[piece.tensor].width
+
+    def slice_name(self, number: int) -> str:
+        """The tensor that it is a slice of."""
+        return self.layout[self._pieces[number].tensor].name
 
     def hint(self) -> tuple[int, Vector] | None:
         """Version and vector the map last held cleanly, if a hint says so. To be proved by `fingerprint`."""
         try:
-            clean = msgspec.json.decode(self._hint.read_bytes(), type=_Clean)
+            clean = decode_json(_hints, self._hint.read_bytes())
             vector = np.frombuffer(bytes.fromhex(clean.vector), dtype="<u8")
         except (OSError, ValueError):
             return None
@@ -108,15 +135,48 @@ class Baseline:
         """The map is about to run ahead of its version."""
         self._hint.unlink(missing_ok=True)
 
-    def commit(self, version: int, vector: Vector) -> None:
-        """The map holds `version`, proved or sealed, and its fingerprint is `vector`."""
-        self.version, self._vector = version, vector.astype(np.uint64)
+    def commit(self, version: int, segments: Iterable[Segment]) -> None:
+        """The map holds `version`, which was sealed with exactly these segments, each within one slice."""
+        segments = list(segments)
+        for segment in segments:
+            self._move(segment)
+        self.version, self.stray = version, False
+        self._vector = advance(self._vector, segments)
         self._write_hint()
 
-    def restored(self) -> None:
-        """An attempt was undone: the map holds `version` again."""
-        if self.version is not None:
+    def _move(self, segment: Segment) -> None:
+        step = max(1, SEGMENT_BYTES // self.layout[segment.tensor].width)
+        number = self._number[segment.tensor, segment.box.dst // step * step]
+        self._sums[number] = (self._sums[number] + segment.after - segment.before) & MASK
+
+    async def prove(self, *candidates: tuple[int, Vector]) -> Vector:
+        """The fingerprint of the bytes as they are. From now on they are the first version whose vector that is."""
+        sums = await self._measure()
+        found = self._by_tensor(sums)
+        for version, vector in candidates:
+            if np.array_equal(found, vector):
+                self.version, self._vector, self._sums, self.stray = version, found, sums, False
+                self._write_hint()
+                break
+        return found
+
+    async def go_astray(self, version: int) -> None:
+        """Take the bytes as they are for what the next version is diffed from: nothing leads to `version` any more."""
+        self.begin()
+        sums = await self._measure()
+        self.version, self._vector, self._sums, self.stray = version, self._by_tensor(sums), sums, True
+
+    async def restored(self) -> bool:
+        """An attempt was undone: whether the map, by its full fingerprint, holds `version` again."""
+        if self.version is None or await self._measure() != self._sums:
+            return False
+        if not self.stray:
             self._write_hint()
+        return True
+
+    async def intact(self, number: int) -> bool:
+        """Whether a slice has the sum it should have. No attempt may be under way."""
+        return await self._workers.run(self._sum, self._pieces[number]) == self._sums[number]
 
     def _write_hint(self) -> None:
         assert self.version is not None
@@ -127,15 +187,19 @@ class Baseline:
 
     def lose(self) -> None:
         """Nothing is known of the bytes any more; they are to be loaded anew."""
-        self.version = None
+        self.version, self.stray = None, False
         self.begin()
 
     async def fingerprint(self) -> Vector:
         """The vector of the bytes as they are now: a full pass, on the workers."""
-        pieces = [piece for tensor, spec in enumerate(self.layout) for piece in slices(tensor, spec)]
-        sums = await asyncio.gather(*(self._workers.run(self._sum, piece) for piece in pieces))
+        return self._by_tensor(await self._measure())
+
+    async def _measure(self) -> list[int]:
+        return await asyncio.gather(*(self._workers.run(self._sum, piece) for piece in self._pieces))
+
+    def _by_tensor(self, sums: list[int]) -> Vector:
         vector = [0] * len(self.layout)
-        for piece, value in zip(pieces, sums, strict=True):
+        for piece, value in zip(self._pieces, sums, strict=True):
             vector[piece.tensor] = (vector[piece.tensor] + value) & MASK
         return np.array(vector, dtype=np.uint64)
 
@@ -156,8 +220,10 @@ class Baseline:
                 f"{checkpoint.path} does not have the stream's layout: {differences(self.layout, checkpoint.layout)}",
                 hint="give the checkpoint that the stream was created from",
             )
-        pieces = [piece for tensor, spec in enumerate(self.layout) for piece in slices(tensor, spec)]
-        await asyncio.gather(*(self._workers.run(self._copy, checkpoint, piece) for piece in pieces))
+        jobs = [self._workers.run_whole(self._copy, checkpoint, piece) for piece in self._pieces]
+        for result in await asyncio.gather(*jobs, return_exceptions=True):  # none writes on after the first failure
+            if isinstance(result, BaseException):
+                raise result
 
     def _copy(self, checkpoint: Checkpoint, piece: Slice) -> None:
         name = self.layout[piece.tensor].name
@@ -172,7 +238,7 @@ class Baseline:
         """
         self.lose()
         async for chunk in chunks:
-            await self._workers.run(self._apply, chunk)
+            await self._workers.run_whole(self._apply, chunk)
 
     def _apply(self, chunk: Chunk) -> None:
         for i, segment in enumerate(chunk.segments):
@@ -195,18 +261,20 @@ def _offsets(layout: Layout) -> tuple[list[int], int]:
     return offsets, place
 
 
-def _map_file(path: Path, size: int) -> mmap.mmap:
-    """Map a file of exactly `size` bytes whose disk space is reserved: a full disk must show here, not as SIGBUS."""
+def _map_file(path: Path, size: int) -> tuple[bool, mmap.mmap]:
+    """Whether the file is new, and a map of exactly `size` bytes of it. Its disk space is reserved: a full disk must
+    show here, not as SIGBUS."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise exhausted(error, path) from error
     try:
         runtime.failpoint("disk.baseline.write")
-        if os.fstat(descriptor).st_size != size:
+        new = os.fstat(descriptor).st_size != size
+        if new:
             os.ftruncate(descriptor, 0)
         os.posix_fallocate(descriptor, 0, size)
-        return mmap.mmap(descriptor, size)
+        return new, mmap.mmap(descriptor, size)
     except OSError as error:
         raise exhausted(error, path) from error
     finally:

@@ -17,8 +17,9 @@ from dcr_daemon.publish.baseline import Baseline
 from dcr_daemon.publish.intake import differences
 from dcr_daemon.publish.options import PublishOptions, stream_state
 from dcr_daemon.publish.restore import Restorer
-from dcr_daemon.publish.session import Session
+from dcr_daemon.publish.session import CLOSE_PATIENCE, Session
 from dcr_daemon.publish.state import StateDirectory
+from dcr_daemon.publish.waits import within
 from dcr_daemon.runtime import Workers
 from dcr_daemon.store.port import Store
 from dcr_daemon.store.probe import probe
@@ -46,7 +47,7 @@ async def open_session(options: PublishOptions, store: Store, emit: Emit) -> Ses
             await ledger.read()
         except NotFound:
             baseline = await _create(options, ledger, state, workers)
-        objects = Objects(store, floor=lambda: ledger.state.floor, emit=emit, workers=workers)
+        objects = Objects(store, floor=lambda: ledger.state.floor, refresh=ledger.read, emit=emit, workers=workers)
         layout = await objects.read_layout(ledger.stream)
         _check_base(options, layout, store.url)
         await _claim(ledger, state, options)
@@ -56,13 +57,14 @@ async def open_session(options: PublishOptions, store: Store, emit: Emit) -> Ses
         await restorer.restore()
         runtime.failpoint("publish.restored")
         session = Session(options, ledger, baseline, restorer, state, workers, emit)
-        if options.create and options.upload_base and session.head == 0:
-            await session.anchor_if_due(at_once=True)
+        # Due as well if an earlier process died with an anchor half put, or owed one (must P4).
+        await session.anchor_if_due(at_once=options.create and options.upload_base and session.head == 0)
         return session
     except BaseException:
         if ledger and ledger.epoch is not None:
             with contextlib.suppress(DcrError):  # whoever comes next need not take over from one that never began
-                await ledger.release()
+                patience = min(options.patience, CLOSE_PATIENCE)
+                await within(patience, ledger.release(), what=f"the release of {store.url}", emit=emit)
         if baseline:
             baseline.close()
         state.close()
@@ -71,16 +73,16 @@ async def open_session(options: PublishOptions, store: Store, emit: Emit) -> Ses
 
 
 async def _claim(ledger: Ledger, state: StateDirectory, options: PublishOptions) -> None:
-    stranger = options.name is None and not state.named
+    """Claim under the name given or kept. It is kept before the claim leaves: one that lands is then known for ours."""
+    name = state.name(options.name)
     try:
-        await ledger.claim(state.name(options.name), take_over=options.take_over)
+        await ledger.claim(name, take_over=options.take_over)
     except Fenced as error:
-        if not stranger:
-            raise
+        holder = ledger.state.epoch.name if ledger.state.epoch else "nobody"
         raise Fenced(
             error.message,
-            hint="this publisher has no name yet: if it is that one restarted without its state, give --name with its "
-            "name, else stop the other or claim with --take-over",
+            hint=f"this publisher is {name}, as {state.path} says: if it is {holder} restarted without its state, give "
+            f"--name {holder}; else stop {holder} first, or claim with --take-over",
         ) from error
 
 
@@ -103,7 +105,7 @@ async def _create(options: PublishOptions, ledger: Ledger, state: StateDirectory
         return None
     baseline.stream = stream.stream
     runtime.failpoint("publish.created")
-    baseline.commit(0, vector)
+    await baseline.prove((0, vector))
     return baseline
 
 

@@ -2,11 +2,13 @@
 
 `publish` returns when the weights may change again; encoding of the last chunks, uploads, the seal and anchors go on
 behind, on a loop of their own. One update is undecided at a time: the next call waits for its fate (must P7). An
-error of the work behind is raised once: by `wait_sealed`, or else by the next call.
+error of the work behind is raised once: by `wait_sealed`, or else by the next call. Between updates the session looks
+for a newer claim and for damage of the baseline.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -14,13 +16,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Never, Self
 
-from dcr_daemon.errors import DcrError, Misuse, StoreUnavailable
+from dcr_daemon.errors import DcrError, Fenced, Misuse, StoreUnavailable
 from dcr_daemon.events import Emit, Rounded, Waiting, discard
 from dcr_daemon.publish.attempt import Attempt
 from dcr_daemon.publish.intake import Intake
 from dcr_daemon.publish.opening import open_session
 from dcr_daemon.publish.options import KEEP_VERSIONS, PublishOptions, default_state, parse_codec
-from dcr_daemon.publish.session import Session
+from dcr_daemon.publish.session import CLOSE_PATIENCE, Session
 from dcr_daemon.publish.sources import Source, TensorSource, settle_devices
 from dcr_daemon.publish.update import Update
 from dcr_daemon.publish.versions import checked_metadata, checked_step
@@ -48,8 +50,8 @@ class Publisher:
         ignore: globs of tensor names outside the base checkpoint to drop.
         upload_base: upload version 0 as an anchor when the stream is created.
         anchor_every, anchor_share, keep_versions, keep_hours: see `PublishOptions`.
-        patience: seconds that an unreachable bucket is tried before an update is given up. A ledger record that was
-            sent is waited for longer: no failure may be reported while its fate is open (must L1).
+        patience: seconds that an unreachable bucket is tried before an update is given up. If the fate of a record
+            that was sent is open even then, the error says so, and the next call finds out before it begins (must L1).
         emit: listens to events, on the publisher's own thread.
 
     Raises:
@@ -98,6 +100,8 @@ class Publisher:
         self._update: Update | None = None
         self._unknown: Update | None = None
         self._behind: Future[None] | None = None
+        self._sealing: asyncio.Task[Any] | None = None
+        self._tending: asyncio.Task[None] | None = None
         self._told: set[tuple[str, str]] = set()
         self._loop: LoopThread | None = LoopThread("dcr-publisher")
 
@@ -111,6 +115,7 @@ class Publisher:
 
         try:
             self._store, self._session = self._loop.call(open_all())
+            self._loop.call(self._begin_tending())
         except BaseException:
             self._loop.close()
             raise
@@ -143,6 +148,7 @@ class Publisher:
         step, data = checked_step(step), checked_metadata(metadata)
         self._check_usable()
         self._wait_behind()
+        self._running.call(self._end_tending())
         self._settle_unknown()
         intake = Intake(
             f"step {step}" if step is not None else "the update", self._session.layout, self._options.ignore
@@ -153,7 +159,7 @@ class Publisher:
         else:
             attempt = self._diff_stream(as_stream(weights, self._session.layout), intake, step)
         self._tell_rounded(intake)
-        self._update = update = Update(attempt.version)
+        self._update = update = Update(attempt.version, lambda: self._loop is None or self._loop.here)
         self._behind = self._running.start(self._complete(attempt, update, data))
         self._behind.add_done_callback(update.ended)
         return update
@@ -201,28 +207,38 @@ class Publisher:
 
     def _abort(self, error: BaseException) -> None:
         """The update failed: abort and undo now if the bucket answers, else before the next one begins."""
-        with contextlib.suppress(StoreUnavailable):
-            self._running.call(self._session.settle(f"{type(error).__name__}: {error}"))
+        patience = None if isinstance(error, Exception) else CLOSE_PATIENCE  # somebody wants to be out of here
+        try:
+            self._running.call(self._session.settle(f"{type(error).__name__}: {error}", patience=patience))
+        except Fenced:
+            if isinstance(error, DcrError):
+                raise
+        except DcrError as later:
+            self._emit(Waiting(what=f"an abort, tried again when the next update begins: {later.message}"))
 
     async def _complete(self, attempt: Attempt, update: Update, metadata: dict[str, Any]) -> None:
         """Behind `publish`: seal, then an anchor if one is due."""
+        self._sealing = asyncio.current_task()
         try:
             sealed = await self._session.seal(attempt, metadata=metadata)
         except DcrError as error:
             await self._settle_failed(update, error)
-            return
-        update.found(sealed)
-        try:
-            await self._session.anchor_if_due()
-        except StoreUnavailable as error:
-            self._emit(Waiting(what=f"the anchor of version {attempt.version}, tried again later: {error.message}"))
+        else:
+            update.found(sealed)
+            try:
+                await self._session.anchor_if_due()
+            except StoreUnavailable as error:
+                self._emit(Waiting(what=f"the anchor of version {attempt.version}, tried again later: {error.message}"))
+        await self._begin_tending()
 
     async def _settle_failed(self, update: Update, error: DcrError) -> None:
         """Tell a failure only when the ledger says that it is one (must L1)."""
+        sealed = None
         try:
             sealed = await self._session.settle(f"{type(error).__name__}: {error}")
+        except Fenced as fenced:
+            error = fenced
         except DcrError:
-            sealed = None
             if self._session.ledger.undecided:
                 self._unknown = update
                 error = StoreUnavailable(
@@ -234,6 +250,28 @@ class Publisher:
         else:
             update.failed(error)
 
+    async def _begin_tending(self) -> None:
+        self._tending = asyncio.create_task(self._tend())
+
+    async def _tend(self) -> None:
+        """Until the next update begins, or until there is something that only the next update can deal with."""
+        try:
+            while True:
+                await self._session.tend()
+                await self._session.repair()
+        except Fenced:
+            pass  # said by an event; the next call raises it
+        except DcrError as error:
+            self._emit(Waiting(what=f"the baseline, before the next update begins: {error.message}"))
+
+    async def _end_tending(self) -> None:
+        if self._tending:
+            ended, self._tending = self._tending, None
+            ended.cancel()
+            await asyncio.wait([ended])
+            if not ended.cancelled() and (error := ended.exception()):
+                raise error
+
     def _settle_unknown(self) -> None:
         """Learn the fate of an update that nobody could tell so far."""
         if self._unknown:
@@ -241,13 +279,13 @@ class Publisher:
                 self._unknown.found(sealed)
             self._unknown = None
 
-    def _wait_behind(self) -> None:
+    def _wait_behind(self, timeout: float | None = None) -> None:
         """Wait for the fate of the update before, and raise what nobody was told yet."""
         if self._behind:
             behind, update = self._behind, self._update
             if not behind.done() and update:
                 self._running.start(self._say(f"version {update.version}: its seal, or the anchor after it"))
-            error = behind.exception()
+            error = behind.exception(timeout)
             self._behind = self._update = None
             if update:
                 update.raise_untold()
@@ -282,10 +320,14 @@ class Publisher:
 
         In a fork of the publisher's process it does nothing: the stream is not the fork's to release.
         """
+        self._close(None)
+
+    def _close(self, timeout: float | None) -> None:
         if self._loop is None or not self._loop.here:
             return
         try:
-            self._wait_behind()
+            with contextlib.suppress(TimeoutError):
+                self._wait_behind(timeout)
         finally:
             loop, self._loop = self._loop, None
             try:
@@ -294,17 +336,25 @@ class Publisher:
                 loop.close()
 
     async def _close_all(self) -> None:
+        """What is still under way ends first: a session is used by one task at a time."""
         try:
-            await self._session.close()
+            if self._sealing:
+                self._sealing.cancel()
+                await asyncio.wait([self._sealing])
+            await self._end_tending()
         finally:
-            await self._store.close()
+            try:
+                await self._session.close()
+            finally:
+                await self._store.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Closes. After Ctrl-C, or an exit asked for, the update under way is given some seconds and no more."""
         try:
-            self.close()
+            self._close(None if error is None or isinstance(error, Exception) else CLOSE_PATIENCE)
         except DcrError:
             if error is None:
                 raise

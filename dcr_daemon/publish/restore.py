@@ -13,16 +13,16 @@ from pathlib import Path
 import numpy as np
 
 from dcr_daemon import runtime
-from dcr_daemon.canonical.fingerprint import Vector
+from dcr_daemon.canonical.fingerprint import Vector, total
 from dcr_daemon.checkpoint.directory import Checkpoint
 from dcr_daemon.checkpoint.pieces import read_pieces
 from dcr_daemon.checkpoint.safetensors import SafetensorsBytes
 from dcr_daemon.codec.decode import Chunk, open_chunk
 from dcr_daemon.errors import Corrupt, DcrError, Incompatible, NotFound
-from dcr_daemon.events import Emit, Waiting
+from dcr_daemon.events import Alarm, Emit, Waiting
 from dcr_daemon.ledger.ledger import Ledger
-from dcr_daemon.ledger.objects import Objects
-from dcr_daemon.ledger.records import ChunkRef, Seal
+from dcr_daemon.ledger.objects import NotYet, Objects
+from dcr_daemon.ledger.records import ChunkRef, Seal, Stream, show_u64
 from dcr_daemon.ledger.route import NoRoute, Route
 from dcr_daemon.publish.baseline import Baseline, check_vector
 from dcr_daemon.runtime import Workers
@@ -42,10 +42,13 @@ class Restorer:
     async def restore(self) -> None:
         """Bring the baseline to the newest sealed version.
 
+        If every way there is damaged, the baseline goes astray: the next version is diffed from whatever is at hand,
+        and an anchor of that one, at once, is where the stream goes on (must P4).
+
         Raises:
             NotFound: nothing in the bucket leads there, and no base is at hand.
             Incompatible: the base is not the stream's version 0.
-            Corrupt: what the bucket holds does not have the fingerprint of its seal, from whatever anchor.
+            StoreUnavailable: the bucket does not answer, or objects that the ledger names are not there.
         """
         head = self._ledger.state.seal.version
         if self._baseline.version == head:
@@ -54,28 +57,43 @@ class Restorer:
         if have == head:
             return
         self._emit(Waiting(what=f"the baseline: building version {head} from {_start(have)}"))
-        try:
-            await self._build(await self._route(have, head), have, head)
-        except (Corrupt, NotFound) as error:
-            if not await self._go_round(head, error):
-                raise
+        failed: list[DcrError] = []
+        for start, avoid, what in await self._ways(have):
+            if failed:
+                self._emit(Waiting(what=f"the baseline: {failed[-1].message}; trying {what}"))
+            try:
+                await self._build(await self._route(start, head, avoid), head)
+            except (Corrupt, NotFound, NotYet) as error:
+                failed.append(error)
+            else:
+                return
+        damage = next((error for error in failed if isinstance(error, Corrupt)), None)
+        if damage is None:
+            raise failed[0]
+        await self._baseline.go_astray(head)
+        self._emit(
+            Alarm(
+                must="P4",
+                what=f"version {head} cannot be built from {self._ledger.store.url} any more: {damage.message}. "
+                "The next version will have an anchor at once; replicas that the chain does not bring wait for it",
+            )
+        )
 
-    async def _go_round(self, head: int, error: DcrError) -> bool:
-        """Build from the newest anchor that leads to the head: the cheapest way is damaged, or its base is gone."""
+    async def _ways(self, have: int | None) -> list[tuple[int | None, set[int], str]]:
+        """Where to start from, anchors to avoid, and words: the cheapest way first, then whatever leads to the head."""
         anchors = [anchor.version for anchor in await self._ledger.history.anchors()]
-        for version in anchors:
-            self._emit(Waiting(what=f"the baseline: {error.message}; trying the anchor of version {version}"))
-            with contextlib.suppress(Corrupt, NoRoute):
-                route = await self._ledger.history.route(None, head, avoid=set(anchors) - {version})
-                await self._build(route, None, head)
-                return True
-        return False
+        cheapest = 0 if have is None and self._base else have
+        ways: list[tuple[int | None, set[int], str]] = [(cheapest, set(), "the cheapest way")]
+        ways += [(None, set(anchors) - {version}, f"the anchor of version {version}") for version in anchors]
+        if self._base and anchors:
+            ways.append((0, set(anchors), "the base"))
+        return ways
 
-    async def _build(self, route: Route, have: int | None, head: int) -> None:
+    async def _build(self, route: Route, head: int) -> None:
         try:
             if route.anchor is not None:
                 await self._load_anchor(route.anchor)
-            elif have is None:
+            elif self._baseline.version is None:
                 await self.load_base()
                 runtime.failpoint("publish.restore.base")
             for version in route.hops:
@@ -87,22 +105,27 @@ class Restorer:
             raise
 
     async def _cached(self, head: int) -> int | None:
-        """The sealed version that the map holds, proved by its full fingerprint; None if it holds none."""
-        hint = self._baseline.hint()
-        if hint is None or hint[0] > head:
-            return None
-        version, vector = hint
-        want = await self.vector(version)
-        if not np.array_equal(vector, want) or not np.array_equal(await self._baseline.fingerprint(), want):
-            return None
-        self._baseline.commit(version, want)
-        runtime.failpoint("publish.restore.cached")
-        return version
+        """The sealed version that the map holds, proved by its full fingerprint; None if it holds none.
 
-    async def _route(self, have: int | None, head: int) -> Route:
-        """With a base at hand version 0 is a place to start from that costs no download."""
+        Without a hint an attempt was under way when the last process ended: it may have been sealed before its hint
+        was written, or have changed nothing yet. Then the bytes are the head.
+        """
+        if self._baseline.new:
+            return None
+        candidates = []
+        hint = self._baseline.hint()
+        if hint and hint[0] <= head and show_u64(total(hint[1])) == total_of(await self._record(hint[0])):
+            candidates.append(hint)
+        with contextlib.suppress(Corrupt, NotFound, NotYet):
+            if not candidates or candidates[0][0] != head:
+                candidates.append((head, await self.vector(head)))
+        await self._baseline.prove(*candidates)
+        runtime.failpoint("publish.restore.cached")
+        return self._baseline.version
+
+    async def _route(self, have: int | None, head: int, avoid: set[int]) -> Route:
         try:
-            return await self._ledger.history.route(0 if have is None and self._base else have, head)
+            return await self._ledger.history.route(have, head, avoid=avoid)
         except NoRoute as error:
             hint = "give --base with the checkpoint that the stream was created from"
             raise NotFound(error.message, hint="" if self._base else hint) from error
@@ -122,14 +145,15 @@ class Restorer:
 
     async def vector(self, version: int) -> Vector:
         """The fingerprint that the ledger names for a sealed version."""
-        record = self._ledger.stream if version == 0 else await self._ledger.history.seal(version)
-        return await self._objects.read_vector(record, self._baseline.layout)
+        return await self._objects.read_vector(await self._record(version), self._baseline.layout)
+
+    async def _record(self, version: int) -> Stream | Seal:
+        return self._ledger.stream if version == 0 else await self._ledger.history.seal(version)
 
     async def _prove(self, version: int, what: str) -> None:
         want = await self.vector(version)
-        found = await self._baseline.fingerprint()
+        found = await self._baseline.prove((version, want))
         check_vector(want, found, self._baseline.layout, what, "`dcr verify` tells which object is damaged")
-        self._baseline.commit(version, want)
 
     async def extras(self) -> dict[str, bytes]:
         """Side files of the newest anchor; none if there is no anchor."""
@@ -145,7 +169,7 @@ class Restorer:
         self._baseline.lose()
         for ref in index.files:
             body = await self._objects.read_file(ref, version)
-            for tensor, elements in await self._workers.run(self._place, body, ref.key):
+            for tensor, elements in await self._workers.run_whole(self._place, body, ref.key):
                 filled[tensor] += elements
             runtime.failpoint("publish.restore.anchor")
         short = [s.name for s, n in zip(self._baseline.layout, filled, strict=True) if n != s.elements]
@@ -185,6 +209,11 @@ class Restorer:
         if found != (seal.stream, seal.attempt, seal.base, seal.version):
             raise Corrupt(f"{ref.key} belongs to another attempt: {found}")
         return chunk
+
+
+def total_of(record: Stream | Seal) -> str:
+    """The total of the fingerprint that a version's record names."""
+    return record.total if isinstance(record, Stream) else record.after
 
 
 def _start(have: int | None) -> str:

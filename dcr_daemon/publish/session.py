@@ -5,19 +5,21 @@
                 └──────► abort     ─► baseline undone    only when it is known not to be
 
 An attempt whose fate is open stays with the session; `settle` learns it from the ledger, and everything that could
-depend on it settles first. A session is used by one task at a time.
+depend on it settles first. No wait for the ledger is longer than the patience: the call ends, the record stays
+undecided (must L1). Between updates `tend` looks for a newer claim and for damage. A session is used by one task at a
+time.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 from dcr_daemon import runtime
 from dcr_daemon.canonical.fingerprint import Bits, total
 from dcr_daemon.checkpoint.directory import read_extras
-from dcr_daemon.errors import Fenced, StoreUnavailable
+from dcr_daemon.errors import Corrupt, Fenced, StoreUnavailable
 from dcr_daemon.events import Aborted, Alarm, Emit, Opened, Sealed, Waiting
 from dcr_daemon.ledger.ledger import Header, Ledger
 from dcr_daemon.ledger.records import Abort, Open, Seal, show_u64
@@ -26,15 +28,21 @@ from dcr_daemon.publish.anchors import AnchorPolicy, write_anchor
 from dcr_daemon.publish.attempt import Attempt, Contribution
 from dcr_daemon.publish.baseline import Baseline
 from dcr_daemon.publish.options import PublishOptions
-from dcr_daemon.publish.restore import Restorer
+from dcr_daemon.publish.restore import Restorer, total_of
 from dcr_daemon.publish.retention import Retention
+from dcr_daemon.publish.scrub import Scrub
 from dcr_daemon.publish.spool import Spool
 from dcr_daemon.publish.state import StateDirectory
 from dcr_daemon.publish.uploads import Uploads
 from dcr_daemon.publish.versions import SealedVersion
+from dcr_daemon.publish.waits import within
 from dcr_daemon.runtime import Workers
 
+T = TypeVar("T")
+
 SETTLE_PAUSE = 2.0  #: seconds between two looks for the fate of a record
+LOOK = 10.0  #: seconds between two looks for a newer claim while nothing is published
+CLOSE_PATIENCE = 10.0  #: seconds that an end waits for the ledger: supervisors kill after 30
 
 
 class Session:
@@ -60,6 +68,10 @@ class Session:
         # One value for this incarnation of the process group; a leftover of another one answers to nobody (must P1).
         self._group, self._nonce = runtime.nonce(), runtime.nonce()
         self._call = 0
+        self._scrub = Scrub(baseline, options.scrub_rate)
+        self._look_at = runtime.monotonic() + LOOK
+        self._owes_anchor = False
+        self._spoilt: int | None = None
         self._attempt: Attempt | None = None
         self._contribution: Contribution | None = None
 
@@ -88,7 +100,7 @@ class Session:
             base = header.state.seal.version
             return Open(**header.fields, version=base + 1, base=base, group=self._group, call=self._call, step=step)
 
-        record = await self.ledger.append(make)
+        record = await self._within(self._options.patience, self.ledger.append(make), "room for the next version")
         assert record.base == self._baseline.version  # only this epoch could have sealed meanwhile
         runtime.failpoint("publish.open")
         uploads = Uploads(
@@ -156,18 +168,25 @@ class Session:
 
     async def _append_seal(self, attempt: Attempt, make: Callable[[Header], Seal]) -> Seal:
         """Append until the seal is known to be in the ledger; its slot alone decides that (must L1)."""
-        deadline = runtime.monotonic() + self._options.patience
+        deadline, what = runtime.monotonic() + self._options.patience, f"the fate of version {attempt.version}"
+
+        async def append() -> Seal:
+            if self.ledger.undecided:
+                await self.ledger.settle()
+                await self.ledger.read()
+            return await self._seal_of(attempt) or await self.ledger.append(make)
+
         while True:
             try:
-                if self.ledger.undecided:
-                    await self.ledger.settle()
-                    await self.ledger.read()
-                return await self._seal_of(attempt) or await self.ledger.append(make)
+                return await self._within(max(deadline - runtime.monotonic(), SETTLE_PAUSE), append(), what)
             except StoreUnavailable as error:
                 if runtime.monotonic() > deadline:
                     raise
-                self._emit(Waiting(what=f"the fate of version {attempt.version}: {error.message}"))
+                self._emit(Waiting(what=f"{what}: {error.message}"))
                 await runtime.sleep(SETTLE_PAUSE)
+
+    async def _within(self, seconds: float, work: Awaitable[T], what: str) -> T:
+        return await within(seconds, work, what=f"the ledger of {self.ledger.store.url}: {what}", emit=self._emit)
 
     async def _seal_of(self, attempt: Attempt) -> Seal | None:
         """The seal of an attempt, if the ledger as read has it."""
@@ -179,7 +198,7 @@ class Session:
     def _commit(self, attempt: Attempt, seal: Seal) -> SealedVersion:
         """Version and baseline move together: the seal is in the ledger."""
         assert self._contribution is not None
-        self._baseline.commit(attempt.version, self._contribution.vector)
+        self._baseline.commit(attempt.version, attempt.segments)
         runtime.failpoint("publish.baseline.committed")
         attempt.forget()
         self._attempt = self._contribution = None
@@ -193,8 +212,12 @@ class Session:
         )  # fmt: skip
         return SealedVersion.of(seal)
 
-    async def settle(self, reason: str) -> SealedVersion | None:
+    async def settle(self, reason: str, *, patience: float | None = None) -> SealedVersion | None:
         """Decide what is undecided: a sealed attempt is committed (and returned), any other aborted and undone.
+
+        Args:
+            reason: why an attempt that is not sealed ends here.
+            patience: seconds that the ledger may take; by default those of every update.
 
         Raises:
             Fenced: another publisher owns the stream; the attempt is undone all the same.
@@ -205,58 +228,127 @@ class Session:
             await attempt.cancel()
         if attempt is None and not self.ledger.undecided and self.ledger.state.open is None:
             return None
-        await self.ledger.settle()
-        state = await self.ledger.read()
-        if attempt and (seal := await self._seal_of(attempt)):
-            return self._commit(attempt, seal)
-        ours = state.epoch is not None and state.epoch.seq == self.ledger.epoch
-        opened = (state.open.seq, state.open.version) if state.open else (0, 0)
+        what = f"the fate of version {attempt.version}" if attempt else "the fate of a record"
+        patience = self._options.patience if patience is None else patience
         try:
-            if state.open or not ours:  # under a newer epoch this says who fenced us, and writes nothing
-                await self.ledger.append(
-                    lambda header: Abort(**header.fields, attempt=opened[0], version=opened[1], reason=reason[:500])
-                )
+            seal = await self._within(patience, self._fate(attempt, reason[:500]), what)
         except Fenced:
             await self._undo(attempt, "another publisher claimed the stream")
             raise
+        if attempt and seal:
+            return self._commit(attempt, seal)
         await self._undo(attempt, reason)
+        return None
+
+    async def _fate(self, attempt: Attempt | None, reason: str) -> Seal | None:
+        """The seal of an attempt, or None once nothing in the ledger stands open that could become one."""
+        await self.ledger.settle()
+        await self.ledger.read()
+        if attempt and (seal := await self._seal_of(attempt)):
+            return seal
+        self.ledger.check_held()
+        if opened := self.ledger.state.open:
+            seq, version = opened.seq, opened.version
+            await self.ledger.append(lambda header: Abort(**header.fields, attempt=seq, version=version, reason=reason))
         return None
 
     async def _undo(self, attempt: Attempt | None, reason: str) -> None:
         """The attempt is known not to be a version, and never to become one."""
         self._attempt = self._contribution = None
         if attempt:
-            await attempt.undo()
+            if not await attempt.undo():
+                self._emit(
+                    Alarm(must="P7", what=f"the undo of version {attempt.version} failed: the baseline is rebuilt")
+                )
             runtime.failpoint("publish.baseline.undone")
             self._emit(Aborted(version=attempt.version, attempt=attempt.id, reason=reason))
 
-    async def anchor_if_due(self, *, at_once: bool = False) -> None:
-        """Write an anchor of the head if the policy asks for one. No attempt may be under way.
+    async def tend(self) -> None:
+        """Between updates, until cancelled: look for a newer claim, and for damage in the baseline.
+
+        Returns once the baseline was found damaged; `repair`, or the next `begin`, builds it anew (must P4).
 
         Raises:
-            Corrupt: the baseline is damaged and could not be rebuilt (must P4).
+            Fenced: another publisher owns the stream.
         """
+        while True:
+            if runtime.monotonic() >= self._look_at:
+                self._look_at = runtime.monotonic() + LOOK * (0.75 + runtime.jitter() / 2)
+                with contextlib.suppress(StoreUnavailable):
+                    await self.ledger.read()
+                self.ledger.check_held()
+            # While the fate of an attempt is open the map is ahead of its version, and has sums for none.
+            scrub_at = float("inf") if self._attempt else self._scrub.due
+            if runtime.monotonic() >= scrub_at and (tensor := await self._scrub.step()):
+                self._found_damage(f"in {tensor}")
+                return
+            await runtime.sleep(max(0.0, min(self._look_at, scrub_at) - runtime.monotonic()))
+
+    def _found_damage(self, where: str) -> None:
+        """The baseline is not what it should be: rebuilt before anything is diffed from it, and anchored (must P4)."""
+        self._emit(Alarm(must="P4", what=f"the baseline of version {self.head} is damaged {where}; rebuilding"))
+        self._baseline.lose()
+        self._owes_anchor = True
+
+    async def repair(self) -> None:
+        """Build a baseline that `tend` found damaged anew, and write the anchor that is owed.
+
+        Raises:
+            Fenced, StoreUnavailable: as everything that reads or writes; the next `begin` tries again.
+        """
+        await self._restorer.restore()
+        await self.anchor_if_due()
+
+    async def anchor_if_due(self, *, at_once: bool = False) -> None:
+        """Write an anchor of the head if the policy asks for one, or damage. No attempt may be under way.
+
+        Raises:
+            Fenced: another publisher owns the stream.
+        """
+        if self.ledger.undecided:
+            await self._within(self._options.patience, self.ledger.settle(), "the fate of a record")
+            await self.ledger.read()
         state = self.ledger.state
         newest = state.anchor.version if state.anchor else None
-        if self._attempt or newest == self.head or not (at_once or self._policy.active):
+        if self._attempt or newest == self.head:
             return
-        if not at_once:
-            since = await self.ledger.history.between((newest or 0) + 1)
-            if not self._policy.due(len(since), sum(seal.bytes for seal in since), self.layout.nbytes):
-                return
+        if not (at_once or self._owes_anchor) and not await self._due(newest or 0):
+            return
+        if self.ledger.tip.seq == self._spoilt:
+            return  # its names are taken by damaged bytes; after the next version it has others (must L0)
         await self._prove_baseline()
+        if self._baseline.stray:
+            return  # the version that comes next is anchored instead
         runtime.failpoint("publish.anchor.proved")
         extras = await self._extras()
-        await write_anchor(self.ledger, self._baseline, extras, self.workers, self._options.patience, self._emit)
+        try:
+            await write_anchor(self.ledger, self._baseline, extras, self.workers, self._options.patience, self._emit)
+        except Corrupt as error:
+            self._spoilt = self.ledger.tip.seq
+            self._found_damage(f"while its anchor was written: {error.message}")
+            return
+        self._owes_anchor = False
         self.retention.anchored()
+
+    async def _due(self, newest: int) -> bool:
+        """Whether the versions since the newest anchor ask for one: by policy, or because no chain leads over them.
+
+        A version made from a stray baseline says so: its `before` is not the `after` of the version before it.
+        """
+        since = await self.ledger.history.between(newest + 1)
+        after = total_of(self.ledger.stream if newest == 0 else await self.ledger.history.seal(newest))
+        for seal in since:
+            if seal.before != after:
+                return True
+            after = seal.after
+        return self._policy.due(len(since), sum(seal.bytes for seal in since), self.layout.nbytes)
 
     async def _prove_baseline(self) -> None:
         """Recompute the baseline's fingerprint; damage is an alarm and a rebuild, never an anchor (must P4)."""
         if self._baseline.version == self.head:
             if bool((await self._baseline.fingerprint() == self._baseline.vector).all()):
                 return
-            self._emit(Alarm(must="P4", what=f"the baseline of version {self.head} is damaged; rebuilding"))
-            self._baseline.lose()
+            self._found_damage("before an anchor")
         await self._restorer.restore()
 
     async def _extras(self) -> dict[str, bytes]:
@@ -267,13 +359,15 @@ class Session:
         return await self._restorer.extras()
 
     async def close(self) -> None:
-        """Settle, release the claim, give the state directory back. Safe to call after any error."""
+        """Settle, release the claim, give the state directory back. Safe to call after any error, and soon over: what
+        the ledger does not answer in `CLOSE_PATIENCE` seconds is left to the next claim, which voids it."""
+        patience = min(self._options.patience, CLOSE_PATIENCE)
         try:
             await self.retention.close()
             with contextlib.suppress(StoreUnavailable, Fenced):
-                await self.settle("the publisher closed")
+                await self.settle("the publisher closed", patience=patience)
                 if self.ledger.epoch is not None:
-                    await self.ledger.release()
+                    await self._within(patience, self.ledger.release(), "the release of the stream")
         finally:
             if self._attempt:
                 await self._attempt.cancel()

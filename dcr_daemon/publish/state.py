@@ -49,15 +49,10 @@ class StateDirectory:
     def spool(self) -> Path:
         return self.path / "spool"
 
-    @property
-    def named(self) -> bool:
-        """Whether a name is kept here, from an earlier start."""
-        return (self.path / "name").exists()
-
     def name(self, given: str | None) -> str:
         """The publisher's name: `given`, else the one kept here, else a new one; kept for the next start."""
         kept = self.path / "name"
-        known = kept.read_text().strip() if kept.exists() else None
+        known = None if given else self._known(kept)
         name = given or known or f"publisher-{runtime.nonce(4)}"
         if name != known:
             try:
@@ -65,6 +60,15 @@ class StateDirectory:
             except OSError as error:
                 raise exhausted(error, kept) from error
         return name
+
+    def _known(self, kept: Path) -> str | None:
+        try:
+            name = kept.read_bytes().decode("ascii").strip()
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise Misuse(f"{kept} cannot be read: {error}", hint="give --name with this publisher's name") from error
+        return name or None
 
     def close(self) -> None:
         """Let the next process have it."""

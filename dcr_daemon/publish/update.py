@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 
-from dcr_daemon.errors import DcrError, Fenced
+from dcr_daemon.errors import DcrError, Fenced, Misuse
 from dcr_daemon.publish.versions import SealedVersion
 
 
 class Update:
     """One call of `publish`. Made and told by its `Publisher`; `version`, `sealed` and `wait_sealed` are for users."""
 
-    def __init__(self, version: int) -> None:
-        self._version = version
+    def __init__(self, version: int, here: Callable[[], bool]) -> None:
+        self._version, self._here = version, here
         self._fate: Future[SealedVersion] = Future()
         self._told = False
 
@@ -31,9 +32,15 @@ class Update:
 
         Raises:
             TimeoutError: not within `timeout` seconds; it may still be.
+            Misuse: this process is a fork of the publisher's, and will not hear of it.
             Fenced, StoreUnavailable, ...: it does not exist and never will, unless the message says that this is not
                 known; publish again.
         """
+        if not self._fate.done() and not self._here():
+            raise Misuse(
+                f"the fate of version {self._version} is not told to a fork of the publisher's process",
+                hint="wait in the process that published, before it forks if the fork depends on it",
+            )
         try:
             return self._fate.result(timeout)
         except TimeoutError:

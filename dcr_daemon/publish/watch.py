@@ -87,6 +87,9 @@ class Watcher:
         self._published: set[str] = set()
         self._given_up: dict[str, frozenset[FileIdentity]] = {}
         self._said: dict[str, str] = {}
+        self._notices: Notices | None = None
+        self._watched: tuple[int, int] | None = None
+        self._damaged = False
 
     async def run(self) -> None:
         """Until cancelled; with `once`, until what was complete at the start is published."""
@@ -96,20 +99,50 @@ class Watcher:
         if self._options.once:
             await self._run_once()
             return
-        notices = None if self._options.poll else Notices(self._options.watch, self._survey, self._changed)
         try:
             while True:
+                self._attend()
                 if not await self._turn():
-                    # Not `wait_for`: in Python 3.11 it can swallow a cancellation that comes with the event.
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(self._interval):
-                            await self._changed.wait()
-                    self._changed.clear()
+                    await self._wait()
         finally:
-            if notices:
-                notices.close()
+            if self._notices:
+                self._notices.close()
             if self._current:
                 self._current.close()
+
+    def _attend(self) -> None:
+        """Have notices of the directory that bears the name now: it may have been moved away, and another made."""
+        place = self._place()
+        if place == self._watched:
+            return
+        self._watched = place
+        if self._notices:
+            self._notices.close()
+            self._notices = None
+        if place and not self._options.poll:
+            self._notices = Notices(self._options.watch, self._survey, self._changed)
+
+    def _place(self) -> tuple[int, int] | None:
+        """Device and inode of the watched directory; None while it is not there."""
+        try:
+            stat = self._options.watch.stat()
+        except OSError:
+            return None
+        return stat.st_dev, stat.st_ino
+
+    async def _wait(self) -> None:
+        """Until something changed, or the next look is due; the session is tended meanwhile."""
+        changed, tending = asyncio.ensure_future(self._changed.wait()), asyncio.ensure_future(self._session.tend())
+        try:
+            await asyncio.wait((changed, tending), timeout=self._interval, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            changed.cancel()
+            tending.cancel()
+            await asyncio.wait((changed, tending))
+        self._changed.clear()
+        if not tending.cancelled():
+            tending.result()  # raises `Fenced`; else the baseline is damaged
+            self._damaged = True
 
     async def _run_once(self) -> None:
         await self._look()
@@ -139,9 +172,13 @@ class Watcher:
     async def _turn(self) -> bool:
         """One look and at most one thing done; tells whether it was."""
         try:
-            if self._dying is None:
+            if self._dying is not None:
+                await self._bury(self._dying)
+            elif self._damaged:
+                await self._session.repair()
+                self._damaged = False
+            else:
                 return await self._step(await self._look())
-            await self._bury(self._dying)
         except SourceChanged as error:
             self._dying = error.message
             self._setbacks += 1
@@ -247,10 +284,13 @@ class Watcher:
     def _say(self, found: dict[str, Found]) -> None:
         """Tell what is waited for, each thing once."""
         waits = {name: f"{name} is incomplete: {what}" for name, what in self._lacks(found).items()}
-        for name, text in (waits or {"": f"a checkpoint below {self._options.watch}"}).items():
+        if not waits:
+            gone = "" if self._watched else ", which is not there any more"
+            waits = {"": f"a checkpoint below {self._options.watch}{gone}"}
+        for name, text in waits.items():
             if self._said.get(name) != text:
                 self._emit(Waiting(what=text))
-        self._said = waits or {"": "said"}
+        self._said = waits
 
     def _lacks(self, found: dict[str, Found]) -> dict[str, str]:
         lacks = {name: checkpoint.lacks(self._session.layout) for name, checkpoint in found.items()}

@@ -1,0 +1,32 @@
+"""A slow pass over the baseline, again and again, in the quiet between updates (must P4).
+
+One slice at a time, on a worker, which does nothing but read: whoever wants to diff cancels the wait and goes ahead.
+"""
+
+from __future__ import annotations
+
+from dcr_daemon import runtime
+from dcr_daemon.publish.baseline import Baseline
+
+
+class Scrub:
+    """Goes round a baseline at `rate` bytes a second; 0 for not at all."""
+
+    def __init__(self, baseline: Baseline, rate: float) -> None:
+        self._baseline, self._rate = baseline, rate
+        self._next = 0
+        self._due = runtime.monotonic()
+
+    @property
+    def due(self) -> float:
+        """When the next slice may be read, on `runtime.monotonic`."""
+        idle = not self._rate or not self._baseline.slices or self._baseline.version is None
+        return float("inf") if idle else self._due
+
+    async def step(self) -> str:
+        """Check one slice. The name of its tensor if it is damaged, else empty."""
+        number = self._next
+        self._due = runtime.monotonic() + self._baseline.slice_bytes(number) / self._rate
+        intact = await self._baseline.intact(number)
+        self._next = (number + 1) % self._baseline.slices
+        return "" if intact else self._baseline.slice_name(number)

@@ -1,0 +1,40 @@
+"""Waits that end and that say what they wait for.
+
+What was sent to the ledger stays undecided when a wait for it ends; it is settled first the next time (must L1). So a
+bounded wait gives up telling, never deciding.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import TypeVar
+
+from dcr_daemon.errors import StoreUnavailable
+from dcr_daemon.events import Emit, Waiting
+
+T = TypeVar("T")
+
+TELL_AFTER = 5.0  #: seconds after which somebody who waits wants to know for what
+
+
+async def within(seconds: float, work: Awaitable[T], *, what: str, emit: Emit) -> T:
+    """The result of `work`, which is cancelled after so many seconds; a `Waiting` event names it if it takes long.
+
+    Raises:
+        StoreUnavailable: it did not end in time.
+    """
+    loop = asyncio.get_running_loop()
+    telling = loop.call_later(min(TELL_AFTER, seconds), lambda: emit(Waiting(what=what)))
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            return await work
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise StoreUnavailable(
+            f"{what}: the bucket did not answer in {seconds:g} s",
+            hint="nothing is lost: what is undecided is settled before anything else is written",
+        ) from None
+    finally:
+        telling.cancel()
