@@ -163,6 +163,54 @@ class EngineLost(Event, frozen=True, kw_only=True):
     reason: str
 
 
+class LedgerRead(Event, frozen=True, kw_only=True):
+    """A replica has read the ledger to its end for the first time: `head` is the newest sealed version there."""
+
+    head: int
+
+
+class Loading(Event, frozen=True, kw_only=True):
+    """A dense load begins: the engine generates nothing until the next `Serving`."""
+
+    version: int
+
+
+class Paused(Event, frozen=True, kw_only=True):
+    """Somebody else has paused the engine: the replica is not ready until the next `Serving`."""
+
+    version: int
+
+
+class Blocked(Event, frozen=True, kw_only=True):
+    """Something stands before a replica's target; it goes on with what it has, and tries again. Told once per reason.
+
+    `version` cannot be reached now (None: it is not about one). One that is `poisoned` is only gone round by an anchor.
+    """
+
+    version: int | None
+    reason: str
+    poisoned: bool = False
+
+
+class ScrubEnded(Event, frozen=True, kw_only=True):
+    """A complete pass over the live weights found every tensor as it must be."""
+
+    version: int | None
+    tensors: int
+    bytes: int
+    seconds: float
+
+
+class Damaged(Event, frozen=True, kw_only=True):
+    """A scrub found tensors whose live bits are not those that were accepted; the engine has paused.
+
+    `what` names them with their ranks."""
+
+    version: int | None
+    tensors: list[str]
+    what: str
+
+
 class RolledBack(Event, frozen=True, kw_only=True):
     txn: str
     version: int

@@ -10,15 +10,15 @@ import asyncio
 import contextlib
 import fcntl
 import os
-from collections.abc import Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dcr_daemon import runtime
 from dcr_daemon.disk import disk_full, exhausted
 from dcr_daemon.engine.port import Engine
 from dcr_daemon.errors import DcrError, Fenced, Misuse, NotFound, StoreUnavailable
-from dcr_daemon.events import Emit, FencedOut, Waiting
+from dcr_daemon.events import Emit, FencedOut, LedgerRead, Waiting
 from dcr_daemon.ledger.follow import Polling
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import Objects
@@ -28,11 +28,13 @@ from dcr_daemon.subscribe.drive import Driver, Place
 from dcr_daemon.subscribe.follow import Feed
 from dcr_daemon.subscribe.loaded import Loaded
 from dcr_daemon.subscribe.options import STAGING_LIMIT, SubscribeOptions, subscriber_state
+from dcr_daemon.subscribe.scrub import Scrub
 from dcr_daemon.subscribe.stage import Stage, default_staging, open_staging
 from dcr_daemon.subscribe.status import Reporter
 
 __all__ = ["STAGING_LIMIT", "SubscribeOptions", "run_subscribe"]
 
+T = TypeVar("T")
 IDLE = 5.0  #: times `poll`, between looks at a ledger that stands still
 
 
@@ -54,7 +56,8 @@ async def run_subscribe(options: SubscribeOptions, store: Store, engine: Engine,
     try:
         with _only_one(home):
             ledger = Ledger(store, memory=home / "seen.json", emit=emit, polling=_polling(options))
-            await _wait_for_stream(ledger, options, emit)
+            await _patiently(options, emit, ledger.read)
+            emit(LedgerRead(head=ledger.state.seal.version))
             runtime.failpoint("subscribe.found")
             await _run(options, home, ledger, engine, workers, emit)
     finally:
@@ -72,7 +75,7 @@ async def _run(
         patience=options.patience,
         workers=workers,
     )
-    layout = await objects.read_layout(ledger.stream)
+    layout = await _patiently(options, emit, lambda: objects.read_layout(ledger.stream))
     staging = open_staging((options.staging or default_staging(home)) / ledger.stream.stream)
     stage = Stage(
         staging,
@@ -84,6 +87,13 @@ async def _run(
         emit=emit,
     )
     reporter = Reporter(ledger.store, options.replica, ledger.stream.stream, emit=emit)
+    scrub = Scrub(
+        engine,
+        every=0 if options.once else options.scrub_every,
+        rate=options.scrub_rate,
+        reporter=reporter,
+        emit=emit,
+    )
     place = Place(
         options=options,
         ledger=ledger,
@@ -96,11 +106,12 @@ async def _run(
         ),
         feed=Feed(ledger, stage, poll=options.poll, emit=emit),
         reporter=reporter,
+        scrub=scrub,
     )
     driver = Driver(place, engine, emit)
     async with reporter.running():
         try:
-            await _until_first(driver.run(), place.feed.run())
+            await _until_first(driver.run(), place.feed.run(), scrub.run())
         except Fenced as error:
             emit(FencedOut(what="the engine", by="another subscriber"))
             reporter.set(state="fenced", serving=False, detail=error.message)
@@ -115,18 +126,17 @@ async def _run(
             reporter.set(state="stopped", detail="reached the newest version")
 
 
-async def _wait_for_stream(ledger: Ledger, options: SubscribeOptions, emit: Emit) -> None:
-    """Read the ledger for the first time; no stream yet is waited for, unless `once`."""
+async def _patiently(options: SubscribeOptions, emit: Emit, read: Callable[[], Awaitable[T]]) -> T:
+    """What `read` reads: a stream that is not there yet, and a store that does not answer, are waited for unless
+    `once`."""
     while True:
         try:
-            await ledger.read()
+            return await read()
         except (NotFound, StoreUnavailable) as error:
             if options.once:
                 raise
             emit(Waiting(what=error.message))
             await runtime.sleep(options.poll * IDLE * (0.75 + runtime.jitter() / 2))
-        else:
-            return
 
 
 def _polling(options: SubscribeOptions) -> Polling:

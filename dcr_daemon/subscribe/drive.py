@@ -2,47 +2,45 @@
 
 What it decides: the engine serves only when it is at the newest seal read at attach (must E2); several versions behind
 are one transaction (must E6); a refusal is answered with a full fingerprint, and a version that healthy weights refuse
-twice is poisoned and gone round by an anchor (must P4). What it leaves to others: whether the engine may run at all
-(the engine, must E1), what is in the ledger, what is staged.
+twice is poisoned and gone round by an anchor (must P4); nothing that a bucket holds or an engine answers ends it, but
+for another owner (must E3) and what only an operator can mend. What it leaves to others: whether the engine may run at
+all (the engine, must E1), what is in the ledger, what is staged, when what failed is tried again (`obstacles`).
+
+`version` is what was proved last; it is None from the moment that is in doubt until an attach has ended well.
 """
 
 from __future__ import annotations
 
+from collections.abc import Coroutine
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from dcr_daemon import runtime
 from dcr_daemon.canonical.layout import Layout
-from dcr_daemon.engine.port import Engine, EngineGone, Swapped, Transaction, Verdict
-from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, Exhausted, StoreUnavailable
-from dcr_daemon.events import (
-    Alarm,
-    Attached,
-    Committed,
-    Emit,
-    EngineLost,
-    Prepared,
-    Repaired,
-    RolledBack,
-    Serving,
-    Waiting,
-)
+from dcr_daemon.checkpoint.directory import shard_paths
+from dcr_daemon.engine.port import Attached as EngineAttached
+from dcr_daemon.engine.port import Engine, EngineGone, Hop, StreamFacts, Swapped, Transaction, Verdict
+from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, Exhausted, NotFound, StoreUnavailable
+from dcr_daemon.events import Alarm, Attached, Emit, Prepared, Repaired, RolledBack, Waiting
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import BelowFloor, NotYet, Objects
-from dcr_daemon.ledger.records import Seal
 from dcr_daemon.ledger.route import NoRoute, Route
 from dcr_daemon.subscribe.anchors import AnchorFiles
 from dcr_daemon.subscribe.follow import Feed
 from dcr_daemon.subscribe.loaded import Loaded
 from dcr_daemon.subscribe.locate import locate, record_of
+from dcr_daemon.subscribe.obstacles import BACK_OFF, Obstacles, back_off
 from dcr_daemon.subscribe.options import SubscribeOptions
+from dcr_daemon.subscribe.scrub import Scrub
 from dcr_daemon.subscribe.stage import Stage
 from dcr_daemon.subscribe.status import Reporter
+from dcr_daemon.subscribe.telling import Teller
+from dcr_daemon.subscribe.vigil import Vigil
 
-BACK_OFF = 60.0  #: seconds between two tries at most
 HEARTBEAT = 5  #: times `poll`, between looks at an engine that has nothing to do
-REFUSALS = 2  #: times that proved weights may refuse a version before it counts as poisoned
+HELD = (StoreUnavailable, Corrupt, Exhausted, EngineRefused, NotFound)  #: what is waited out unless `once`
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,60 +56,66 @@ class Place:
     loaded: Loaded
     feed: Feed
     reporter: Reporter
-
-
-@dataclass(frozen=True, slots=True)
-class Blocked:
-    """A version that the chain does not get past. One that is poisoned can only be gone round."""
-
-    version: int
-    error: DcrError
-    poisoned: bool
+    scrub: Scrub
 
 
 class Driver:
-    """Drives `engine`; `version` is what its weights are, None while that is unknown."""
+    """Drives `engine`."""
 
     def __init__(self, place: Place, engine: Engine, emit: Emit) -> None:
         self._at = place
         self._engine = engine
         self._emit = emit
+        self._heartbeat = place.options.poll * HEARTBEAT
+        self._tell = Teller(place.ledger, place.reporter, emit)
+        self._obstacles = Obstacles(place.options.poll)
+        self._vigil = Vigil(engine, place.scrub, heartbeat=self._heartbeat, notice=self._noticed)
         self.version: int | None = None
         self._goal = 0
         self._incarnation = ""
-        self._serving = False
+        self._attached = False  #: what the engine is, is known
+        self._released = False  #: it was let run since attach: a pause now is somebody else's
         self._blank = False
+        self._begun = ""  #: why a transaction ends neither way
         self._nonce = runtime.nonce()
         self._transactions = 0
         self._pending: Transaction | None = None
-        self._blocked: Blocked | None = None
         self._one_by_one = False
-        self._refusals = 0
-        self._bad_anchors: set[int] = set()
+        self._gone: Route | None = None
         self._unfed: DcrError | None = None
 
     async def run(self) -> None:
-        """Until cancelled; with `once`, until the newest seal read at the start is served."""
-        began, tries, once = runtime.monotonic(), 0, self._at.options.once
+        """Until cancelled; with `once`, until the newest seal read at the start is served.
+
+        Raises:
+            Fenced: another subscriber has attached to this engine.
+            Incompatible, Misuse: what only an operator can mend.
+            With `once`, whatever stands in the way; without, that is said and waited out.
+        """
+        began, absent, once = runtime.monotonic(), 0, self._at.options.once
         self._goal = self._newest()
         while True:
             try:
                 await self._attach()
-                tries = 0
                 await self._keep()
                 return
             except EngineGone as error:
-                self.version, self._serving = None, False
-                self._emit(EngineLost(reason=error.message))
-                self._report("waiting for the engine", error.message)
+                self._tell.lost(error.message)
                 if once and runtime.monotonic() - began > self._at.options.patience:
                     raise
-            except StoreUnavailable as error:
+                absent = 0 if self._attached else absent + 1
+                pause = back_off(self._at.options.poll, absent, self._heartbeat)
+                if self._attached:  # it may die of what it is asked to do, again and again
+                    pause = self._obstacles.pause()
+            except HELD as error:
                 if once:
                     raise
-                self._emit(Waiting(what=error.message))
-            await runtime.sleep(self._back_off(tries))
-            tries += 1
+                if isinstance(error, EngineRefused):
+                    self._tell.lost(error.message)  # whatever it holds, nobody vouches for it
+                self._hold(error)
+                pause = self._obstacles.pause()
+            self._doubt()
+            await runtime.sleep(pause)
             if not once:
                 await self._read_on()
                 self._goal = self._newest()
@@ -119,7 +123,7 @@ class Driver:
     async def _read_on(self) -> None:
         try:
             await self._at.ledger.read()
-        except StoreUnavailable as error:
+        except (StoreUnavailable, Exhausted) as error:
             self._emit(Waiting(what=error.message))
 
     def _newest(self) -> int:
@@ -129,31 +133,61 @@ class Driver:
 
     def _target(self) -> int:
         """The version to bring the engine to: a fixed one with `once`, else whatever is newest."""
-        return self._goal if self._at.options.once else max(self._newest(), self._goal)
+        fixed = self._at.options.once and self._goal >= self._at.ledger.state.floor  # else it cannot be had any more
+        return self._goal if fixed else max(self._newest(), self._goal)
 
     # Attach: whose weights are these?
 
+    def _doubt(self) -> None:
+        """From here on, what the engine holds is for an attach to say."""
+        self.version, self._attached, self._released = None, False, False
+        self._at.scrub.forbid()
+
     async def _attach(self) -> None:
         began, at = runtime.monotonic(), self._at
-        self._report("attaching")
-        facts = await at.stage.facts()
-        attached = await self._engine.attach(facts)
-        if attached.adopted is not None:
-            ended = await self._engine.settle(attached.adopted)
-            self._emit(Repaired(version=ended.version or 0, how=f"settled {attached.adopted}: {ended.verdict.value}"))
-            attached = await self._engine.attach(facts)
+        self._doubt()
+        self._tell.report("attaching")
+        attached = await self._take_over(await at.stage.facts())
+        if attached.incarnation != self._incarnation:
+            self._obstacles.another_engine()
         self._incarnation = attached.incarnation
         runtime.failpoint("subscribe.attached")
         at.loaded.follow(attached.classes)
         await self._tell_pending()
-        if attached.adopted is not None:
-            # It can go neither forward nor back: only a dense load ends it (must E6).
-            self.version, self._serving, self._blank = None, False, False
-            return
+        if not self._begun:
+            await self._recognise(attached)
+            seconds = runtime.monotonic() - began
+            self._emit(Attached(version=self.version, tensors=len(attached.classes), seconds=seconds))
+        self._tell.attached(attached.incarnation, self.version)
+        self._attached = True
+        if self.version is not None:
+            self._obstacles.passed(self.version)
+            at.scrub.allow()
+            self._released = attached.serving
+            self._noticed(attached.serving)
+
+    async def _take_over(self, facts: StreamFacts) -> EngineAttached:
+        """Become the owner; a transaction that somebody left begun is ended first (must E6)."""
+        attached, self._begun = await self._engine.attach(facts), ""
+        if attached.adopted is None:
+            return attached
+        ended = await self._engine.settle(attached.adopted)
+        if ended.version is not None:
+            how = f"settled {attached.adopted}: {ended.verdict.value}"
+            self._emit(Repaired(version=ended.version, how=how))
+        attached = await self._engine.attach(facts)
+        if attached.adopted is not None:  # it goes neither forward nor back: only a dense load ends it
+            self._begun = f"{attached.adopted} was begun and cannot be ended ({ended.reason})"
+        return attached
+
+    async def _recognise(self, attached: EngineAttached) -> None:
+        """Find the version by content, and have the engine prove it."""
+        at, self._unfed = self._at, None
         vector = np.frombuffer(attached.vector, dtype="<u8").astype(np.uint64)
         self._blank = not vector.any()
-        self._serving = attached.serving
-        self.version = await locate(
+        if attached.version is not None and attached.version > at.ledger.state.seal.version:
+            await at.ledger.read()  # somebody else has brought it further than this process has read
+        version = await locate(
             at.ledger,
             at.objects,
             at.layout,
@@ -161,20 +195,23 @@ class Driver:
             attached.classes,
             highest=at.ledger.state.seal.version,
             hint=attached.version,
+            thorough=bool(self._obstacles.bad_anchors),
             emit=self._emit,
         )
-        seconds = runtime.monotonic() - began
-        self._emit(Attached(version=self.version, tensors=len(attached.classes), seconds=seconds))
-        at.reporter.set(engine=attached.incarnation, version=self.version)
-        self._unfed = None
-        if self.version is not None:
-            try:
-                loaded = await at.loaded.at(self.version)
-            except (NoRoute, BelowFloor, Corrupt) as error:
-                # What the loader computed cannot be told from live memory: only an anchor brings it to a known state.
-                self.version, self._unfed = None, error
-            else:
-                await self._prove(self.version, loaded)
+        if version is None:
+            return
+        try:
+            loaded = await at.loaded.at(version)
+        except (NoRoute, BelowFloor, Corrupt) as error:
+            # What the loader computed cannot be told from live memory: only an anchor brings it to a known state.
+            self._unfed = error
+            return
+        try:
+            await self._prove(version, loaded)
+        except BelowFloor as error:  # the floor has risen since it was located: it goes by an anchor
+            self._emit(Waiting(what=error.message))
+            return
+        self.version = version
 
     async def _prove(self, version: int, loaded: str) -> None:
         pin = self._at.options.pin
@@ -195,61 +232,62 @@ class Driver:
             return
         ended = await self._engine.outcome(pending.id)
         if ended.verdict is Verdict.COMMITTED:
-            await self._tell_committed(pending.base, ended, 0.0)
+            await self._tell.committed(pending.base, ended, 0.0, route="chain")
         elif ended.verdict is Verdict.ROLLED_BACK:
             self._emit(RolledBack(txn=pending.id, version=pending.base, reason=ended.reason))
 
     # Keep: version after version.
 
     async def _keep(self) -> None:
-        tries = 0
         while True:
             try:
                 await self._step()
-                tries = 0
-            except (StoreUnavailable, Corrupt, Exhausted, EngineRefused, NoRoute) as error:
-                if self._at.options.once or not self._may_wait(error):
+            except HELD as error:
+                if self._at.options.once or self._begun or not self._attached:
                     raise
-                self._report("poisoned" if self._blocked and self._blocked.poisoned else "blocked", str(error))
-                self._emit(Waiting(what=str(error)))
-                await self._at.feed.wait_change(self._back_off(tries))
-                self._retry()
-                tries += 1
+                self._hold(error)
+                await self._rest(self._obstacles.pause())
                 continue
             if self._at.options.once:
                 return
-            while not await self._at.feed.wait_change(self._at.options.poll * HEARTBEAT):
-                await self._look_at_engine()
+            await self._rest(BACK_OFF)
 
-    async def _look_at_engine(self) -> None:
-        """An engine that was restarted waits, paused, for somebody to prove it: notice without a new version."""
-        status = await self._engine.status()
-        if status.incarnation != self._incarnation:
-            raise EngineGone("the engine was restarted", hint="attach again")
-        if status.version != self.version:
-            await self._engine.drop()  # a subscriber that was fenced learns it here, and does not attach again
-            raise EngineGone(f"the engine is no longer proved at version {self.version}", hint="attach again")
-        self._at.reporter.set(serving=status.serving)  # somebody else may have paused it: that is their business
+    async def _rest(self, seconds: float) -> None:
+        """Until there is a new record, `seconds` at most."""
+        await self._beside(self._at.feed.wait_change(seconds))
 
-    def _may_wait(self, error: DcrError) -> bool:
-        """Whether time may help: weights that nobody knows stay unknown, unless there are none yet."""
-        return self.version is not None or isinstance(error, StoreUnavailable) or self._blank
+    async def _beside(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Await what asks nothing of the engine; the engine is looked after meanwhile."""
+        return await self._vigil.beside(work, self._incarnation, self.version)
 
-    def _retry(self) -> None:
-        """A damaged object may be whole again; a poisoned version stays so."""
-        self._bad_anchors.clear()
-        if self._blocked and not self._blocked.poisoned:
-            self._blocked = None
+    def _noticed(self, serving: bool) -> None:
+        """An engine that was released and does not run was paused by somebody else."""
+        if self.version is None or not self._released:
+            return
+        if serving:
+            self._tell.serves(self.version)
+        else:
+            self._tell.paused(self.version)
+
+    def _hold(self, error: DcrError) -> None:
+        """Something is in the way: say so, and go on with what there is."""
+        obstacle = self._obstacles.blocked
+        self._emit(Waiting(what=str(error)))
+        if isinstance(error, StoreUnavailable) and obstacle is None:
+            self._tell.report("serving" if self._tell.serving else "waiting", str(error))
+        else:
+            self._tell.blocked(error, obstacle if obstacle and obstacle.error is error else None)
 
     async def _step(self) -> None:
         """To the target, and serve."""
         while self.version is None or self.version < self._target():
             await self._advance(self._target())
-            if self.version is not None and self.version >= self._goal and not self._serving:
+            if self.version is not None and self.version >= self._goal and not self._released:
                 await self._serve()
-        if not self._serving:
+        if not self._released:
             await self._serve()
-        self._report("serving")
+        self._obstacles.progress(self.version)
+        self._tell.report("serving" if self._tell.serving else "paused")
 
     async def _serve(self) -> None:
         assert self.version is not None
@@ -261,61 +299,75 @@ class Driver:
                 hint="wait for a newer version, or pin this one",
             )
         await self._engine.serve()
-        self._serving = True
+        self._released = True
         runtime.failpoint("subscribe.serving")
-        self._tell_serving(self.version)
+        self._noticed(True)
 
     async def _advance(self, target: int) -> None:
-        """One transaction or one anchor nearer to `target`."""
-        self._report("catching up", f"to version {target}")
-        route = await self._route(target)
+        """One transaction, or one dense load, nearer to `target`."""
+        self._tell.report("catching up", f"to version {target}")
+        try:
+            route = await self._route(target)
+        except (NoRoute, EngineRefused):
+            if not await self._may_reload(target):
+                raise
+            await self._load(0, self._base_files(), "the base")
+            return
         try:
             if route.anchor is not None:
-                await self._load(route.anchor)
+                anchor = await self._at.ledger.history.anchor(route.anchor)
+                await self._load(route.anchor, self._at.anchors.fetch(anchor), "an anchor")
             else:
                 await self._change(list(route.hops))
-        except BelowFloor as error:  # the floor has risen over the route: plan again
+        except NotFound as error:  # the floor has risen over the route: plan again, once
+            if route == self._gone:
+                raise
+            self._gone = route
             self._emit(Waiting(what=error.message))
 
     async def _route(self, target: int) -> Route:
-        history, blocked = self._at.ledger.history, self._blocked
+        history, obstacle, bad = self._at.ledger.history, self._obstacles.blocked, self._obstacles.bad_anchors
         try:
-            route = await history.route(self.version, target, avoid=self._bad_anchors)
+            route = await history.route(self.version, target, avoid=bad)
         except NoRoute as error:
-            if self._unfed is not None and not self._bad_anchors:
-                name = self._at.layout[self._at.loaded.tensors[0]].name
-                raise EngineRefused(
-                    f"the engine's loader computes with {name}, whose bytes are not known here: {self._unfed.message}",
-                    hint="give --base with the checkpoint that the stream was created from, or publish an anchor",
-                ) from error
-            if self.version is None and not self._blank and not self._bad_anchors:
-                raise EngineRefused(
-                    f"the engine's weights are of no version of this stream, and {error.message}",
-                    hint="start it from the stream's base or a materialised version",
-                ) from error
-            raise
-        if blocked is None or blocked.version not in route.hops:
+            raise self._no_way(error) from error
+        if obstacle is None or obstacle.version not in route.hops:
             return route
-        below = {anchor.version for anchor in await history.anchors() if anchor.version < blocked.version}
+        below = {anchor.version for anchor in await history.anchors() if anchor.version < obstacle.version}
         try:
-            return await history.route(None, target, avoid=self._bad_anchors | below)
+            return await history.route(None, target, avoid=bad | below)
         except NoRoute:
-            raise blocked.error from None
+            raise obstacle.error from None
+
+    def _no_way(self, error: NoRoute) -> DcrError:
+        """Why there is no route, and what would make one."""
+        hint = "publish an anchor; or give --base with the checkpoint that the stream was created from; or restart the "
+        hint += "engine from a materialised version"
+        if self._begun:
+            return EngineRefused(f"the engine stays paused: {self._begun}, and {error.message}", hint=hint)
+        if self._unfed is not None:
+            name = self._at.layout[self._at.loaded.tensors[0]].name
+            return EngineRefused(
+                f"the engine's loader computes with {name}, whose bytes are not known here: {self._unfed.message}",
+                hint="give --base with the checkpoint that the stream was created from, or publish an anchor",
+            )
+        if self.version is None and not self._blank:
+            return EngineRefused(
+                f"the engine's weights are of no version of this stream, and {error.message}", hint=hint
+            )
+        return error
 
     # The chain.
 
     async def _change(self, hops: list[int]) -> None:
-        at, base = self._at, self.version
+        base = self.version
         assert base is not None
         first, last = hops[0], hops[0] if self._one_by_one else hops[-1]
-        seals = await at.ledger.history.between(first, last)
-        for seal in seals:
-            await at.feed.settle(seal.attempt)
         began = runtime.monotonic()
         try:
-            staged = await at.loaded.beside(await at.stage.hops(seals, await record_of(at.ledger, base)), base)
-        except (Corrupt, NotYet) as error:  # damaged, or deleted behind our back: an anchor may lead round it
-            self._block(first, error, poisoned=False)
+            staged = await self._beside(self._staged(first, last, base))
+        except (Corrupt, NotYet, Exhausted) as error:  # an anchor may lead round what is damaged, deleted or too large
+            self._obstacles.block(first, error)
             return
         runtime.failpoint("subscribe.staged")
         self._transactions += 1
@@ -328,12 +380,22 @@ class Driver:
             self._pending = txn
             runtime.failpoint("subscribe.prepared")
             ended = await self._engine.swap(txn.id)
+        except EngineGone as error:
+            self._obstacles.lost_over(first, error, anchor=False)
+            raise
         except (EngineRefused, Corrupt, Exhausted) as error:
             self._pending = None
             await self._refused(txn, error)
             return
         self._pending = None
         await self._ended(txn, ended, began)
+
+    async def _staged(self, first: int, last: int, base: int) -> list[Hop]:
+        at = self._at
+        seals = await at.ledger.history.between(first, last)
+        for seal in seals:
+            await at.feed.settle(seal.attempt)
+        return await at.loaded.beside(await at.stage.hops(seals, await record_of(at.ledger, base)), base)
 
     async def _ended(self, txn: Transaction, ended: Swapped, began: float) -> None:
         if ended.verdict is Verdict.ROLLED_BACK:
@@ -342,16 +404,25 @@ class Driver:
             # the next way (must E5); where there is none, the same way is tried again after a while.
             await self._attach()
             error = EngineRefused(f"version {txn.version} was rolled back: {ended.reason}")
-            self._block(txn.hops[0].version, error, poisoned=False)
+            self._obstacles.block(txn.hops[0].version, error)
             return
         if ended.verdict is not Verdict.COMMITTED or ended.version is None:
             self._pending = txn
-            raise EngineGone(f"transaction {txn.id} is {ended.verdict.value}: {ended.reason}", hint="attach again")
+            lost = EngineGone(f"transaction {txn.id} is {ended.verdict.value}: {ended.reason}", hint="attach again")
+            self._obstacles.lost_over(txn.hops[0].version, lost, anchor=False)
+            raise lost
         runtime.failpoint("subscribe.swapped")
-        self.version, self._serving = ended.version, ended.serving
-        self._refusals, self._one_by_one = 0, False
-        await self._tell_committed(txn.base, ended, runtime.monotonic() - began)
+        self.version, self._one_by_one = ended.version, False
+        await self._arrived(txn.base, ended, began, "chain")
         self._tidy()
+
+    async def _arrived(self, base: int, ended: Swapped, began: float, route: str) -> None:
+        assert self.version is not None
+        self._obstacles.progress(self.version)
+        self._at.scrub.allow()
+        await self._tell.committed(base, ended, runtime.monotonic() - began, route=route)
+        self._released = self._released or ended.serving
+        self._noticed(ended.serving)
 
     async def _refused(self, txn: Transaction, error: DcrError) -> None:
         """The engine did not take a change, and nothing was written: find out what its weights are (must P4)."""
@@ -360,89 +431,71 @@ class Driver:
         self._one_by_one = True  # to learn which of several it is
         if isinstance(error, Exhausted):
             if alone:
-                raise error
+                self._obstacles.block(version, error)
             return
         await self._attach()
-        if self.version != before or not alone:
+        if self.version != before or not alone or not self._obstacles.refused(version):
             return
-        self._refusals += 1
-        if self._refusals < REFUSALS:
-            return
-        self._refusals = 0
         self._emit(Alarm(must="P4", what=f"version {version} is poisoned: proved weights refuse it: {error.message}"))
-        self._block(version, error, poisoned=True)
+        self._obstacles.block(version, error, poisoned=True)
 
-    def _block(self, version: int, error: DcrError, *, poisoned: bool) -> None:
-        self._blocked = Blocked(version, error, poisoned)
-        self._report("poisoned" if poisoned else "blocked", error.message)
+    # Dense loads: forward only, and whatever else was begun ends with them.
 
-    # Anchors.
-
-    async def _load(self, version: int) -> None:
-        at, base, began = self._at, self.version, runtime.monotonic()
-        anchor = await at.ledger.history.anchor(version)
-        record = await record_of(at.ledger, version)
+    async def _may_reload(self, target: int) -> bool:
+        """Whether weights that nobody knows can be replaced by the base, from which the whole chain is still there."""
+        if self._at.options.base is None or self.version is not None or 0 in self._obstacles.bad_anchors:
+            return False
         try:
-            files = await at.anchors.fetch(anchor)
+            await self._at.ledger.history.route(0, target, avoid=self._obstacles.bad_anchors)
+        except NoRoute:
+            return False
+        return True
+
+    async def _base_files(self) -> list[str]:
+        assert self._at.options.base is not None
+        return [str(path) for path in shard_paths(self._at.options.base)]
+
+    async def _load(self, version: int, fetching: Coroutine[Any, Any, list[str]], how: str) -> None:
+        at, base, began, touched = self._at, self.version, runtime.monotonic(), False
+        try:
+            files = await self._beside(fetching)
             runtime.failpoint("subscribe.anchor.fetched")
-            ended = await self._engine.load(version, files, await at.stage.vector(record), str(version))
-        except (Corrupt, NotYet, EngineRefused) as error:
-            await self._give_up(version, error)
+            vector = await at.stage.vector(await record_of(at.ledger, version))
+            self._tell.loading(version)
+            self._attached, touched = False, True
+            ended = await self._engine.load(version, files, vector, str(version))
+        except EngineGone as error:
+            if touched:
+                self._obstacles.lost_over(version, error, anchor=True)
+            raise
+        except (Corrupt, NotYet, Exhausted, EngineRefused) as error:
+            await self._give_up(version, error, touched=touched)
             return
         if ended.verdict is not Verdict.COMMITTED or ended.version is None:
-            await self._give_up(version, EngineRefused(f"anchor {version} was not loaded: {ended.reason}"))
+            reason = EngineRefused(f"{how} of version {version} was not loaded: {ended.reason}")
+            await self._give_up(version, reason, touched=True)
             return
         runtime.failpoint("subscribe.loaded")
-        self.version, self._serving, self._blank, self._unfed = ended.version, ended.serving, False, None
-        if self._blocked and self._blocked.version <= ended.version:
-            self._blocked = None
+        self.version, self._attached, self._blank, self._unfed, self._begun = ended.version, True, False, None, ""
         if base is None:
-            self._emit(Repaired(version=ended.version, how="loaded an anchor"))
-        await self._tell_committed(base or 0, ended, runtime.monotonic() - began, route="anchor")
+            self._emit(Repaired(version=ended.version, how=f"loaded {how}"))
+        await self._arrived(base or 0, ended, began, "anchor")
         await at.loaded.take(version, files)
         at.anchors.forget()
         runtime.failpoint("subscribe.anchor.forgotten")
         self._tidy()
 
-    async def _give_up(self, version: int, error: DcrError) -> None:
-        """Do without this anchor; if there is no other way, its failure is the news."""
+    async def _give_up(self, version: int, error: DcrError, *, touched: bool) -> None:
+        """Do without this anchor for now; if there is no other way, its failure is the news."""
         self._emit(Waiting(what=f"anchor {version} cannot be loaded: {error}"))
-        self._bad_anchors.add(version)
+        self._obstacles.blame_anchor(version)
+        if touched:
+            await self._attach()
         try:
             await self._route(self._target())
-        except NoRoute:
-            raise error from None
-
-    # What is told.
-
-    async def _tell_committed(self, base: int, ended: Swapped, seconds: float, *, route: str = "chain") -> None:
-        assert ended.version is not None
-        record = await record_of(self._at.ledger, ended.version)
-        step = record.step if isinstance(record, Seal) else None
-        self._emit(
-            Committed(
-                base=base,
-                version=ended.version,
-                route=route,
-                pause_seconds=ended.pause,
-                seconds=seconds,
-                step=step,
-            )
-        )
-        self._at.reporter.set(version=ended.version, step=step)
-        if ended.serving:
-            self._tell_serving(ended.version)
-
-    def _tell_serving(self, version: int) -> None:
-        if memory := self._at.ledger.memory:
-            memory.serves(version)
-        runtime.failpoint("subscribe.served")
-        self._emit(Serving(version=version))
-        self._report("serving")
-
-    def _report(self, state: str, detail: str = "") -> None:
-        head = self._at.ledger.state.seal.version
-        self._at.reporter.set(state=state, detail=detail, serving=self._serving, head=head)
+        except (NoRoute, EngineRefused):
+            if not await self._may_reload(self._target()):
+                raise error from None
 
     def _tidy(self) -> None:
         assert self.version is not None
@@ -450,6 +503,3 @@ class Driver:
         self._at.stage.forget(self.version)
         self._at.loaded.tidy(self.version)
         runtime.failpoint("subscribe.tidied")
-
-    def _back_off(self, tries: int) -> float:
-        return min(self._at.options.poll * 2.0**tries, BACK_OFF) * (0.75 + runtime.jitter() / 2)

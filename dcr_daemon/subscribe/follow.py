@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 
 from dcr_daemon import runtime
-from dcr_daemon.events import Emit, OpenSeen, SealSeen
+from dcr_daemon.errors import Exhausted
+from dcr_daemon.events import Emit, OpenSeen, SealSeen, Waiting
 from dcr_daemon.ledger.follow import Follower
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.records import Abort, AnyRecord, Epoch, Open, OpenRef, Release, Seal
+from dcr_daemon.subscribe.obstacles import back_off
 from dcr_daemon.subscribe.prefetch import Prefetch
 from dcr_daemon.subscribe.stage import Stage
 
@@ -33,11 +35,22 @@ class Feed:
         self._skip = max(self._skip, version)
 
     async def run(self) -> None:
-        """Follow until cancelled. Raises what reading a ledger raises (`Corrupt`, `Incompatible`)."""
+        """Follow until cancelled. Raises what reading a ledger raises (`Corrupt`, `Incompatible`).
+
+        A state directory that is full is waited out: what cannot be remembered is not acted on (must T1).
+        """
+        tries = 0
         try:
-            async for record in self._records:
-                await self._see(record)
-                self._changed.set()
+            while True:
+                try:
+                    async for record in self._records:
+                        await self._see(record)
+                        self._changed.set()
+                        tries = 0
+                except Exhausted as error:
+                    self._emit(Waiting(what=str(error)))
+                    await runtime.sleep(back_off(self._poll, tries))
+                    tries += 1
         finally:
             if self._prefetch:
                 await self._prefetch.cancel()

@@ -18,15 +18,18 @@ from dcr_daemon.errors import Corrupt, DcrError, Missing
 from dcr_daemon.events import Alarm, Emit, Waiting
 from dcr_daemon.ledger import names
 from dcr_daemon.store.port import Store
+from dcr_daemon.untrusted import decode_json
 
 FORMAT = 1
 LIMIT = 64 << 10  #: bytes
 REFRESH = 30.0  #: seconds between two writes when nothing changes
-LAST_WORD = 10.0  #: seconds that the end of a replica waits for its last report
+LAST_WORD = 5.0  #: seconds that the end of a replica waits for its last report
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """A replica's status object. `state` is one word, `detail` a sentence; `head` is the newest version it knows."""
+    """A replica's status object. `state` is one word, `detail` a sentence; `head` is the newest version it knows.
+
+    `scrub` says how the last scrub ended, and `scrubbed_at` when."""
 
     format: int = FORMAT
     id: str
@@ -41,6 +44,19 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     engine: str = ""
     serving: bool = False
     detail: str = ""
+    scrub: str = ""
+    scrubbed_at: str = ""
+
+
+_reports = msgspec.json.Decoder(Report)
+
+
+def decode_report(body: bytes) -> Report | None:
+    """What a status object says; None for one that cannot be read, which is as good as absent (must L7)."""
+    try:
+        return decode_json(_reports, body)
+    except ValueError:
+        return None
 
 
 class Reporter:
@@ -113,10 +129,10 @@ class Reporter:
     async def _look(self) -> None:
         """Alarm if another incarnation writes under this id: its counter moved since it was first seen."""
         try:
-            found = msgspec.json.decode(await self._store.get(self._key, limit=LIMIT), type=Report)
-        except (Missing, Corrupt, msgspec.MsgspecError):
+            found = decode_report(await self._store.get(self._key, limit=LIMIT))
+        except (Missing, Corrupt):
             return
-        if found.incarnation == self._incarnation:
+        if found is None or found.incarnation == self._incarnation:
             return
         seen, self._foreign = self._foreign, (found.incarnation, found.counter)
         if self._report.counter > 1 and (seen is None or seen != self._foreign):

@@ -1,0 +1,113 @@
+"""The scrub: live weights summed again and again in the background, to find what changed by itself (musts E4, F1).
+
+The engine does the summing and sees to it that a scrub is in nobody's way; this decides how fast and how often, keeps
+the place over interruptions, and tells. What differs has already ended the engine's proof and paused it: `found` tells
+the driver, which attaches again, and with that repairs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from dcr_daemon import runtime
+from dcr_daemon.engine.port import Engine, EngineGone, Scrubbed
+from dcr_daemon.errors import EngineRefused, Exhausted, Fenced
+from dcr_daemon.events import Alarm, Damaged, Emit, ScrubEnded
+from dcr_daemon.subscribe.status import Reporter
+
+REST = 1.0  #: seconds before another try where one came to nothing
+FASTEST = 6  #: times that the rate is doubled at most
+NAMED = 8  #: tensors named in one sentence
+
+
+class Scrub:
+    """Passes over one engine's weights.
+
+    Args:
+        every: seconds from the start of one pass to that of the next; 0 for none at all.
+        rate: bytes a second that each rank reads; 0 for no limit. One tensor is summed between two versions or not at
+            all: where versions come faster, the rate doubles until it is.
+    """
+
+    def __init__(self, engine: Engine, *, every: float, rate: float, reporter: Reporter, emit: Emit) -> None:
+        self._engine, self._every, self._rate = engine, every, rate
+        self._reporter, self._emit = reporter, emit
+        self._allowed = asyncio.Event()
+        self._differs = asyncio.Event()
+        self._what = ""
+
+    def allow(self) -> None:
+        """The engine is attached to and proved; what was found before is dealt with."""
+        self._differs.clear()
+        self._allowed.set()
+
+    def forbid(self) -> None:
+        """There is nothing to be scrubbed until it is attached to again."""
+        self._allowed.clear()
+
+    async def found(self) -> str:
+        """Wait until a difference is found; what it is, in words."""
+        await self._differs.wait()
+        return self._what
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        # An attach has just summed everything; and a fleet that starts together need not scrub together.
+        await runtime.sleep(self._every * (0.5 + runtime.jitter() / 2) if self._every else 0)
+        while self._every:
+            began = runtime.monotonic()
+            await self._pass()
+            await runtime.sleep(max(REST, self._every - (runtime.monotonic() - began)))
+        await asyncio.Event().wait()
+
+    async def _pass(self) -> None:
+        """Over all tensors once, in as many calls as it takes; a difference ends it."""
+        began, first, held_up, size, tensors = runtime.monotonic(), 0, 0, 0, 0
+        while True:
+            await self._allowed.wait()
+            seen = await self._look(self._rate * 2.0 ** min(held_up, FASTEST), first)
+            if seen is not None:
+                size, tensors = size + seen.bytes, tensors + seen.tensors
+                if seen.differing:
+                    self._damaged(seen)
+                    return
+                if seen.next is None:
+                    self._ended(seen, tensors, size, runtime.monotonic() - began)
+                    return
+            held_up = 0 if seen is not None and seen.tensors else held_up + 1
+            first = first if seen is None or seen.next is None else seen.next
+            if held_up:
+                await runtime.sleep(REST)
+
+    async def _look(self, rate: float, first: int) -> Scrubbed | None:
+        """One call; None where the engine is not as it must be. Whether it is lost or somebody else's, the driver
+        learns for itself."""
+        try:
+            return await self._engine.scrub(rate, first)
+        except (EngineRefused, Exhausted):
+            return None
+        except (EngineGone, Fenced):
+            self.forbid()
+            return None
+
+    def _ended(self, seen: Scrubbed, tensors: int, size: int, seconds: float) -> None:
+        at = runtime.now().isoformat(timespec="seconds")
+        self._reporter.set(scrubbed_at=at, scrub=f"clean, {tensors} tensors")
+        self._emit(ScrubEnded(version=seen.version, tensors=tensors, bytes=size, seconds=seconds))
+
+    def _damaged(self, seen: Scrubbed) -> None:
+        names = [_place(found.tensor, found.ranks, found.engine, found.replica) for found in seen.differing]
+        listed = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+        self._what = f"the live weights are no longer those of version {seen.version}: {listed}"
+        self._reporter.set(scrubbed_at=runtime.now().isoformat(timespec="seconds"), scrub=f"differed: {listed}")
+        self._emit(Damaged(version=seen.version, tensors=[found.tensor for found in seen.differing], what=listed))
+        self._emit(Alarm(must="F1", what=f"{self._what}: failing memory or disk, or something wrote there"))
+        self.forbid()
+        self._differs.set()
+
+
+def _place(tensor: str, ranks: list[int], engine: int, replica: bool) -> str:
+    where = [f"engine {engine}"] if engine else []
+    where += [f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"] if ranks else []
+    where += ["a copy differs from its owner"] if replica else []
+    return f"{tensor} ({'; '.join(where)})" if where else tensor

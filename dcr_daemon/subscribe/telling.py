@@ -1,0 +1,96 @@
+"""What a replica says about itself: events, its status object, and the highest version served, on its own disk.
+
+A version is told as served only when the engine has said so; the mark on disk is written first, and told again if that
+failed (must E2).
+"""
+
+from __future__ import annotations
+
+from dcr_daemon import runtime
+from dcr_daemon.engine.port import Swapped
+from dcr_daemon.errors import DcrError
+from dcr_daemon.events import Blocked, Committed, Emit, EngineLost, Loading, Paused, Serving
+from dcr_daemon.ledger.ledger import Ledger
+from dcr_daemon.ledger.records import Seal
+from dcr_daemon.subscribe.locate import record_of
+from dcr_daemon.subscribe.obstacles import Obstacle
+from dcr_daemon.subscribe.status import Reporter
+
+
+class Teller:
+    """One replica's mouth. `serving` is whether its engine generates, as far as was told."""
+
+    def __init__(self, ledger: Ledger, reporter: Reporter, emit: Emit) -> None:
+        self._ledger, self._reporter, self._emit = ledger, reporter, emit
+        self._served: int | None = None
+        self._blocked: Blocked | None = None
+        self._lost = ""
+        self.serving = False
+
+    def report(self, state: str, detail: str = "") -> None:
+        """Change the status object."""
+        head = self._ledger.state.seal.version
+        self._reporter.set(state=state, detail=detail, serving=self.serving, head=head)
+
+    def attached(self, incarnation: str, version: int | None) -> None:
+        self._reporter.set(engine=incarnation, version=version)
+
+    async def committed(self, base: int, ended: Swapped, seconds: float, *, route: str) -> None:
+        """The engine is at a new version; whether it serves is told by `serves`."""
+        assert ended.version is not None
+        record = await record_of(self._ledger, ended.version)
+        step = record.step if isinstance(record, Seal) else None
+        self._emit(
+            Committed(
+                base=base,
+                version=ended.version,
+                route=route,
+                pause_seconds=ended.pause,
+                seconds=seconds,
+                step=step,
+            )
+        )
+        self._reporter.set(version=ended.version, step=step)
+
+    def serves(self, version: int) -> None:
+        """The engine generates with `version`. Told once; again after anything else was. Raises `Exhausted`."""
+        if self.serving and self._served == version:
+            return
+        if memory := self._ledger.memory:
+            memory.serves(version)
+        runtime.failpoint("subscribe.served")
+        self.serving, self._served, self._lost = True, version, ""
+        if self._blocked and (self._blocked.version is None or self._blocked.version <= version):
+            self._blocked = None
+        self._emit(Serving(version=version))
+        self.report("serving")
+
+    def paused(self, version: int) -> None:
+        """Somebody else has the engine paused; that is their business, and the replica is not ready."""
+        if self.serving:
+            self.serving = False
+            self._emit(Paused(version=version))
+        self.report("paused", "somebody else has paused the engine")
+
+    def loading(self, version: int) -> None:
+        """A dense load begins, and the engine stands still until it ends."""
+        self.serving = False
+        self._emit(Loading(version=version))
+        self.report("loading", f"all of version {version}")
+
+    def lost(self, reason: str) -> None:
+        """The engine is away or unproved. Told once per reason."""
+        self.serving, self._served = False, None
+        if reason != self._lost:
+            self._emit(EngineLost(reason=reason))
+        self._lost = reason
+        self.report("waiting for the engine", reason)
+
+    def blocked(self, error: DcrError, obstacle: Obstacle | None) -> None:
+        """The replica goes on with what it has. An event once per reason."""
+        poisoned = obstacle is not None and obstacle.poisoned
+        fact = Blocked(version=obstacle.version if obstacle else None, reason=str(error), poisoned=poisoned)
+        if fact != self._blocked:
+            self._emit(fact)
+        self._blocked = fact
+        self.report("poisoned" if poisoned else "blocked", str(error))

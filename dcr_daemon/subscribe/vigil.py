@@ -1,0 +1,70 @@
+"""An engine that is asked for nothing is looked after: whatever the driver waits for, a heartbeat runs beside it.
+
+A restarted engine waits, paused, for somebody to prove it; a fenced subscriber must stop; weights that somebody wrote,
+or that a scrub found damaged, must be repaired. All of that is noticed within a heartbeat, with or without a new
+version, a working store, or a download that takes hours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from dcr_daemon import runtime
+from dcr_daemon.engine.port import Engine, EngineGone
+from dcr_daemon.subscribe.scrub import Scrub
+
+T = TypeVar("T")
+ANSWER = 60.0  #: seconds that an engine may take to say what it is; one step of a model does not take as long
+
+
+class Vigil:
+    """Over one engine.
+
+    Args:
+        heartbeat: seconds between two looks.
+        notice: told at each look whether the engine generates.
+    """
+
+    def __init__(self, engine: Engine, scrub: Scrub, *, heartbeat: float, notice: Callable[[bool], None]) -> None:
+        self._engine, self._scrub, self._heartbeat, self._notice = engine, scrub, heartbeat, notice
+
+    async def beside(self, work: Coroutine[Any, Any, T], incarnation: str, version: int | None) -> T:
+        """Await `work`, which asks nothing of the engine, while that is what attach found it to be.
+
+        Raises:
+            Fenced: another subscriber has attached. `work` is cancelled.
+            EngineGone: the engine went away, is another one, or is no longer proved at `version`. So too.
+            What `work` raises.
+        """
+        task = asyncio.ensure_future(work)
+        watch = [asyncio.ensure_future(self._look(incarnation, version)), asyncio.ensure_future(self._damage())]
+        try:
+            done, _ = await asyncio.wait([task, *watch], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for one in (task, *watch):
+                one.cancel()
+            await asyncio.gather(task, *watch, return_exceptions=True)
+        if task not in done:
+            for one in done:
+                one.result()
+        return task.result()
+
+    async def _look(self, incarnation: str, version: int | None) -> None:
+        """Until something is wrong with it."""
+        while True:
+            await runtime.sleep(self._heartbeat)
+            try:
+                async with asyncio.timeout(ANSWER):
+                    status = await self._engine.status()
+            except TimeoutError:
+                raise EngineGone(f"the engine has not answered for {ANSWER:.0f} s", hint="look at its log") from None
+            if status.incarnation != incarnation:
+                raise EngineGone("the engine was restarted", hint="attach again")
+            if status.version != version:
+                raise EngineGone(f"the engine is no longer proved at version {version}", hint="attach again")
+            self._notice(status.serving)
+
+    async def _damage(self) -> None:
+        raise EngineGone(await self._scrub.found(), hint="attach again")
