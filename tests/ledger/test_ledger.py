@@ -249,7 +249,7 @@ class TestWhoMayWrite:
             again = Ledger(store, emit=events)
             assert await again.claim("trainer") == 3
             assert again.state.open is None
-            assert events.of(Claimed) == [Claimed(epoch=3, name="trainer")]
+            assert events.of(Claimed) == [Claimed(epoch=3, name="trainer", ousted="trainer")]
 
         run(check())
 
