@@ -11,6 +11,7 @@ from dcr_daemon import runtime
 from dcr_daemon.errors import Corrupt, Missing, StoreUnavailable
 from dcr_daemon.events import Emit, Waiting
 from dcr_daemon.ledger import names
+from dcr_daemon.ledger.fold import Step, Tip, fold
 from dcr_daemon.ledger.records import RECORD_LIMIT
 from dcr_daemon.store.port import Outcome, Store
 
@@ -39,6 +40,17 @@ async def read_slot(store: Store, seq: int) -> bytes | None:
         except Corrupt:
             continue
     return OVERSIZED
+
+
+async def judge_slot(store: Store, tip: Tip, body: bytes) -> tuple[Step, bytes]:
+    """Fold what was read in the slot after `tip`; bytes that nobody should have written there are read once more.
+
+    Damage on the way differs from look to look, and a reader that believed it would part from all others for good.
+    """
+    step = fold(tip, body)
+    if step.foreign and (again := await read_slot(store, tip.seq + 1)) is not None and again != body:
+        return fold(tip, again), again
+    return step, body
 
 
 async def occupy(store: Store, seq: int, body: bytes, *, emit: Emit, tries: int = TRIES) -> bytes:

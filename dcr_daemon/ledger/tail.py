@@ -7,11 +7,9 @@ themselves, from the newest place where two neighbours agree on it; one record a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from dcr_daemon.errors import Corrupt
 from dcr_daemon.ledger.fold import Step, Tip, fold, tip_before
-from dcr_daemon.ledger.slot import read_slot
+from dcr_daemon.ledger.slot import judge_slot, read_slot
 from dcr_daemon.store.port import Store
 
 PROBE_REACH = 10  #: doublings that `find_gap` looks beyond a free slot: 512 records
@@ -67,14 +65,12 @@ class Tail:
             if step.record and tip_before(start.stream, seq + 1, await self.body(seq + 1)) == step.tip:
                 tip = claimed
                 break
-        return list(self._fold(tip, [await self.body(seq) for seq in range(tip.seq + 1, tail + 1)]))
-
-    @staticmethod
-    def _fold(tip: Tip, bodies: Iterable[bytes]) -> Iterable[Step]:
-        for body in bodies:
-            step = fold(tip, body)
+        steps = list[Step]()
+        for seq in range(tip.seq + 1, tail + 1):
+            step, _ = await judge_slot(self._store, tip, await self.body(seq))
+            steps.append(step)
             tip = step.tip
-            yield step
+        return steps
 
 
 async def find_gap(store: Store, tail: int) -> int | None:
