@@ -20,7 +20,7 @@ from dcr_daemon.errors import Misuse
 from dcr_daemon.events import Emit
 from dcr_daemon.observe import Observer, logs
 from dcr_daemon.observe.fanout import EventFile
-from dcr_daemon.observe.health import Health, Role
+from dcr_daemon.observe.health import Health, Policy, Role
 from dcr_daemon.observe.notify import notify, watchdog_interval
 
 _LONGEST_STATUS = 15.0  #: seconds after which systemd's STATUS is sent again
@@ -35,6 +35,7 @@ class Observation:
     events: Path | None = None
     log_level: str = "info"
     json: bool = False
+    policy: Policy | None = None
 
 
 def run_daemon(watch: Observation, main: Callable[[Emit], Awaitable[None]], **context: str) -> None:
@@ -78,7 +79,7 @@ async def _observer(watch: Observation, stack: contextlib.AsyncExitStack) -> Obs
     from dcr_daemon.observe.metrics import Metrics
     from dcr_daemon.observe.server import ProbeServer
 
-    health = Health(watch.role)
+    health = Health(watch.role, watch.policy)
     health.on_change(lambda: _tell_systemd(health))
     metrics = Metrics()
     listeners: list[Emit] = [metrics, health, logs.LogEvents()]

@@ -51,8 +51,9 @@ def command(
         }
     )
     if status["replicas"]:
-        rows = [(r["id"], r.get("version"), r.get("state"), r.get("at"), r.get("detail")) for r in status["replicas"]]
-        print_table(("replica", "version ", "state", "at", "detail"), rows)
+        columns = ("replica", "version ", "state", "at", "scrubbed", "scrub", "detail")
+        keys = ("id", "version", "state", "at", "scrubbed_at", "scrub", "detail")
+        print_table(columns, [[replica.get(key) for key in keys] for replica in status["replicas"]])
 
 
 async def read_status(store: Store) -> dict[str, Any]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from dcr_daemon.events import Emit
 
 _STAGING = "Staging"
+_SCRUB = "Scrub"
 
 
 def command(
@@ -75,6 +76,27 @@ def command(
             metavar="SECONDS", min=0, help="How long --once waits for an absent engine, and for a missing object."
         ),
     ] = 60.0,
+    ready_within: Annotated[
+        int,
+        typer.Option(
+            metavar="N", min=0, help="/readyz: ready while at most N versions behind the newest seal that is known."
+        ),
+    ] = 4,
+    scrub_every: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            min=0,
+            help="Between two passes that sum the live weights again; 0: never.",
+            rich_help_panel=_SCRUB,
+        ),
+    ] = 3600.0,
+    scrub_rate: Annotated[
+        float,
+        typer.Option(
+            metavar="BYTES", min=0, help="Read a second by each rank for it; 0: no limit.", rich_help_panel=_SCRUB
+        ),
+    ] = float(64 << 20),
     endpoint_url: EndpointUrl = None,
     region: Region = None,
     profile: Profile = None,
@@ -88,6 +110,7 @@ def command(
     Example: dcr subscribe --from s3://bucket/run-42 --engine vllm:///run/dcr/vllm.sock
     """
     from dcr_daemon.engine import open_engine
+    from dcr_daemon.observe.health import Policy
     from dcr_daemon.subscribe.daemon import STAGING_LIMIT, SubscribeOptions, run_subscribe
 
     root = state_root(state)
@@ -101,6 +124,8 @@ def command(
         base=base,
         poll=poll,
         patience=patience,
+        scrub_every=scrub_every,
+        scrub_rate=scrub_rate,
     )
     place = StoreOptions(source, endpoint_url, region, profile)
 
@@ -112,5 +137,5 @@ def command(
         finally:
             await served.close()
 
-    watch = Observation("subscriber", listen, events, log_level, json)
+    watch = Observation("subscriber", listen, events, log_level, json, Policy(ready_within, pin))
     run_daemon(watch, main, stream=source, replica=options.replica)

@@ -1,27 +1,47 @@
 """Readiness of a daemon, from its events.
 
 Live means that the loop turns (the HTTP server and the watchdog run in it); the store's state never makes a daemon
-dead, or one bucket outage would restart the fleet. Ready means: a publisher holds the claim; a subscriber has its
-engine serving a version that the stream's policy allows.
+dead, or one bucket outage would restart the fleet. Ready means: a publisher holds the claim; a subscriber's engine
+generates, proved at a version that the policy allows. A store that cannot be reached does not end that: the replica
+goes on serving what it has proved, a restart or a router could not make it newer, and all replicas would leave at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 from dcr_daemon import events as e
 
 Role = Literal["publisher", "subscriber"]
+#: With 0 a whole fleet would be unready between every seal and its commit. A replica that is this many behind is not
+#: slow but stuck, whatever the pace of the trainer: several versions are fetched and applied as one.
+WITHIN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """With which versions a replica is ready: at most `within` behind the newest known, or behind a lower `pin`."""
+
+    within: int = WITHIN
+    pin: int | None = None
+
+    def target(self, head: int) -> int:
+        return head if self.pin is None else min(head, self.pin)
 
 
 class Health:
-    """An `Emit`. `status` is one line for people."""
+    """An `Emit`. `status` is one line for people; while not `ready` it says why."""
 
-    def __init__(self, role: Role) -> None:
+    def __init__(self, role: Role, policy: Policy | None = None) -> None:
         self._role = role
+        self._policy = policy or Policy()
         self._changed: Callable[[], None] = lambda: None
         self._head = 0
+        self._served: int | None = None
+        self._blocked: e.Blocked | None = None
+        self._why = "starting"
         self.ready = False
         self.status = "starting"
 
@@ -35,6 +55,7 @@ class Health:
             self._publisher(event)
         else:
             self._subscriber(event)
+            self._judge()
         if (self.ready, self.status) != before:
             self._changed()
 
@@ -55,15 +76,52 @@ class Health:
 
     def _subscriber(self, event: e.Event) -> None:
         match event:
-            case e.Serving():
-                self.ready = True
-                self._head = max(self._head, event.version)
-                self.status = f"serving version {event.version}, lag {self._head - event.version}"
+            case e.LedgerRead():
+                self._head = max(self._head, event.head)
             case e.SealSeen():
                 self._head = max(self._head, event.version)
-            case e.FencedOut():
-                self.ready, self.status = False, f"fenced by {event.by}"
-            case e.EngineLost():
-                self.ready, self.status = False, f"engine lost: {event.reason}"
-            case e.Waiting() if not self.ready:
-                self.status = f"waiting: {event.what}"
+            case e.Serving():
+                self._head = max(self._head, event.version)
+                self._served = event.version
+                if self._blocked and (self._blocked.version is None or self._blocked.version <= event.version):
+                    self._blocked = None
+            case e.Blocked():
+                self._blocked = event
+            case e.Waiting() if self._served is None and not self._why.startswith(_LASTING):
+                self._why = f"waiting: {event.what}"
+            case _:
+                if reason := _why_not(event):
+                    self._served, self._why = None, reason
+
+    def _judge(self) -> None:
+        """Ready or not, and the line that says so."""
+        blocked = ""
+        if self._blocked is not None:
+            version = "" if self._blocked.version is None else f" at version {self._blocked.version}"
+            blocked = f"{'poisoned' if self._blocked.poisoned else 'blocked'}{version}: {self._blocked.reason}"
+        if self._served is None:
+            self.ready, self.status = False, "; ".join(filter(None, (self._why, blocked)))
+            return
+        lag = self._policy.target(self._head) - self._served
+        self.ready = lag <= self._policy.within
+        allowed = "" if self.ready else f" (ready within {self._policy.within})"
+        self.status = "; ".join(filter(None, (f"serving version {self._served}, lag {max(lag, 0)}{allowed}", blocked)))
+
+
+_LASTING = ("fenced", "engine lost", "loading", "paused", "damaged")  #: reasons that say more than what is waited for
+
+
+def _why_not(event: e.Event) -> str:
+    """Why a replica is not ready from this event on; empty if it does not say so."""
+    match event:
+        case e.EngineLost():
+            return f"engine lost: {event.reason}"
+        case e.Loading():
+            return f"loading all of version {event.version}"
+        case e.Paused():
+            return f"paused by somebody else at version {event.version}"
+        case e.Damaged():
+            return f"damaged: {event.what}"
+        case e.FencedOut():
+            return f"fenced by {event.by}"
+    return ""

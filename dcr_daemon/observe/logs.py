@@ -19,10 +19,14 @@ import structlog
 from dcr_daemon.events import (
     Aborted,
     Alarm,
+    Blocked,
     ChunkFetched,
     ChunkPut,
+    Damaged,
+    EngineLost,
     Event,
     FencedOut,
+    Paused,
     RolledBack,
     ShardTaken,
     StoreRequest,
@@ -38,6 +42,10 @@ _LEVELS: dict[type[Event], str] = {
     Aborted: "warning",
     RolledBack: "error",
     Alarm: "error",
+    Blocked: "warning",
+    Damaged: "error",
+    EngineLost: "warning",
+    Paused: "warning",
     FencedOut: "error",
 }
 

@@ -15,6 +15,7 @@ from prometheus_client.process_collector import ProcessCollector
 
 import dcr_daemon
 from dcr_daemon import events as e
+from dcr_daemon import runtime
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -73,13 +74,23 @@ class Metrics:
         self.repairs = counter("repairs_total", "Engines repaired from an anchor or by adoption.")
         self.fenced = counter("fenced_total", "Times somebody newer took over.")
         self.alarms = counter("alarms_total", "Contained violations of the protocol, by must.", "must")
+        self.blocked = gauge("blocked", "1 while something stands before the newest version, by kind.", "kind")
+        self.scrubs = counter("scrubs_total", "Passes over live weights by outcome: clean, damaged.", "outcome")
+        self.scrubbed = known("scrub_last_timestamp_seconds", "When the last clean pass ended, in Unix time.")
+        self.scrub_bytes = counter("scrub_bytes_total", "Bytes summed by clean passes.")
         self.requests = counter("store_requests_total", "Requests to the store.", "operation", "outcome")
         self.request_seconds = histogram("store_request_seconds", "Duration of store requests.", "operation")
         self.request_bytes = counter("store_bytes_total", "Bytes moved by store requests.", "operation")
         self._head, self._served = 0, -1
+        self._obstacle: int | None = None
         self._handlers: dict[type[e.Event], Callable[[Any], None]] = {
             e.Sealed: self._sealed,
+            e.LedgerRead: lambda event: self._versions(head=event.head),
             e.SealSeen: lambda event: self._versions(head=event.version),
+            e.Serving: lambda event: self._serving(event.version),
+            e.Blocked: self._obstructed,
+            e.ScrubEnded: self._scrub_ended,
+            e.Damaged: lambda event: self.scrubs.labels("damaged").inc(),
             e.Aborted: lambda event: self.versions.labels("aborted").inc(),
             e.ShardTaken: lambda event: self.stages.labels("shard").observe(event.seconds),
             e.ChunkPut: lambda event: self._chunk("put", event.bytes),
@@ -147,6 +158,22 @@ class Metrics:
     def _repaired(self, event: e.Repaired) -> None:
         self.repairs.inc()
         self._versions(served=event.version)
+
+    def _serving(self, version: int) -> None:
+        self._versions(served=version)
+        if self._obstacle is None or self._obstacle <= version:
+            for kind in ("blocked", "poisoned"):
+                self.blocked.labels(kind).set(0)
+
+    def _obstructed(self, event: e.Blocked) -> None:
+        self._obstacle = event.version
+        for kind in ("blocked", "poisoned"):
+            self.blocked.labels(kind).set(kind == ("poisoned" if event.poisoned else "blocked"))
+
+    def _scrub_ended(self, event: e.ScrubEnded) -> None:
+        self.scrubs.labels("clean").inc()
+        self.scrub_bytes.inc(event.bytes)
+        self.scrubbed.set(runtime.now().timestamp())
 
     def _requested(self, event: e.StoreRequest) -> None:
         self.requests.labels(event.operation, event.outcome).inc()

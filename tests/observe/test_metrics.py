@@ -91,3 +91,25 @@ def test_the_operations_guide_lists_every_metric() -> None:
     names = {family.name for family in metrics.registry.collect() if family.name.startswith("dcr_")}
     assert names
     assert not {name for name in names if f"`{name}" not in text}
+
+
+def test_what_blocks_a_replica_is_a_gauge_until_it_is_past() -> None:
+    metrics = Metrics()
+    metrics(e.Blocked(version=8, reason="r", poisoned=True))
+    assert sample(metrics, "dcr_blocked", kind="poisoned") == 1
+    assert sample(metrics, "dcr_blocked", kind="blocked") == 0
+    metrics(e.Serving(version=7))
+    assert sample(metrics, "dcr_blocked", kind="poisoned") == 1
+    metrics(e.Serving(version=8))
+    assert sample(metrics, "dcr_blocked", kind="poisoned") == 0
+
+
+def test_scrubs_are_counted_and_dated() -> None:
+    metrics = Metrics()
+    assert sample(metrics, "dcr_scrub_last_timestamp_seconds") is None
+    metrics(e.ScrubEnded(version=1, tensors=3, bytes=40, seconds=1.0))
+    metrics(e.Damaged(version=1, tensors=["w"], what="w"))
+    assert sample(metrics, "dcr_scrubs_total", outcome="clean") == 1
+    assert sample(metrics, "dcr_scrubs_total", outcome="damaged") == 1
+    assert sample(metrics, "dcr_scrub_bytes_total") == 40
+    assert sample(metrics, "dcr_scrub_last_timestamp_seconds") > 0
