@@ -18,6 +18,7 @@ import os
 import socket
 import stat
 from argparse import Namespace
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -145,13 +146,45 @@ class Engines:
         return merge(call, [messages.decode_answer(record) for record in records])
 
 
+class Connection:
+    """One client. `active` while a call of its own is carried out, which is the only time that it may not be closed:
+    a client that sends nothing, half a call, or does not take its answer, holds nobody up."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.active = False
+        self._reader = reader
+        self._writer = writer
+
+    async def serve(self, answer: Callable[[bytes], Awaitable[AnyAnswer]]) -> None:
+        """One call after the other, until the client goes away or is dropped."""
+        try:
+            while (body := await messages.read_frame(self._reader)) is not None:
+                # The call is not tied to the client: one that hangs up finds its answer gone, and asks `outcome`.
+                self.active = True
+                try:
+                    found = await answer(body)
+                finally:
+                    self.active = False
+                self._writer.write(messages.frame(messages.encode(found)))
+                await self._writer.drain()
+        except (OSError, asyncio.IncompleteReadError, Misuse) as error:
+            log.info("dcr: a client of the socket went away: %s", error)
+        finally:
+            self._writer.close()
+
+    def drop(self) -> None:
+        """Close it at once, whatever it has not read yet."""
+        self._writer.transport.abort()
+
+
 class SocketServer:
-    """The private unix socket. One task per connection, one call at a time on each."""
+    """The private unix socket. One task per connection, one call at a time on each; no more than `CONNECTIONS`, of
+    which the one that has been there longest without a call makes room for a new one."""
 
     def __init__(self, path: Path, engines: Engines) -> None:
         self._path = path
         self._engines = engines
-        self._connections = 0
+        self._connections: list[Connection] = []
         self._server: asyncio.Server | None = None
         self._lock = -1
 
@@ -171,20 +204,21 @@ class SocketServer:
             self._server = None
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._connections += 1
+        connection = Connection(reader, writer)
+        if len(self._connections) >= CONNECTIONS:
+            idle = next((one for one in self._connections if not one.active), None)
+            if idle is None:
+                log.warning("dcr: %d calls are under way; another client is turned away", CONNECTIONS)
+                connection.drop()
+                return
+            self._connections.remove(idle)
+            idle.drop()
+        self._connections.append(connection)
         try:
-            while self._connections <= CONNECTIONS:
-                body = await messages.read_frame(reader)
-                if body is None:
-                    break
-                # The call is not tied to the client: one that hangs up finds its answer gone, and asks `outcome`.
-                writer.write(messages.frame(messages.encode(await self._answer(body))))
-                await writer.drain()
-        except (OSError, asyncio.IncompleteReadError, Misuse) as error:
-            log.info("dcr: a client of the socket went away: %s", error)
+            await connection.serve(self._answer)
         finally:
-            self._connections -= 1
-            writer.close()
+            if connection in self._connections:
+                self._connections.remove(connection)
 
     async def _answer(self, body: bytes) -> AnyAnswer:
         """Decode, carry out, and turn every error into an answer."""

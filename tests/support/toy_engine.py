@@ -169,6 +169,14 @@ class ToyEngine:
     def vector(self, version: int) -> np.ndarray:
         return vector(self.layout, self.lanes[version])
 
+    def live_vector(self, version: int) -> bytes:
+        """What attach tells when a version is live: nothing for the tensor that no loader reads."""
+        found = self.vector(version)
+        for index, spec in enumerate(self.layout):
+            if spec.name == "head":
+                found[index] = 0
+        return found.astype("<u8").tobytes()
+
     def vector_file(self, version: int) -> str:
         path = self.home / f"vector-{version}.bin"
         path.write_bytes(self.vector(version).astype("<u8").tobytes())

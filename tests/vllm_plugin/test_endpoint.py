@@ -20,7 +20,7 @@ from dcr_daemon.engine.vllm import VllmEngine
 from dcr_daemon.errors import DcrError, EngineRefused, Fenced, Misuse
 from dcr_daemon.vllm_plugin import faults, hooks
 from dcr_daemon.vllm_plugin.compat import UnsupportedVllm
-from dcr_daemon.vllm_plugin.endpoint import Endpoint, Engines, SocketServer
+from dcr_daemon.vllm_plugin.endpoint import CONNECTIONS, Endpoint, Engines, SocketServer
 from dcr_daemon.vllm_plugin.settings import Settings
 
 exceptions = pytest.importorskip("vllm.v1.engine.exceptions")
@@ -209,6 +209,111 @@ async def test_nonsense_gets_a_refusal_or_a_closed_connection_and_never_more(tmp
         with pytest.raises(Misuse, match="protocol 99"):
             messages.result_of(answer, dict)
         assert (await VllmEngine(path).status()).serving is False
+
+
+async def stuck_clients(path: Path, count: int, sent: bytes) -> list[asyncio.StreamWriter]:
+    """Connections that never say the rest of what they began, or never read."""
+    writers = []
+    for _ in range(count):
+        _, writer = await asyncio.open_unix_connection(str(path))
+        writer.write(sent)
+        await writer.drain()
+        writers.append(writer)
+    return writers
+
+
+STUCK = {
+    "silent": b"",
+    "half a length": b"\0\0",
+    "half a call": struct.pack(">I", 100) + b"half",
+    "a whole limit announced": struct.pack(">I", messages.FRAME_LIMIT) + b"x",
+    "answers not read": messages.frame(messages.encode(messages.Status(id="x"))) * 3,
+}
+
+
+@pytest.mark.parametrize("sent", STUCK.values(), ids=STUCK)
+async def test_clients_that_are_stuck_hold_nobody_up(tmp_path: Path, engine: ToyEngine, sent: bytes) -> None:
+    path = tmp_path / "run" / "e.sock"
+    version = engine.step()
+    async with listening(path, engine):
+        owner = VllmEngine(path, patience=20)
+        writers = await stuck_clients(path, 80, sent)
+        await served(owner, engine)
+        writers += await stuck_clients(path, 80, sent)
+        await owner.prepare(engine.transaction(version))
+        assert (await owner.swap("txn")).verdict is Verdict.COMMITTED
+        for writer in writers:
+            writer.close()
+
+
+async def test_a_call_that_is_under_way_is_never_dropped_for_others(tmp_path: Path, engine: ToyEngine) -> None:
+    path = tmp_path / "run" / "e.sock"
+    version = engine.step()
+    async with listening(path, engine) as client:
+        owner = VllmEngine(path)
+        await served(owner, engine)
+        await owner.prepare(engine.transaction(version))
+        client.gate = asyncio.Event()
+        swapping = asyncio.create_task(owner.swap("txn"))
+        await asyncio.sleep(0.05)
+        writers = await stuck_clients(path, 200, b"")
+        await asyncio.sleep(0.05)
+        assert not swapping.done()
+        client.gate.set()
+        assert (await swapping).verdict is Verdict.COMMITTED
+        for writer in writers:
+            writer.close()
+
+
+async def test_when_every_client_has_a_call_under_way_another_is_turned_away(tmp_path: Path, engine: ToyEngine) -> None:
+    path = tmp_path / "run" / "e.sock"
+    async with listening(path, engine) as client:
+        client.gate = asyncio.Event()
+        waiting = [asyncio.create_task(VllmEngine(path).status()) for _ in range(CONNECTIONS)]
+        await asyncio.sleep(0.3)
+        with pytest.raises(EngineGone):
+            await VllmEngine(path).status()
+        client.gate.set()
+        assert len(await asyncio.gather(*waiting)) == CONNECTIONS
+        assert (await VllmEngine(path).status()).serving is False
+
+
+@pytest.mark.parametrize("call", ["attach", "prove", "prepare", "swap", "load", "scrub"])
+async def test_a_client_that_vanishes_in_the_middle_of_a_call_leaves_nothing_stuck(
+    tmp_path: Path, engine: ToyEngine, call: str
+) -> None:
+    path = tmp_path / "run" / "e.sock"
+    version = engine.step()
+    async with listening(path, engine):
+        owner = VllmEngine(path)
+        await served(owner, engine)
+        if call == "swap":
+            await owner.prepare(engine.transaction(version))
+        faults.plant("slow", times=100_000, seconds=0.01)
+        calls = {
+            "attach": lambda: owner.attach(engine.facts),
+            "prove": lambda: owner.prove(0, engine.vector_file(0), "v0"),
+            "prepare": lambda: owner.prepare(engine.transaction(version)),
+            "swap": lambda: owner.swap("txn"),
+            "load": lambda: owner.load(version, [engine.anchor(version)], engine.vector_file(version), "v1"),
+            "scrub": lambda: owner.scrub(1.0),
+        }
+        gone = asyncio.create_task(calls[call]())
+        await asyncio.sleep(0.05)
+        gone.cancel()
+        faults.plant("slow", times=0)
+        other = VllmEngine(path)
+        attached = await other.attach(engine.facts)
+        if attached.adopted is not None:
+            await other.settle(attached.adopted)
+            attached = await other.attach(engine.facts)
+        (at,) = [n for n in (0, version) if attached.vector == engine.live_vector(n)]
+        await other.prove(at, engine.vector_file(at), f"v{at}")
+        await other.serve()
+        for newer in range(at + 1, engine.step() + 1):
+            await other.prepare(engine.transaction(newer, name=f"t{newer}"))
+            assert (await other.swap(f"t{newer}")).verdict is Verdict.COMMITTED
+        assert engine.holds(2)
 
 
 # -- several engines --------------------------------------------------------------------------------------------------

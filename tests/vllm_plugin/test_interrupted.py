@@ -256,7 +256,7 @@ def recover(engine: ToyEngine) -> None:
         sound(engine)
         attached = engine.attach()
         sound(engine)
-    live = [n for n in range(len(engine.lanes)) if attached.vector == engine.vector(n).tobytes()]
+    live = [n for n in range(len(engine.lanes)) if attached.vector == engine.live_vector(n)]
     if live:
         engine.ask(messages.Prove, version=live[0], vector=engine.vector_file(live[0]), label=f"v{live[0]}")
     else:
@@ -264,6 +264,17 @@ def recover(engine: ToyEngine) -> None:
     sound(engine)
     engine.ask(messages.Serve)
     sound(engine)
+
+
+def catch_up(engine: ToyEngine) -> None:
+    """It serves again, and the next version arrives, one by one."""
+    assert engine.host.running
+    version, fresh = engine.status().version, engine.step()
+    while version < fresh:
+        swapped = engine.refit(version + 1, name=f"next-{version}")
+        assert (swapped.verdict, swapped.serving) == (Verdict.COMMITTED, True)
+        version += 1
+    assert engine.holds(fresh)
 
 
 @pytest.fixture
@@ -280,13 +291,7 @@ def test_whatever_happens_in_any_state_it_comes_back(engine: ToyEngine, state: s
     EVENTS[event](engine)
     sound(engine)
     recover(engine)
-    assert engine.host.running
-    version, fresh = engine.status().version, engine.step()
-    while version < fresh:
-        swapped = engine.refit(version + 1, name=f"next-{version}")
-        assert (swapped.verdict, swapped.serving) == (Verdict.COMMITTED, True)
-        version += 1
-    assert engine.holds(fresh)
+    catch_up(engine)
     assert [len(queue) for queue in engine.wire.left] == [0, 0]
 
 
@@ -312,8 +317,7 @@ def test_the_repair_may_die_after_each_of_its_steps(engine: ToyEngine, state: st
                 engine.send(messages.Poll(id=call.id))
         sound(engine)
     recover(engine)
-    assert engine.host.running
-    assert engine.refit(engine.step(), name="next").verdict is Verdict.COMMITTED or engine.status().version == 1
+    catch_up(engine)
 
 
 def test_a_load_whose_owner_died_is_gone_on_with_from_its_files(engine: ToyEngine) -> None:
