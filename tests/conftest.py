@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 sys.path.append(str(Path(__file__).parent / "support"))
-pytest.register_assert_rewrite("engine_contract")
+pytest.register_assert_rewrite("engine_contract", "scenes")
 pytest_plugins = ["versions", "streams", "replicas", "field", "forks", "weed"]
 
 

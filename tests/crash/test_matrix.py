@@ -7,21 +7,19 @@ site that is never reached fails.
 
 from __future__ import annotations
 
-import hashlib
 import random
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from forks import Nursery
+from sampling import parameters
 from sites import IN_A_DIRECTORY, SITES, Site
 
 pytestmark = pytest.mark.crash
 
-EVERY_TIME = 12  #: cases of each `make test`; which ones is drawn by the commit
-AT_MOST = 12  #: named instants that a second life may pass before it is killed too
+EVERY_TIME = 12  #: cases of each `make test`
 
 
 @dataclass(frozen=True)
@@ -41,41 +39,10 @@ class Case:
         first = self.site.failpoints(self.when)
         if self.kills == "single":
             return first
-        return [*first, f"*:{random.Random(self.name).randint(1, AT_MOST)}"]
+        return [*first, f"*:{random.Random(self.name).randint(1, self.site.second)}"]
 
 
-CASES = [Case(site, when, kills) for site in SITES for when in site.passes for kills in ("single", "double")]
-
-
-def commit() -> str:
-    """The commit that is tested; outside of a checkout always the same word."""
-    here = Path(__file__).parent
-    found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=False)
-    return found.stdout.strip()[:12] or "released"
-
-
-def drawn(cases: list[Case], word: str) -> set[str]:
-    """The cases that every run tries: of all roles, no site twice."""
-    order = sorted(cases, key=lambda case: hashlib.sha256(f"{word} {case.name}".encode()).digest())
-    sites = {}
-    for case in order:
-        sites.setdefault((case.site.role, case.site.name), case)
-    return {case.name for case in list(sites.values())[:EVERY_TIME]}
-
-
-COMMIT = commit()
-DRAWN = drawn(CASES, COMMIT)
-
-
-def parameters() -> list[object]:
-    return [
-        pytest.param(case, id=f"{case.name}@{COMMIT}" if case.name in DRAWN else case.name, marks=_marks(case))
-        for case in CASES
-    ]
-
-
-def _marks(case: Case) -> list[pytest.MarkDecorator]:
-    return [] if case.name in DRAWN else [pytest.mark.faults]
+CASES = [Case(site, when, kills) for site in SITES for when in site.passes for kills in site.kills]
 
 
 @pytest.fixture
@@ -90,7 +57,10 @@ def url_for(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Site], 
     return make
 
 
-@pytest.mark.parametrize("case", parameters())
+@pytest.mark.parametrize(
+    "case",
+    parameters(CASES, EVERY_TIME, name=lambda case: case.name, group=lambda case: (case.site.role, case.site.name)),
+)
 async def test_whatever_is_killed_comes_back_by_itself(
     case: Case, nursery: Nursery, tmp_path: Path, url_for: Callable[[Site], str]
 ) -> None:

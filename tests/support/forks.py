@@ -37,7 +37,7 @@ WARM = (
     "aioboto3",
     "uvloop",
 )
-DEADLINE = 60.0  #: seconds that anything waited for may take
+DEADLINE = 120.0  #: seconds that anything waited for may take
 
 
 class Process:
@@ -77,7 +77,7 @@ class Process:
 
     def said(self) -> str:
         """The end of its log."""
-        return self.log.read_text(errors="replace")[-4000:]
+        return self.log.read_text(errors="replace")[-20_000:]
 
 
 class Nursery:

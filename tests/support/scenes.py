@@ -165,6 +165,7 @@ class PublisherScene(Scene):
 
     async def settled(self) -> None:
         await self.until("the last anchor", lambda: self.anchored(self.steps))
+        await self.until("a claim", lambda: '"event":"claimed"' in self.process.said())
 
     def write(self, step: int) -> None:
         """The whole checkpoint of a step, under its name at once."""
@@ -298,9 +299,12 @@ class CollectingScene(PublisherScene):
         state = await self._read()
         assert state is not None
         assert state.floor == self.steps
-        prefixes = ("data/", "anchors/")
-        kept = {entry.key.split("/")[1] for prefix in prefixes async for entry in self.store.list(prefix)}
-        assert kept == {str(self.steps)}
+        last = str(self.steps)
+        assert await self._versions_below("anchors/") == {last}
+        assert await self._versions_below("data/") == {"0", last}  # the vector that the first record names stays
+
+    async def _versions_below(self, prefix: str) -> set[str]:
+        return {entry.key.split("/")[1] async for entry in self.store.list(prefix)}
 
 
 class CollectorScene(CollectingScene):

@@ -23,12 +23,13 @@ from scenes import (
 @dataclass(frozen=True)
 class Site:
     """`prior`: where an earlier life is killed, so that the next one passes this site. `once`: no life passes it
-    twice."""
+    twice. `second`: how many instants later the next life is killed too, at most; 0 where none is left to pass."""
 
     name: str
     scene: type[Scene]
     prior: str = ""
     once: bool = False
+    second: int = 12
 
     @property
     def role(self) -> str:
@@ -38,13 +39,17 @@ class Site:
     def passes(self) -> tuple[str, ...]:
         return ("first",) if self.once else ("first", "later")
 
+    @property
+    def kills(self) -> tuple[str, ...]:
+        return ("single", "double") if self.second else ("single",)
+
     def failpoints(self, when: str) -> list[str]:
         """What the lives are armed with, up to and with the one that dies here."""
         return [*filter(None, [self.prior]), self.name if when == "first" else f"{self.name}:2"]
 
 
-def _sites(scene: type[Scene], names: str, *, prior: str = "", once: bool = False) -> list[Site]:
-    return [Site(name, scene, prior, once) for name in names.split()]
+def _sites(scene: type[Scene], names: str, *, prior: str = "", once: bool = False, second: int = 12) -> list[Site]:
+    return [Site(name, scene, prior, once, second) for name in names.split()]
 
 
 SITES = [
@@ -91,9 +96,11 @@ SITES = [
         CollectorScene,
         "ledger.epoch.put ledger.epoch.answered ledger.epoch.known retention.claimed retention.planned "
         "ledger.floor.put ledger.floor.answered ledger.floor.known retention.floor ledger.release.put "
-        "ledger.release.answered ledger.release.known retention.deleted",
+        "ledger.release.answered ledger.release.known",
         once=True,
+        second=1,
     ),
+    *_sites(CollectorScene, "retention.deleted", once=True, second=0),
     # A stream in a directory.
     *_sites(
         PublisherScene,
