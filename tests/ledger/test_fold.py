@@ -290,6 +290,27 @@ def test_a_deep_call_stack_does_not_change_the_verdict(opened: Tip, make: Any, d
     assert from_depth(depth, deeper).record is None
 
 
+@pytest.mark.parametrize("depth", [0, 400, 800])
+def test_nor_does_it_for_fields_that_nobody_knows(opened: Tip, make: Any, depth: int) -> None:
+    """They are skipped, by a parser that recurses too."""
+
+    def from_depth(n: int, body: bytes) -> Step:
+        return from_depth(n - 1, body) if n else fold(opened, body)
+
+    body = records.encode(make.make_seal(header(opened)))
+    for nesting, counts in ((60, True), (70, False), (700, False), (100_000, False)):
+        unknown = body[:-1] + b',"unknown":' + b"[" * nesting + b"]" * nesting + b"}"
+        assert (from_depth(depth, unknown).record is not None) is counts
+
+
+@pytest.mark.parametrize("number", ["1" * 21, "1" * 700, "1" * 5000, "-9223372036854775809"])
+def test_numbers_in_user_data_have_64_bits(opened: Tip, make: Any, number: str) -> None:
+    """How many digits an interpreter reads is a setting of the host's."""
+    body = records.encode(make.make_seal(header(opened), metadata={"a": [0]}))
+    assert fold(opened, body.replace(b"[0]", b"[18446744073709551615]")).record is not None
+    assert fold(opened, body.replace(b"[0]", b"[%s]" % number.encode())).void
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.text(st.sampled_from("aZ09._-/ \\\n\x00é"), max_size=12))
 def test_a_record_names_exactly_the_keys_a_store_takes(key: str) -> None:
