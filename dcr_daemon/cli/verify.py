@@ -26,7 +26,7 @@ def command(
     Says what is damaged and what can still be done about it. Exit code 13 if anything is.
 
     With --json: stream (id), head, floor, records, void, versions, anchors, objects, bytes, damages [{key, version,
-    what, rebuildable, repair}].
+    what, rebuildable, repair}], orphans, orphan_bytes (what `dcr gc` would delete), unknown.
     """
 
     async def main() -> Report:
@@ -61,10 +61,15 @@ def _print(report: Report) -> None:
             "versions": report.versions,
             "anchors": report.anchors,
             "objects": f"{report.objects}, {size(report.bytes)}",
+            "orphans": None if report.orphans is None else f"{report.orphans}, {size(report.orphan_bytes or 0)}",
             "damages": len(report.damages) or "none",
         }
     )
     for note in report.void:
         print_fields({"void": note})
+    if report.orphans:
+        print_fields({"note": "orphans harm nothing; `dcr gc` deletes them"})
+    for key in report.unknown:
+        print_fields({"unknown": key})
     for damage in report.damages:
         print_fields({"damaged": damage.key, "  what": damage.what, "  repair": damage.repair or None})

@@ -14,7 +14,10 @@ from streams import StreamWriter
 from dcr_daemon.codec.decode import open_chunk
 from dcr_daemon.errors import Corrupt, CorruptChunk, NotFound
 from dcr_daemon.ledger import names, records
+from dcr_daemon.ledger.collector import collect
+from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.records import Floor, ObjectRef
+from dcr_daemon.ledger.retention import RetentionPolicy
 from dcr_daemon.ledger.verify import Report, verify
 from dcr_daemon.runtime import Workers
 
@@ -216,7 +219,7 @@ class TestThatItAddsUp:
                 monkeypatch.setattr(chunk, "changes", self.raising)
             return chunk
 
-        monkeypatch.setattr("dcr_daemon.ledger.verify.open_chunk", spoiled)
+        monkeypatch.setattr("dcr_daemon.ledger.checks.open_chunk", spoiled)
         assert {damage.version for damage in check(stream).damages} == {2}
 
     @staticmethod
@@ -269,3 +272,41 @@ class TestRetention:
         assert not once
         assert report.ok
         assert report.floor == 3
+
+    def test_what_was_collected_is_no_damage(self, stream: StreamWriter) -> None:
+        """By the collector itself, with an anchor of a version that has a newer one, and whatever was left behind."""
+
+        async def collect_all() -> Report:
+            await stream.anchor(3)
+            await stream.ledger.release()
+            await collect(Ledger(stream.store), RetentionPolicy(versions=1))
+            return await verify(stream.store)
+
+        report = asyncio.run(collect_all())
+        assert report.ok
+        assert (report.floor, report.versions, report.anchors, report.orphans) == (3, 2, 1, 0)
+
+
+def test_what_nothing_needs_is_counted(stream: StreamWriter) -> None:
+    stream.store.objects[names.chunk(2, 5, "g", 0, "a0", 0)] = b"1234"
+    stream.store.objects["data/notes.txt"] = b"?"
+    report = check(stream)
+    assert report.ok
+    assert (report.orphans, report.orphan_bytes, report.unknown) == (1, 4, ["data/notes.txt"])
+
+
+class TestAnchorContent:
+    """Digests say that an anchor is what was uploaded; only its fingerprint says that this is the version (must L5)."""
+
+    def test_tensors_of_another_version_are_found(self, stream: StreamWriter) -> None:
+        asyncio.run(stream.anchor(4, content=2))
+        (damage,) = check(stream).damages
+        assert damage.key.startswith("anchors/4/")
+        assert "do not hold the version: embed.weight, head.weight, layers.0.mlp" in damage.what
+        assert damage.rebuildable
+        assert "from the anchor of version 3" in damage.repair
+
+    def test_a_tensor_that_is_missing_is_found(self, stream: StreamWriter) -> None:
+        asyncio.run(stream.anchor(4, without="layers.0.norm"))
+        (damage,) = check(stream).damages
+        assert damage.what == "its files do not hold the version: layers.0.norm"

@@ -106,11 +106,14 @@ class StreamWriter:
             lambda header: Abort(**header.fields, attempt=self.attempt, version=version, reason="test")
         )
 
-    async def anchor(self, version: int, *, limit: int = 30_000) -> Anchor:
-        """Upload a complete version as an anchor."""
-        layout, values, prefix = self.versions.layout, self.versions.values[version], names.anchor(version, 1)
-        files = []
-        for n, pieces in enumerate(plan_files(layout, limit)):
+    async def anchor(
+        self, version: int, *, limit: int = 30_000, content: int | None = None, without: str = ""
+    ) -> Anchor:
+        """Upload a complete version as an anchor; wrongly, the tensors of another one, or all but one."""
+        layout, values = self.versions.layout, self.versions.values[version if content is None else content]
+        prefix, files = names.anchor(version, self.ledger.tip.seq), []
+        for n, planned in enumerate(plan_files(layout, limit)):
+            pieces = [piece for piece in planned if layout[piece.tensor].name != without]
             path = self.versions.home / f"anchor-{version}-{n}.safetensors"
             path.unlink(missing_ok=True)
             items = [(p.entry, values[layout[p.tensor].name][p.start : p.start + p.count]) for p in pieces]

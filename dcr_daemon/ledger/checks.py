@@ -1,0 +1,246 @@
+"""Reading what one version or one anchor consists of, as a sceptic: bytes, digests, and that they add up.
+
+For `verify` alone. Damage is collected, not raised, and at the end said together with what can still be done about it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import ParamSpec, TypeVar
+
+import msgspec
+import numpy as np
+
+from dcr_daemon import runtime
+from dcr_daemon.canonical.fingerprint import MASK, Vector, sum_box, total
+from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.checkpoint.pieces import read_pieces
+from dcr_daemon.checkpoint.safetensors import SafetensorsBytes
+from dcr_daemon.codec.decode import open_chunk
+from dcr_daemon.errors import Corrupt
+from dcr_daemon.events import Emit
+from dcr_daemon.ledger import names, records
+from dcr_daemon.ledger.objects import BelowFloor, NotYet, Objects
+from dcr_daemon.ledger.records import Anchor, ChunkRef, ObjectRef, Part, Seal, Stream
+from dcr_daemon.store.port import Store
+
+T = TypeVar("T")
+P = ParamSpec("P")
+AT_ONCE = 4  #: objects in flight
+
+Sums = list[tuple[int, int, int]]  #: of each entry of a file: tensor, elements, sum
+
+
+class Damage(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that is wrong. `repair` says what can be done; `rebuildable` whether its content still exists."""
+
+    key: str
+    version: int | None
+    what: str
+    rebuildable: bool = False
+    repair: str = ""
+
+
+class Check:
+    """Reads and compares; collects damages instead of raising them."""
+
+    def __init__(
+        self,
+        store: Store,
+        stream: Stream,
+        seals: Mapping[int, Seal],
+        floor: int,
+        *,
+        emit: Emit,
+        workers: runtime.Workers | None,
+    ) -> None:
+        self.damages: list[Damage] = []
+        self.objects = 0
+        self.bytes = 0
+        self._stream, self._seals, self._floor = stream, seals, floor
+        self._workers = workers
+        # No patience: what is missing when it is looked for is what this command is asked about.
+        self._reader = Objects(store, floor=lambda: floor, emit=emit, patience=0, workers=workers)
+        self._slots = asyncio.Semaphore(AT_ONCE)
+        self._layout: Layout
+        self._totals = {0: stream.total} | {seal.version: seal.after for seal in seals.values()}
+        self._known: tuple[int, Vector] | None = None
+
+    async def open(self) -> None:
+        """Read the layout, and the vector that the chain starts from."""
+        stream = self._stream
+        try:
+            self._layout = await self._reader.read_layout(stream)
+        except NotYet as error:
+            raise Corrupt(
+                f"{stream.layout.key} is gone, and nothing can be read without it",
+                hint="put the layout back: any checkpoint of this stream gives the same bytes",
+            ) from error
+        self._count(stream.layout.size)
+        if self._floor == 0:
+            vector = await self._try(
+                stream.fingerprint.key, 0, self._reader.read_vector(stream, self._layout), stream.fingerprint.size
+            )
+            self._known = None if vector is None else (0, vector)
+
+    async def version(self, seal: Seal) -> None:
+        """Everything that one seal names, and that the chunks lead from the vector before to its own."""
+        place = names.attempt(seal.version, seal.attempt)
+        vector = await self._try(
+            seal.fingerprint.key, seal.version, self._reader.read_vector(seal, self._layout), seal.fingerprint.size
+        )
+        sizes = [ref.size for ref in seal.parts]
+        parts = await self._try(place, seal.version, self._reader.read_parts(seal), *sizes)
+        changes = await self._changes(seal, parts) if parts is not None else None
+        before, self._known = self._known, None if vector is None else (seal.version, vector)
+        if seal.before != self._totals.get(seal.base, seal.before):
+            self._damage(names.record(seal.seq), seal.version, "its sum before is not the sum after the version before")
+        if changes is None or before is None or before[0] != seal.base:
+            return
+        reached = before[1] + changes
+        if vector is not None and not np.array_equal(reached, vector):
+            tensors = [self._layout[int(i)].name for i in np.flatnonzero(reached != vector)[:3]]
+            self._damage(
+                place,
+                seal.version,
+                f"its chunks do not lead from version {seal.base} to its fingerprint: {', '.join(tensors)}",
+            )
+        if vector is None and records.show_u64(total(reached)) == seal.after:
+            self._known = (seal.version, reached)
+            self._rebuildable(seal.fingerprint.key, "its content follows from the version before and the chunks")
+
+    async def anchor(self, anchor: Anchor) -> None:
+        """An anchor's index, every file it names, and that the tensors in them are the version (must L5)."""
+        if anchor.total != self._totals.get(anchor.version):
+            self._damage(names.record(anchor.seq), anchor.version, "its sum is not that of the version")
+        index = await self._try(
+            anchor.index.key, anchor.version, self._reader.read_anchor_index(anchor), anchor.index.size
+        )
+        if index is None:
+            return
+        files = await asyncio.gather(*(self._file(ref, anchor.version) for ref in index.files))
+        await asyncio.gather(*(self._extra(ref, anchor.version) for ref in index.extras))
+        sums = [entries for entries in files if entries is not None]
+        if len(sums) == len(files) and (wrong := await self._wrong(anchor, sums)):
+            self._damage(anchor.index.key, anchor.version, f"its files do not hold the version: {wrong}")
+
+    async def _wrong(self, anchor: Anchor, files: Iterable[Sums]) -> str:
+        """Tensors that are not all there, or not as the version has them; empty if all are."""
+        vector, counts = [0] * len(self._layout), [0] * len(self._layout)
+        for tensor, elements, value in (entry for entries in files for entry in entries):
+            vector[tensor] = (vector[tensor] + value) & MASK
+            counts[tensor] += elements
+        short = {spec.name for spec, count in zip(self._layout, counts, strict=True) if count != spec.elements}
+        seal = self._seals.get(anchor.version, self._stream)
+        try:
+            want = await self._reader.read_vector(seal, self._layout)
+        except (Corrupt, NotYet, BelowFloor):  # told elsewhere; the total still says whether anything is wrong
+            differ = set() if records.show_u64(sum(vector) & MASK) == anchor.total else {"some tensor"}
+        else:
+            differ = {s.name for s, ours, theirs in zip(self._layout, vector, want, strict=True) if ours != int(theirs)}
+        return ", ".join(sorted(short | differ)[:3])
+
+    async def _changes(self, seal: Seal, parts: Iterable[Part]) -> Vector | None:
+        """What the chunks add to the vector (mod 2^64); None if one of them cannot be read."""
+        sums = await asyncio.gather(*(self._chunk(seal, part, chunk) for part in parts for chunk in part.chunks))
+        vector = np.zeros(len(self._layout), dtype=np.uint64)
+        for delta in sums:
+            if delta is None:
+                return None
+            vector += delta
+        return vector
+
+    async def _chunk(self, seal: Seal, part: Part, ref: ChunkRef) -> Vector | None:
+        async def read() -> Vector:
+            data = await self._reader.read_chunk(ref, seal.version)
+            return await self._work(_chunk_sums, data, self._layout, part, ref)
+
+        async with self._slots:
+            return await self._try(ref.key, seal.version, read(), ref.size)
+
+    async def _file(self, ref: ObjectRef, version: int) -> Sums | None:
+        async def read() -> Sums:
+            body = await self._reader.read_file(ref, version)
+            return await self._work(_file_sums, body, ref.key, self._layout)
+
+        async with self._slots:
+            return await self._try(ref.key, version, read(), ref.size)
+
+    async def _extra(self, ref: ObjectRef, version: int) -> None:
+        async with self._slots:
+            await self._try(ref.key, version, self._reader.read_file(ref, version), ref.size)
+
+    async def _work(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        if self._workers:
+            return await self._workers.run(function, *args)
+        return function(*args, **kwargs)
+
+    async def _try(self, key: str, version: int, reading: Awaitable[T], *sizes: int) -> T | None:
+        """Await a read of objects of these sizes; damage is noted under `key` and answered with None."""
+        try:
+            result = await reading
+        except BelowFloor:
+            return None
+        except (Corrupt, NotYet) as error:
+            self._damage(key, version, error.message)
+            return None
+        self._count(*sizes)
+        return result
+
+    def _count(self, *sizes: int) -> None:
+        self.objects += len(sizes)
+        self.bytes += sum(sizes)
+
+    def _damage(self, key: str, version: int, what: str) -> None:
+        self.damages.append(Damage(key=key, version=version, what=what))
+
+    def _rebuildable(self, key: str, repair: str) -> None:
+        self.damages = [
+            msgspec.structs.replace(d, rebuildable=True, repair=repair) if d.key == key else d for d in self.damages
+        ]
+
+
+def _chunk_sums(data: bytes, layout: Layout, part: Part, ref: ChunkRef) -> Vector:
+    """What one chunk adds to the vector. Decodes every segment: a chunk that cannot be applied is damage."""
+    chunk = open_chunk(data, layout)
+    found = (chunk.id.stream, chunk.id.attempt, chunk.id.base, chunk.id.version, chunk.id.group, chunk.id.rank)
+    if found != (part.stream, part.attempt, part.base, part.version, part.group, part.rank):
+        raise Corrupt(f"{ref.key} is a chunk of another attempt: {chunk.id}")
+    if (len(chunk.segments), sum(s.changed for s in chunk.segments)) != (ref.segments, ref.changed):
+        raise Corrupt(f"{ref.key} does not have the {ref.segments} segments and {ref.changed} changes of its part")
+    sums = [0] * len(layout)
+    for n, segment in enumerate(chunk.segments):
+        chunk.changes(n)
+        sums[segment.tensor] += segment.after - segment.before
+    return np.array([value % (1 << 64) for value in sums], dtype=np.uint64)
+
+
+def _file_sums(body: bytes, name: str, layout: Layout) -> Sums:
+    """What one file of an anchor holds."""
+    found = read_pieces(SafetensorsBytes(body, name), layout)
+    return [(t, box.elements, sum_box(bits, box, int(layout.keys[t]))) for t, box, bits in found if box is not None]
+
+
+def with_repair(damage: Damage, damages: list[Damage], anchors: list[Anchor]) -> Damage:
+    """Say what can be done about one damage, knowing all others."""
+    if damage.repair or damage.version is None:
+        return damage
+    hurt = {d.version for d in damages if d.key.startswith("anchors/")}
+    whole = sorted(a.version for a in anchors if a.version not in hurt)
+    broken = {d.version for d in damages if d.key.startswith("data/") and not d.rebuildable}
+    version = damage.version
+    if damage.key.startswith("anchors/"):
+        start = max((a for a in whole if a < version and not broken & set(range(a + 1, version + 1))), default=None)
+        if start is None:
+            return msgspec.structs.replace(damage, repair="lost; replicas need a later anchor")
+        repair = f"`dcr materialize --version {version}` still builds it, from the anchor of version {start}"
+        return msgspec.structs.replace(damage, rebuildable=True, repair=repair)
+    if damage.key.startswith("ledger/"):
+        return msgspec.structs.replace(damage, repair="replicas refuse it: have the publisher write an anchor above it")
+    past = next((a for a in whole if a >= version), None)
+    if past is not None:
+        repair = f"harmless now: replicas below version {version} go by the anchor of version {past}"
+    else:
+        repair = f"replicas below version {version} wait until the publisher writes an anchor at or above it"
+    return msgspec.structs.replace(damage, repair=repair)
