@@ -61,14 +61,16 @@ async def open_session(options: PublishOptions, store: Store, emit: Emit) -> Ses
         await session.anchor_if_due(at_once=options.create and options.upload_base and session.head == 0)
         return session
     except BaseException:
-        if ledger and ledger.epoch is not None:
-            with contextlib.suppress(DcrError):  # whoever comes next need not take over from one that never began
-                patience = min(options.patience, CLOSE_PATIENCE)
-                await within(patience, ledger.release(), what=f"the release of {store.url}", emit=emit)
-        if baseline:
-            baseline.close()
-        state.close()
-        workers.close()
+        try:
+            if ledger and ledger.epoch is not None:
+                with contextlib.suppress(DcrError):  # whoever comes next need not take over from one that never began
+                    patience = min(options.patience, CLOSE_PATIENCE)
+                    await within(patience, ledger.release(), what=f"the release of {store.url}", emit=emit)
+        finally:
+            if baseline:
+                baseline.close()
+            state.close()
+            workers.close()
         raise
 
 

@@ -369,9 +369,11 @@ class Session:
                 if self.ledger.epoch is not None:
                     await self._within(patience, self.ledger.release(), "the release of the stream")
         finally:
-            if self._attempt:
-                await self._attempt.cancel()
-                self._baseline.lose()
-            self._baseline.close()
-            self.state.close()
-            self.workers.close()
+            try:
+                if self._attempt:
+                    await self._attempt.cancel()
+                    self._baseline.lose()
+            finally:
+                self._baseline.close()
+                self.state.close()
+                self.workers.close()
