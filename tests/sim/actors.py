@@ -16,6 +16,9 @@ from sim.trainer import Lanes, Trainer, save, sources
 from dcr_daemon.engine.directory import DirectoryEngine
 from dcr_daemon.errors import DcrError, Fenced, StoreUnavailable
 from dcr_daemon.events import Event
+from dcr_daemon.ledger.collector import collect
+from dcr_daemon.ledger.ledger import Ledger
+from dcr_daemon.ledger.retention import RetentionPolicy
 from dcr_daemon.publish.opening import open_session
 from dcr_daemon.publish.options import PublishOptions
 from dcr_daemon.publish.session import Session
@@ -94,7 +97,7 @@ class Actor:
 
 
 class SimPublisher(Actor):
-    """A training process: drives a `Session` as `publish.publisher.Publisher` does, on a loop instead of a thread.
+    """A training process on a machine of its own: drives a `Session` as `publish.publisher.Publisher` does, on a loop instead of a thread.
 
     `updates`: how many it publishes in all its incarnations; `pause`: seconds of training between two.
     """
@@ -123,6 +126,7 @@ class SimPublisher(Actor):
     async def main(self, process: Process) -> None:
         emit = self.emit(process)
         store = SimStore(self.world, process, emit=emit)
+        self.session = None
         session = self.session = await open_session(PublishOptions(**self.publish_options()), store, emit)
         self.watch.opened(self, process, session)
         try:
@@ -231,3 +235,16 @@ class Replica(Actor):
             await run_subscribe(SubscribeOptions(**{**chosen, **self.options}), store, engine, emit)
         finally:
             await engine.close()
+
+
+class Collecting(Actor):
+    """`dcr gc`, once."""
+
+    def __init__(self, world: World, watch: Watch, *, keep: int | None, take_over: bool) -> None:
+        super().__init__(world, watch, "gc1")
+        self.down = True
+        self._policy, self._take_over = RetentionPolicy.of(keep, None), take_over
+
+    async def main(self, process: Process) -> None:
+        ledger = Ledger(SimStore(self.world, process))
+        await collect(ledger, self._policy, take_over=self._take_over and self._policy.active)

@@ -42,22 +42,22 @@ class Process:
         self.on_death: list[Callable[[], object]] = []
         self.watch_step: Callable[[Process], None] = lambda process: None
         self.unwound: Callable[[Process], None] | None = None
-        self._backlog: deque[tuple[Callable[..., object], tuple[Any, ...], Context]] = deque()
+        self._backlog: deque[Step] = deque()
 
     def __repr__(self) -> str:
         return self.name
 
-    def gate(self, context: Context, callback: Callable[..., object], *args: Any) -> None:
+    def take(self, step: Step) -> None:
         """Run one callback of this process, unless it is dead or stopped."""
         if self.dead or self.stopped:
-            self._backlog.append((callback, args, context))
+            self._backlog.append(step)
             return
         self.steps += 1
         self.watch_step(self)
         if self.dead or self.stopped:
-            self.gate(context, callback, *args)
+            self._backlog.append(step)
             return
-        callback(*args)
+        step.callback(*step.args)
         if self.unwound:
             self.unwound(self)
 
@@ -65,8 +65,22 @@ class Process:
         """What was due while it was stopped (or, at the very end of the world, dead) happens now."""
         self.stopped = False
         while self._backlog:
-            callback, args, context = self._backlog.popleft()
-            loop.call_soon(callback, *args, context=context)
+            step = self._backlog.popleft()
+            loop.call_soon(step, context=step.context)
+
+
+class Step:
+    """A callback on its way through the gate of its process. One that is cancelled while it waits there does nothing."""
+
+    __slots__ = ("args", "callback", "context", "handle", "process")
+
+    def __init__(self, process: Process, callback: Callable[..., object], args: tuple[Any, ...], context: Context) -> None:
+        self.process, self.callback, self.args, self.context = process, callback, args, context
+        self.handle: asyncio.Handle | None = None
+
+    def __call__(self) -> None:
+        if self.handle is not None and not self.handle.cancelled():
+            self.process.take(self)
 
 
 class _Selector(selectors.SelectSelector):
@@ -94,19 +108,23 @@ class Loop(asyncio.SelectorEventLoop):
     def call_soon(self, callback: Any, *args: Any, context: Context | None = None) -> asyncio.Handle:
         context = copy_context() if context is None else context  # an empty one is falsy
         process = context.get(running)
-        if process is None:
+        if process is None or isinstance(callback, Step):
             return super().call_soon(callback, *args, context=context)
-        return super().call_soon(process.gate, context, callback, *args, context=context)
+        step = Step(process, callback, args, context)
+        step.handle = super().call_soon(step, context=context)
+        return step.handle
 
     def call_soon_threadsafe(self, callback: Any, *args: Any, context: Context | None = None) -> asyncio.Handle:
         return self.call_soon(callback, *args, context=context)
 
     def call_at(self, when: float, callback: Any, *args: Any, context: Context | None = None) -> asyncio.TimerHandle:
-        context = copy_context() if context is None else context  # an empty one is falsy
+        context = copy_context() if context is None else context
         process = context.get(running)
         if process is None:
             return super().call_at(when, callback, *args, context=context)
-        return super().call_at(when, process.gate, context, callback, *args, context=context)
+        step = Step(process, callback, args, context)
+        step.handle = super().call_at(when, step, context=context)
+        return step.handle
 
     def spawn(self, process: Process | None, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """A task of `process`, or of the world."""

@@ -15,13 +15,15 @@ from sim.trainer import Lanes, same, vector_of
 from toy_model import LAYOUT
 
 from dcr_daemon.checkpoint.directory import DIRTY, Checkpoint
+from dcr_daemon.checkpoint.pieces import read_pieces
+from dcr_daemon.checkpoint.safetensors import SafetensorsBytes
 from dcr_daemon.codec.decode import open_chunk
 from dcr_daemon.engine.checkout import CONFIG, Checkout
 from dcr_daemon.errors import DcrError, Fenced
 from dcr_daemon.events import Committed, Event, Serving
 from dcr_daemon.ledger import records
 from dcr_daemon.ledger.fold import Tip, begin, fold
-from dcr_daemon.ledger.records import AnyRecord, ObjectRef, Seal
+from dcr_daemon.ledger.records import Anchor, AnyRecord, ObjectRef, Seal
 from dcr_daemon.publish.session import Session
 
 if TYPE_CHECKING:
@@ -39,9 +41,11 @@ class Watch:
         self.versions: list[Lanes] = [base]
         self.seals: dict[int, Seal] = {}
         self.attempts: dict[int, Lanes] = {}
+        self.anchors: dict[int, tuple[set[str], Lanes]] = {}  # the newest of each version: its keys, its weights
         self.checkpoints: dict[str, Lanes] = {}
         self.replicas: list[Replica] = []
         self.served: dict[str, int] = {}
+        self.serving: dict[str, int] = {}  # by process
         self.engines: list[SimEngine] = []
         self.heads: dict[str, int] = {}
         self.void_allowed = False
@@ -94,6 +98,7 @@ class Watch:
         if isinstance(event, (Committed, Serving)) and getattr(actor, "engine", 0) is None:
             self.directory(actor)  # type: ignore[arg-type]
         if isinstance(event, Serving):
+            self.serving[process.name] = event.version
             if event.version < self.served.get(actor.role, 0):
                 self.world.fail("served", f"{process} fell from {self.served[actor.role]} to {event.version}")
             self.served[actor.role] = max(self.served.get(actor.role, 0), event.version)
@@ -122,6 +127,8 @@ class Watch:
         self.records[seq] = step.record
         if isinstance(step.record, Seal):
             self._sealed(step.record, by)
+        if isinstance(step.record, Anchor):
+            self._anchored(step.record, by)
 
     def _sealed(self, seal: Seal, by: Process) -> None:
         """The version is exactly what the trainer gave, and can be made from the one before with what is durable."""
@@ -164,6 +171,42 @@ class Watch:
                     bits[where] = changes.resolve(bits[where])
         return fresh
 
+    def _anchored(self, anchor: Anchor, by: Process) -> None:
+        """What it names is there, and is the version, whole."""
+        try:
+            index = records.decode_anchor_index(self._read(anchor.index))
+            lanes = [np.zeros_like(bits) for bits in self.versions[0]]
+            for ref in index.files:
+                for tensor, box, bits in read_pieces(SafetensorsBytes(self._read(ref), ref.key), LAYOUT):
+                    where = slice(None) if box is None else box.canonical(np.arange(box.elements, dtype=np.int64))
+                    lanes[tensor][where] = bits
+            for ref in index.extras:
+                self._read(ref)
+        except (KeyError, DcrError, ValueError) as error:
+            self.world.fail("anchor", f"that of {anchor.version} by {by}: {type(error).__name__}: {error}")
+            return
+        if not same(lanes, self.versions[anchor.version]):
+            self.world.fail("anchor", f"that of version {anchor.version} by {by} holds other weights")
+        refs = {anchor.index.key, *(ref.key for ref in [*index.files, *index.extras])}
+        self.anchors[anchor.version] = (refs, lanes)
+
+    def way_in(self) -> None:
+        """Every version at or above the floor can be made from the bucket, bit for bit."""
+        floor = self.tip.state.floor if self.tip else 0
+        lanes = self.versions[0]
+        if floor:
+            refs, lanes = self.anchors[floor]
+            if missing := [key for key in refs if key not in self.world.bucket.objects]:
+                self.world.fail("lost", f"the anchor of the floor {floor} lacks {missing[0]}")
+        for version in range(floor + 1, self.head + 1):
+            try:
+                lanes = self.applied(lanes, self.seals[version])
+            except (KeyError, DcrError, ValueError) as error:
+                self.world.fail("lost", f"version {version} cannot be made again: {type(error).__name__}: {error}")
+                return
+            if not same(lanes, self.versions[version]):
+                self.world.fail("lost", f"version {version} is not what it was")
+
     def _deleted(self, key: str, by: Process) -> None:
         """Nothing is deleted that is sealed and above the floor, an anchor in use, or of an open attempt."""
         if self.tip is None or key.startswith(("probe/", "replicas/")):
@@ -180,10 +223,7 @@ class Watch:
                 self.world.fail("deleted", f"{by} deleted {key}; the floor is {state.floor}")
             if state.open is not None and state.open.seq == attempt:
                 self.world.fail("deleted", f"{by} deleted {key} of the open attempt")
-        elif version >= state.floor and any(
-            getattr(r, "index", None) is not None and r.index.key.startswith("/".join(key.split("/")[:3]) + "/")  # type: ignore[union-attr]
-            for r in self.records.values()
-        ):
+        elif any(key in refs for known, (refs, _) in self.anchors.items() if known >= state.floor):
             self.world.fail("deleted", f"{by} deleted {key}; the floor is {state.floor}")
 
     # -- engines --------------------------------------------------------------------------------------------------

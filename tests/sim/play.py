@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
+from functools import cache
 from typing import Any
 
+from sim.engines import toy_workers
 from sim.scenarios import SCENARIOS as _PLAYS
 from sim.scenarios import Stage
 from sim.world import Outcome, World, installed
@@ -27,9 +30,15 @@ def run_scenario(name: str, seed: int, *, planted: str | None = None, tracing: b
         return _play(name, seed, tracing)
 
 
-def _play(name: str, seed: int, tracing: bool) -> Outcome:
-    from sim.engines import toy_workers
+@cache
+def _settle_memory() -> None:
+    """What was imported stays: the collector need not look at it again and again."""
+    gc.collect()
+    gc.freeze()
 
+
+def _play(name: str, seed: int, tracing: bool) -> Outcome:
+    _settle_memory()
     world = World(seed, name, tracing=tracing)
     with installed(world), toy_workers():
         return world.run(_PLAYS[name](Stage(world)))

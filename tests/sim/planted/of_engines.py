@@ -1,0 +1,166 @@
+"""Bugs inside vLLM's half (musts E1 to E7, F1), and those that other systems were seen to have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from sim.planted.bug import Put, bug
+
+from dcr_daemon.engine.port import Verdict
+from dcr_daemon.vllm_plugin import changes, core, judge, rank, transaction
+from dcr_daemon.vllm_plugin.calls import TxnState
+from dcr_daemon.vllm_plugin.changes import Changes
+from dcr_daemon.vllm_plugin.core import Core
+from dcr_daemon.vllm_plugin.memory import Side
+from dcr_daemon.vllm_plugin.rank import Rank
+from dcr_daemon.vllm_plugin.transaction import Transaction
+
+
+@bug("E1", "rank_fails", "engine_dies")
+def anybody_may_resume(put: Put) -> None:
+    """A change that is neither written nor taken back is left, and generation goes on."""
+    right = Changes._still_begun
+
+    def still_begun(self: Changes, *arguments: Any) -> Any:
+        self._core.moving = ""
+        self._core.host.paused = "no"  # type: ignore[attr-defined]
+        return right(self, *arguments)
+
+    put(Changes, "_still_begun", still_begun)
+
+
+@bug("E2", "first", "engine_dies")
+def born_running(put: Put) -> None:
+    """An engine takes requests before anybody has looked at its weights."""
+
+    def awaken(self: Core) -> None:
+        self.ranks.ask(core.Op.HELLO, core.calls.Status)
+
+    put(Core, "awaken", awaken)
+
+
+@bug("E2", "rank_fails", "engine_dies")
+def rollback_resumes(put: Put) -> None:
+    """What is rolled back is resumed, also where it had never been ready."""
+    right = Changes._end
+
+    def end(self: Changes, txn: str, verdict: Verdict, *arguments: Any) -> Any:
+        if verdict is Verdict.ROLLED_BACK:
+            self._was = "no"
+        return right(self, txn, verdict, *arguments)
+
+    put(Changes, "_end", end)
+
+
+@bug("E3", "two_subscribers")
+def every_subscriber_is_the_owner(put: Put) -> None:
+    """Calls are carried out whatever owner's token they carry."""
+    put(Core, "_require_owner", lambda self, call: None)
+
+
+@bug("E4", "lying_chunk")
+def every_rank_judges_for_itself(put: Put) -> None:
+    """Nobody adds up what the ranks found before, and nobody looks after the write either."""
+    put(judge, "judge_chain", lambda *_: None)
+    put(judge, "judge_hop", lambda *_: None)
+    put(judge, "judge_composed", lambda *_: 0)
+    put(judge, "judge_written", lambda *_: "")
+
+
+@bug("E5", "rank_fails")
+def nobody_looks_after_the_write(put: Put) -> None:
+    """A rank that did not write is believed to have written."""
+    put(changes, "_faults", lambda replies: "")
+    put(judge, "judge_written", lambda *_: "")
+    put(Changes, "_written", lambda self, change: (self._core.ranks.replies(changes.Op.APPLY, changes.TxnRef(txn=change.txn)), "")[1])
+
+
+@bug("E5 (elsewhere: version raised although the apply failed)", "rank_fails")
+def failed_change_raises_the_version(put: Put) -> None:
+    """After a rollback the engine says that it is at the new version."""
+    right = Changes._roll_back
+
+    def roll_back(self: Changes, change: Any, *arguments: Any) -> Any:
+        ended = right(self, change, *arguments)
+        if ended.verdict is Verdict.ROLLED_BACK:
+            self._core.proved = change.version
+        return ended
+
+    put(Changes, "_roll_back", roll_back)
+
+
+@bug("E6", "rank_fails")
+def old_values_are_not_kept(put: Put) -> None:
+    """A rollback leaves what was written, and says that all is as it was."""
+
+    def rollback(self: Transaction, memory: Any, placement: Any) -> Any:
+        return self.answer.before
+
+    put(Transaction, "rollback", rollback)
+
+
+@bug("E6", "subscriber_dies", "two_subscribers", "rank_fails")
+def begun_is_forgotten_at_attach(put: Put) -> None:
+    """The next owner finds a change that was begun, and starts over as if there were none."""
+    right = Rank.attach
+
+    def attach(self: Rank, token: int, arg: Any) -> Any:
+        self._state, self.dirty, self._txn, self._txn_id = TxnState.NONE, False, None, None
+        return right(self, token, arg)
+
+    def taken(self: Core, *arguments: Any) -> None:
+        right_take(self, *arguments)
+        if self.live is not None and self.proved is None and arguments[0] is not None:
+            self.proved = getattr(self, "_last_proved", None)
+
+    right_take = Core._take
+    put(Rank, "attach", attach)
+
+
+@bug("E6", "two_subscribers", "subscriber_dies")
+def prepared_outlives_its_base(put: Put) -> None:
+    """What was prepared once may be swapped in later, whatever the weights are by then."""
+    put(Changes, "forget_prepared", lambda self: None)
+    put(Rank, "_forget", lambda self: None)
+    put(rank, "OPEN", rank.OPEN)
+
+
+@bug("E7", "rank_fails", "lying_chunk")
+def change_is_applied_as_a_difference(put: Put) -> None:
+    """The change is added to what is there: a second try adds it twice, and nobody looks."""
+
+    def apply(self: Transaction, memory: Any, placement: Any) -> Any:
+        for group in self.groups:
+            lanes = np.empty_like(group.new)
+            memory.gather(group.row, group.target, lanes)
+            keep = group.new.copy()
+            group.new[:] = lanes + (keep - group.old)
+            memory.stage(self.groups)
+            memory.scatter(Side.NEW)
+            group.new[:] = keep
+        return self.answer.after
+
+    put(Transaction, "apply", apply)
+
+
+@bug("F1", "foreign_write")
+def foreign_writes_are_not_noticed(put: Put) -> None:
+    """Somebody reloads other weights, and the engine goes on as if they were its own."""
+    put(Core, "notice_writes", lambda self: None)
+    put(Rank, "foreign", lambda self, name: None)
+
+
+@bug("F1", "foreign_write", "engine_dies", "anything")
+def label_is_believed(put: Put) -> None:
+    """A version is proved by its number."""
+    put(judge, "differing", lambda *_: [])
+
+
+@bug("E5", "rank_fails")
+def commits_one_rank_only(put: Put) -> None:
+    """The verdict of one rank is taken for that of all."""
+    right = changes._faults
+    put(changes, "_faults", lambda replies: right(replies[:1]))
+    put(judge, "judge_written", lambda *_: "")
+    put(transaction, "box_sums", transaction.box_sums)

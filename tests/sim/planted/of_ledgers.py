@@ -1,0 +1,126 @@
+"""Bugs of whoever appends to a ledger, or reads one (musts L0 to L3, P6, T1)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from sim.planted.bug import Put, bug
+
+from dcr_daemon.errors import StoreUnavailable
+from dcr_daemon.ledger import fold, names, records, slot
+from dcr_daemon.ledger import ledger as ledgers
+from dcr_daemon.ledger.fold import Tip
+from dcr_daemon.ledger.ledger import Ledger
+from dcr_daemon.ledger.records import Epoch
+from dcr_daemon.store.port import Outcome
+
+
+@bug("L0", "take_over", "answer_is_lost")
+def occupied_slot_is_taken_for_mine(put: Put) -> None:
+    """Whatever stands in the slot after a lost race, a writer believes that its own record is there."""
+
+    async def occupy(store: Any, seq: int, body: bytes, **_: Any) -> bytes:
+        return body if await store.create(names.record(seq), body) is not Outcome.UNKNOWN else await right(store, seq, body)
+
+    async def right(store: Any, seq: int, body: bytes) -> bytes:
+        return await slot.occupy(store, seq, body, emit=lambda event: None)
+
+    put(ledgers, "occupy", occupy)
+
+
+@bug("L0", "take_over", "answer_is_lost", "anything")
+def writer_appends_without_reading(put: Put) -> None:
+    """A writer that lost a slot tries the next one, without folding what stands in the one it lost."""
+    right = Ledger._take
+
+    def take(self: Ledger, step: Any, body: bytes | None = None) -> None:
+        sent = self._sent
+        if sent and sent.seq == step.tip.seq and sent.body != body:
+            step = msgspec_replace(step, Tip(step.tip.stream, step.tip.seq, step.tip.digest, self.tip.state))
+        right(self, step, body)
+
+    put(Ledger, "_take", take)
+
+
+def msgspec_replace(step: fold.Step, tip: Tip) -> fold.Step:
+    return fold.Step(tip, None, "not read", step.foreign)
+
+
+@bug("L1", "answer_is_lost", "anything")
+def not_found_is_taken_for_not_written(put: Put) -> None:
+    """A record whose answer is lost and that cannot be read is given up, though it may still arrive."""
+    right = Ledger._resolve
+
+    async def resolve(self: Ledger) -> Any:
+        try:
+            return await right(self)
+        except StoreUnavailable:
+            self._sent = None
+            raise
+
+    put(ledgers, "TRIES", 1)
+    put(Ledger, "_resolve", resolve)
+
+
+@bug("L1", "take_over", "answer_is_lost", "anything")
+def mine_is_told_by_a_nonce_of_the_process(put: Put) -> None:
+    """One nonce for all records of a publisher: another record of its own passes for the one it sent."""
+    right_header, right_take = Ledger._header, Ledger._take
+
+    def header(self: Ledger) -> Any:
+        made = right_header(self)
+        made.fields["nonce"] = f"{id(self):032d}"[-32:]
+        return made
+
+    def take(self: Ledger, step: Any, body: bytes | None = None) -> None:
+        sent = self._sent
+        if sent and sent.seq == step.tip.seq and body is not None and step.record is not None:
+            if step.record.nonce == sent.record.nonce:
+                body = sent.body
+        right_take(self, step, body)
+
+    put(Ledger, "_header", header)
+    put(Ledger, "_take", take)
+
+
+@bug("L2", "take_over", "anything")
+def fenced_writer_goes_on(put: Put) -> None:
+    """A writer does not look whether a newer epoch owns the stream before it appends."""
+
+    def checked(self: Ledger, record: Any) -> bytes:
+        return records.encode(record)
+
+    put(Ledger, "_checked", checked)
+
+
+@bug("L2", "take_over", "anything")
+def stale_epochs_count(put: Put) -> None:
+    """The fold lets records of an older epoch count, and their writer is not stopped."""
+    right = fold.judge
+
+    def judge(state: Any, record: Any) -> str:
+        if state.epoch is not None and not isinstance(record, Epoch):
+            record = msgspec.structs.replace(record, epoch=state.epoch.seq)
+        return right(state, record)
+
+    def checked(self: Ledger, record: Any) -> bytes:
+        return records.encode(record)
+
+    put(fold, "judge", judge)
+    put(ledgers, "judge", judge)
+    put(Ledger, "_checked", checked)
+
+
+@bug("P6", "intruder")
+def anybody_may_claim(put: Put) -> None:
+    """A claim by another name counts without a release and without take-over."""
+    put(fold, "_judge_claim", lambda state, record: "")
+
+
+@bug("T1", "rolled_back_bucket")
+def nothing_is_remembered(put: Put) -> None:
+    """No high-water mark is kept: a bucket that was rolled back is believed."""
+    from dcr_daemon.ledger.memory import Memory
+
+    put(Memory, "_load", lambda self: None)

@@ -1,0 +1,119 @@
+"""Bugs of subscribers and of the directory engine (musts E2, E8, F1, F3, L6)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sim.planted.bug import Put, bug
+
+from dcr_daemon.checkpoint import safetensors
+from dcr_daemon.engine import checkout, directory, journal
+from dcr_daemon.engine.checkout import Checkout
+from dcr_daemon.subscribe import drive
+from dcr_daemon.subscribe.drive import Driver
+from dcr_daemon.subscribe.stage import Stage
+
+
+@bug("E2", "engine_dies", "late_replica")
+def ready_at_any_version(put: Put) -> None:
+    """An engine that is proved at some version serves it, and catches up afterwards."""
+    right = Driver._step
+
+    async def step(self: Driver) -> None:
+        if self.version is not None and not self._released:
+            await self._serve()
+        await right(self)
+
+    put(Driver, "_step", step)
+
+
+@bug("F3", "engine_dies", "first", "anything")
+def oldest_of_equal_versions_is_meant(put: Put) -> None:
+    """Weights that several versions share are taken for the oldest of them."""
+    right = drive.locate
+
+    async def locate(ledger: Any, objects: Any, layout: Any, vector: Any, classes: Any, **options: Any) -> Any:
+        from dcr_daemon.subscribe.locate import is_version, record_of
+
+        for version in range(ledger.state.floor, options["highest"] + 1):
+            if await is_version(await record_of(ledger, version), vector, classes, objects, layout):
+                return version
+        return await right(ledger, objects, layout, vector, classes, **options)
+
+    put(drive, "locate", locate)
+
+
+@bug("F1", "first", "anything")
+def a_chunk_is_left_out(put: Put) -> None:
+    """A replica stages what it happens to have, and nobody compares that with the seal."""
+    from dcr_daemon.engine import compose
+    from dcr_daemon.vllm_plugin import judge
+
+    right = Stage._hop
+
+    async def hop(self: Stage, *arguments: Any) -> Any:
+        made = await right(self, *arguments)
+        return type(made)(**{**_fields(made), "chunks": made.chunks[:-1]})
+
+    put(Stage, "_hop", hop)
+    put(judge, "judge_chain", lambda *_: None)
+    put(judge, "judge_composed", lambda *_: 0)
+    put(judge, "judge_written", lambda *_: "")
+    put(compose, "name_differences", lambda *_: "")
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in record.__struct_fields__}
+
+
+@bug("E8", "subscriber_dies", "power_cut")
+def directory_without_a_mark(put: Put) -> None:
+    """Files are changed in place, and nothing tells a loader meanwhile."""
+    right = Checkout._replace
+
+    def replace(self: Checkout, path: Any, value: Any) -> None:
+        if not isinstance(value, checkout.Dirty):
+            right(self, path, value)
+
+    put(Checkout, "_replace", replace)
+    put(Checkout, "_hide", lambda self: None)
+
+
+@bug("E8", "power_cut")
+def journal_is_not_synced(put: Put) -> None:
+    """The journal may not be there when the power comes back, the files that it describes are."""
+    put(journal, "sync_file", lambda *_, **__: None)
+
+
+@bug("E8", "power_cut")
+def data_is_not_synced(put: Put) -> None:
+    """The version is written before what it speaks of is durable."""
+    put(safetensors, "sync_file", lambda *_, **__: None)
+
+
+@bug("E8", "subscriber_dies", "power_cut")
+def version_before_its_data(put: Put) -> None:
+    """The directory says the new version first, and is then changed."""
+    right = Checkout.redo
+
+    def redo(self: Checkout, found: Any, layout: Any) -> None:
+        head = found.head
+        self._replace(
+            self._marker,
+            checkout.Marker(
+                stream=head.stream, layout=head.layout, version=head.version, label=head.label, vector=head.vector,
+                txn=head.txn,
+            ),
+        )  # fmt: skip
+        self._show()
+        self._dirty.unlink(missing_ok=True)
+        right(self, found, layout)
+
+    put(Checkout, "redo", redo)
+    put(Checkout, "_hide", lambda self: None)
+
+
+@bug("E3", "two_subscribers")
+def directory_has_two_owners(put: Put) -> None:
+    """A fenced subscriber goes on writing to the directory."""
+    put(directory.DirectoryEngine, "_require_owner", lambda self, *_, **__: None)
