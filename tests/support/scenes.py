@@ -340,6 +340,16 @@ class CollectorScene(CollectingScene):
         await self.check_collected()
 
 
+async def replica_serves(store: Store, replica: str, directory: Path, version: int) -> bool:
+    """Whether a directory's own mark says a version at least so new, and the replica's report that it is served."""
+    try:
+        report = json.loads(await store.get(names.replica(replica), limit=LIMIT))
+        marker = json.loads((directory / ".dcr" / "version.json").read_bytes())
+    except (Missing, FileNotFoundError):
+        return False
+    return report["serving"] and min(report["version"] or 0, marker["version"]) >= version
+
+
 class SubscriberScene(Scene):
     """A directory at version 0 follows a stream that goes on, with an attempt that comes to nothing in between."""
 
@@ -396,12 +406,7 @@ class SubscriberScene(Scene):
         """Until the directory's own mark says so, and the replica's report that it is served."""
 
         async def reported() -> bool:
-            try:
-                report = json.loads(await self.store.get(names.replica(self.replica), limit=LIMIT))
-                marker = json.loads((self.directory / ".dcr" / "version.json").read_bytes())
-            except (Missing, FileNotFoundError):
-                return False
-            return report["serving"] and min(report["version"] or 0, marker["version"]) >= version
+            return await replica_serves(self.store, self.replica, self.directory, version)
 
         await self.until(f"version {version} served", reported)
 

