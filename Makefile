@@ -9,13 +9,14 @@ SOURCE := $(shell find dcr_daemon -name '*.py' -not -path '*/__pycache__/*') dcr
 PINS   := $(wildcard requirements/*.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup wheel demo test lint format bench clean
+.PHONY: help setup wheel demo test faults lint format bench clean
 .DELETE_ON_ERROR:
 
 help:
 	@printf '%s\n' \
 	  'make demo     the main job, live: trains, publishes, refits a vLLM server, proves it   (ARGS="--tiny --s3 --steps 8")' \
 	  'make test     the whole suite against the built wheel, real S3 and real vLLM included  (ARGS="-k name")' \
+	  'make faults   everything killed, stopped, starved and fuzzed, for hours           (ARGS="--length short --only bytes")' \
 	  'make lint     ruff, mypy --strict, import-linter' \
 	  'make format   rewrite the sources as ruff likes them' \
 	  'make bench    every benchmark                                                          (ARGS="name")' \
@@ -72,6 +73,10 @@ test: $(VENV)/.installed
 	DCR_TEST_INSTALLED=1 $(BIN)/pytest -m 'not vllm and not slow and not faults' -n 2 --dist worksteal $(ARGS)
 	DCR_TEST_INSTALLED=1 $(BIN)/pytest -m 'slow and not vllm and not faults' $(ARGS)
 	DCR_TEST_INSTALLED=1 $(BIN)/pytest -m 'vllm and not faults' -p no:randomly $(ARGS)
+
+# The longest of all: simulation, every crash site, real servers killed, fuzzing. Ends with a table of what was tried.
+faults: $(VENV)/.installed
+	DCR_TEST_INSTALLED=1 $(BIN)/python tests/faults.py $(ARGS)
 
 lint: $(VENV)/.tools
 	$(BIN)/ruff format --check .

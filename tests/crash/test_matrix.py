@@ -62,7 +62,13 @@ def url_for(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Site], 
     parameters(CASES, EVERY_TIME, name=lambda case: case.name, group=lambda case: (case.site.role, case.site.name)),
 )
 async def test_whatever_is_killed_comes_back_by_itself(
-    case: Case, nursery: Nursery, tmp_path: Path, url_for: Callable[[Site], str]
+    case: Case,
+    nursery: Nursery,
+    tmp_path: Path,
+    url_for: Callable[[Site], str],
+    record_property: Callable[[str, object], None],
 ) -> None:
     scene = case.site.scene(nursery, tmp_path, url_for(case.site), case.failpoints)
     await scene.play()
+    record_property("site", f"{case.site.role} {case.site.name}")
+    record_property("kills", scene.kills)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
@@ -110,15 +111,27 @@ class UnderKills(BothDaemons):
     [pytest.param(name, marks=[] if name == "torn" else pytest.mark.faults) for name in WEATHERS],
 )
 async def test_no_daemon_dies_of_bad_weather(
-    weather: str, nursery: Nursery, tmp_path: Path, s3_stream: str, seaweed: Seaweed
+    weather: str,
+    nursery: Nursery,
+    tmp_path: Path,
+    s3_stream: str,
+    seaweed: Seaweed,
+    record_property: Callable[[str, object], None],
 ) -> None:
     async with BadNetwork(seaweed.endpoint_url) as network:
         await UnderWeather(nursery, tmp_path, s3_stream, network, weather).play()
+        record_property("requests", sum(network.seen[fault] for fault in Fault))
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.faults) for seed in range(1, 6))])
 async def test_a_store_that_is_killed_and_comes_back_costs_time_only(
-    seed: int, nursery: Nursery, tmp_path: Path, own_weed: Weed, monkeypatch: pytest.MonkeyPatch
+    seed: int,
+    nursery: Nursery,
+    tmp_path: Path,
+    own_weed: Weed,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable[[str, object], None],
 ) -> None:
     set_environment(monkeypatch, own_weed.server)
     await UnderKills(nursery, tmp_path, own_weed.server.stream(), own_weed, seed).play()
+    record_property("stores", UnderKills.steps - 1)

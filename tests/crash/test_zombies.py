@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.crash
 
 FENCED = 12
 HEAD_START = 1.0  #: seconds a second subscriber is given before the first, which may hold the directory, wakes
-EVERY_TIME = 3  #: cases of each test in `make test`
+EVERY_TIME = 2  #: cases of each test in `make test`
 
 
 def _sites(scene: type, without: tuple[str, ...]) -> list[str]:
@@ -127,13 +128,15 @@ async def until_stopped(process: Process) -> None:
 
 @pytest.mark.parametrize("stop", parameters(PUBLISHER, EVERY_TIME))
 async def test_a_publisher_that_wakes_up_too_late_is_fenced(
-    stop: str, nursery: Nursery, tmp_path: Path, s3_stream: str
+    stop: str, nursery: Nursery, tmp_path: Path, s3_stream: str, record_property: Callable[[str, object], None]
 ) -> None:
     await StoppedPublisher(nursery, tmp_path, s3_stream, stop).play()
+    record_property("zombies", 1)
 
 
 @pytest.mark.parametrize("stop", parameters(SUBSCRIBER, EVERY_TIME))
 async def test_a_subscriber_that_wakes_up_too_late_is_fenced(
-    stop: str, nursery: Nursery, tmp_path: Path, s3_stream: str
+    stop: str, nursery: Nursery, tmp_path: Path, s3_stream: str, record_property: Callable[[str, object], None]
 ) -> None:
     await StoppedSubscriber(nursery, tmp_path, s3_stream, stop).play()
+    record_property("zombies", 1)

@@ -1,0 +1,48 @@
+"""kill -9 at instants that nobody chose: the n-th named one that a life passes, whatever it is, for n after n.
+
+`DCR_SWEEP` is the distance between two of them: 1 tries every instant of every scene.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from forks import Nursery
+from sampling import COMMIT
+from scenes import CollectingScene, LoadingScene, PublisherScene, RestoringScene, Scene, SpoolingScene, SubscriberScene
+
+pytestmark = [pytest.mark.crash, pytest.mark.faults, pytest.mark.timeout(7200)]
+
+STRIDE = int(os.environ.get("DCR_SWEEP", "25"))
+SURE = 0.8  #: of the instants that one life passed: another may take fewer turns
+
+
+@pytest.mark.parametrize(
+    "kind", [PublisherScene, SpoolingScene, RestoringScene, CollectingScene, SubscriberScene, LoadingScene]
+)
+async def test_any_instant_will_do(
+    kind: type[Scene],
+    nursery: Nursery,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable[[str, object], None],
+) -> None:
+    async def play(name: str, *failpoints: str) -> None:
+        home = tmp_path / name
+        home.mkdir()
+        await kind(nursery, home, (home / "bucket").as_uri(), failpoints).play()
+
+    passed = tmp_path / "passed"
+    monkeypatch.setenv("DCR_TEST_PASSED", str(passed))
+    await play("uncut")
+    monkeypatch.delenv("DCR_TEST_PASSED")
+    count = int(len(passed.read_text().split()) * SURE)
+    draw = random.Random(f"{COMMIT} {kind.__name__}")
+    instants = range(draw.randint(1, min(STRIDE, count)), count + 1, STRIDE)
+    for n in instants:
+        await play(f"at-{n}", f"*:{n}", f"*:{draw.randint(1, 40)}")
+    record_property("kills", 2 * len(instants))
