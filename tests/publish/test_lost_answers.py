@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from typing import Any
 
 import pytest
-from small_publisher import SmallWorld, SpoiltStore, history, run, same
+from small_publisher import SmallWorld, SpoiltStore, each_request, history, parts, run, same
 
 from dcr_daemon.errors import StoreUnavailable
 from dcr_daemon.ledger.records import Abort, Anchor, Release, Seal
@@ -26,10 +27,8 @@ async def whole(world: SmallWorld, store: SpoiltStore) -> None:
         await world.publish(session, world.draw(seed))
         assert await world.proved(session)
         await anchor(session)
-    try:
+    with contextlib.suppress(StoreUnavailable):
         await world.diff(session, world.draw(9))
-    except StoreUnavailable:
-        pass
     assert await world.settle(session) is None
     assert await world.proved(session)
     await world.publish(session, world.draw(3))
@@ -38,10 +37,8 @@ async def whole(world: SmallWorld, store: SpoiltStore) -> None:
 
 
 async def anchor(session: Any) -> None:
-    try:
+    with contextlib.suppress(StoreUnavailable):
         await session.anchor_if_due()
-    except StoreUnavailable:
-        pass
 
 
 async def judge(world: SmallWorld, store: SpoiltStore) -> None:
@@ -70,34 +67,19 @@ def test_nothing_goes_wrong(small_world: SmallWorld) -> None:
     assert [kinds.count(kind) for kind in (Seal, Abort, Anchor, Release)] == [4, 1, 4, 2]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_request_goes_wrong(small_world: SmallWorld, kind: str) -> None:
-    requests = run(attempt(small_world, {})).log
-
-    async def loop() -> None:
-        for number in range(1, len(requests) + 1):
-            try:
-                await attempt(small_world, {number: kind})
-            except BaseException as error:
-                error.add_note(f"{kind} at request {number}: {requests[number - 1]}")
-                raise
-
-    run(loop())
-
-
-@pytest.mark.parametrize(("first", "second"), [
-    pytest.param(*pair, marks=[] if pair in (("unheard", "lost"), ("ghost", "unheard")) else pytest.mark.slow)
-    for pair in itertools.product(KINDS, KINDS)
+@pytest.mark.parametrize(("kind", "part"), [
+    pytest.param(kind, *part.values, marks=part.marks, id=f"{kind}-{part.id}")
+    for n, kind in enumerate(KINDS) for part in parts(2, quick=n % 2)
 ])  # fmt: skip
-def test_two_requests_in_a_row_go_wrong(small_world: SmallWorld, first: str, second: str) -> None:
-    requests = run(attempt(small_world, {})).log
+def test_one_request_goes_wrong(small_world: SmallWorld, kind: str, part: tuple[int, int]) -> None:
+    log = run(attempt(small_world, {})).log
+    each_request(log, part, lambda number: attempt(small_world, {number: kind}))
 
-    async def loop() -> None:
-        for number in range(1, len(requests) + 1):
-            try:
-                await attempt(small_world, {number: first, number + 1: second})
-            except BaseException as error:
-                error.add_note(f"{first}, {second} at request {number}: {requests[number - 1]}")
-                raise
 
-    run(loop())
+@pytest.mark.parametrize(("kinds", "part"), [
+    pytest.param(kinds, *part.values, marks=part.marks, id=f"{'-'.join(kinds)}-{part.id}")
+    for n, kinds in enumerate(itertools.product(KINDS, KINDS)) for part in parts(12, quick=n)
+])  # fmt: skip
+def test_two_requests_in_a_row_go_wrong(small_world: SmallWorld, kinds: tuple[str, str], part: tuple[int, int]) -> None:
+    log = run(attempt(small_world, {})).log
+    each_request(log, part, lambda number: attempt(small_world, {number: kinds[0], number + 1: kinds[1]}))

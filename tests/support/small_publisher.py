@@ -7,6 +7,7 @@ passes, so a run is the same every time, and a loop over all of its requests is 
 from __future__ import annotations
 
 import asyncio
+import gc
 import shutil
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator
@@ -27,7 +28,7 @@ from dcr_daemon.checkpoint.directory import write_checkpoint
 from dcr_daemon.checkpoint.pieces import read_pieces
 from dcr_daemon.checkpoint.safetensors import SafetensorsBytes
 from dcr_daemon.codec.decode import open_chunk
-from dcr_daemon.errors import Missing, StoreUnavailable
+from dcr_daemon.errors import StoreUnavailable
 from dcr_daemon.events import Event
 from dcr_daemon.ledger.fold import begin, fold
 from dcr_daemon.ledger.ledger import Ledger
@@ -49,7 +50,7 @@ class InlineExecutor(Executor):
         future: Future[Any] = Future()
         try:
             future.set_result(function(*args, **kwargs))
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - it is the caller's, and raised there
             future.set_exception(error)
         return future
 
@@ -271,8 +272,35 @@ def small_world() -> Iterator[SmallWorld]:
         shutil.rmtree(root)
 
 
+def parts(of: int, quick: int) -> Any:
+    """Cut a loop over all requests into `of` parts: part `quick` always runs, the others only with the slow tests."""
+    marked = [pytest.param(n, marks=[] if n == quick else pytest.mark.slow) for n in range(of)]
+    return [pytest.param((part.values[0], of), marks=part.marks, id=f"{part.values[0]}/{of}") for part in marked]
+
+
+def each_request(log: list[str], part: tuple[int, int], one: Callable[[int], Awaitable[Any]]) -> None:
+    """Call `one(number)` for the requests of a part; a failure names the request."""
+
+    async def every() -> None:
+        for number in range(1 + part[0], len(log) + 1, part[1]):
+            try:
+                await one(number)
+            except BaseException as error:
+                error.add_note(f"request {number}: {log[number - 1]}")
+                raise
+
+    run(every())
+
+
 def run(work: Awaitable[Any]) -> Any:
-    return asyncio.run(work)  # type: ignore[arg-type]
+    """As `asyncio.run`. No task may die unheard, but of the end of its process."""
+    unheard: list[dict[str, Any]] = []
 
+    async def main() -> Any:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: unheard.append(context))
+        return await work
 
-__all__ = ["Dead", "Missing", "SmallWorld", "SpoiltStore", "history", "kill", "run", "same"]
+    result = asyncio.run(main())
+    gc.collect()
+    assert not [context for context in unheard if not isinstance(context.get("exception"), Dead)]
+    return result

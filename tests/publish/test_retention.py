@@ -1,0 +1,379 @@
+"""The publisher collects behind its own work, holds nothing up by it, and stops when it is fenced (must L5)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dcr_daemon.checkpoint.directory import Checkpoint
+from dcr_daemon.errors import Fenced, Misuse, StoreUnavailable
+from dcr_daemon.events import Alarm, Collected, FencedOut, Waiting
+from dcr_daemon.ledger import names
+from dcr_daemon.ledger.collector import collect
+from dcr_daemon.ledger.ledger import Ledger
+from dcr_daemon.ledger.retention import RetentionPolicy
+from dcr_daemon.publish import retention as module
+from dcr_daemon.publish.opening import open_session
+from dcr_daemon.publish.options import PublishOptions
+from dcr_daemon.publish.publisher import Publisher
+from dcr_daemon.publish.session import Session
+from dcr_daemon.publish.sources import FileSource
+from dcr_daemon.publish.watch import WatchOptions, run_watch
+
+
+async def opened(world: Any, store: Any = None, **more: Any) -> Session:
+    defaults: dict[str, Any] = {"state": world.state, "base": world.base, "create": True, "patience": 1.0, "workers": 2}
+    return await open_session(PublishOptions(**defaults | more), store or world.store(), world.events)
+
+
+async def publish(session: Session, weights: Any, world: Any) -> None:
+    """One version, and an anchor if one is due."""
+    attempt = await session.begin()
+    place = world.root / f"checkpoint-{attempt.id}-{len(list(world.root.iterdir()))}"
+    with Checkpoint(world.write(place, weights)) as checkpoint:
+        inputs = [(session.layout.index(s.name), FileSource(file, s)) for file in checkpoint.files for s in file.specs]
+        await attempt.diff(inputs)
+    await attempt.finish()
+    await session.seal(attempt)
+    await session.anchor_if_due()
+
+
+def chain(world: Any, toolbox: Any, count: int) -> list[Any]:
+    weights = [world.weights]
+    for n in range(count):
+        weights.append(toolbox.step_weights(weights[-1], seed=n))
+    return weights[1:]
+
+
+def listed(world: Any, prefix: str) -> set[int]:
+    return {int(path.name) for path in (world.root / "bucket" / prefix).iterdir()}
+
+
+def test_old_versions_go_behind_the_work(world: Any, toolbox: Any) -> None:
+    async def run() -> None:
+        session = await opened(world, keep_versions=2, anchor_every=2)
+        for weights in chain(world, toolbox, 6):
+            await publish(session, weights, world)
+            await session.retention.ended()
+        assert session.ledger.state.floor == 4
+        assert listed(world, "data") == {0, 4, 5, 6}
+        assert listed(world, "anchors") == {4, 6}
+        await session.close()
+
+    asyncio.run(run())
+    assert [event.floor for event in world.events.of(Collected)] == [2, 4]
+    assert world.reader.kinds()[-1] == "Release"
+
+
+def test_by_default_the_newest_256_stay(world: Any) -> None:
+    assert PublishOptions(state=world.state).keep_versions == 256
+    assert PublishOptions(state=world.state).keep_hours is None
+
+
+@pytest.mark.parametrize("keep", [None, 0])
+def test_without_a_policy_only_what_is_dead_goes(world: Any, toolbox: Any, keep: int | None) -> None:
+    async def run() -> None:
+        session = await opened(world, keep_versions=keep, anchor_every=1)
+        for weights in chain(world, toolbox, 3):
+            await publish(session, weights, world)
+            await session.retention.ended()
+        assert session.ledger.state.floor == 0
+        assert listed(world, "data") == {0, 1, 2, 3}
+        await session.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("keep", [{"keep_versions": -1}, {"keep_hours": -1.0}])
+def test_a_policy_that_is_none_is_refused_at_the_start(world: Any, keep: Any) -> None:
+    with pytest.raises(Misuse, match="cannot keep"):
+        asyncio.run(opened(world, **keep))
+
+
+def test_what_a_dead_publisher_left_goes_with_the_first_seal_of_the_next(world: Any, toolbox: Any) -> None:
+    """Its attempt, its anchor, its probe; nothing of the living attempt, which this one has begun meanwhile."""
+    first, second, third = chain(world, toolbox, 3)
+    bucket = world.root / "bucket"
+
+    async def die() -> None:
+        session = await opened(world, chunk_bytes=200)
+        attempt = await session.begin()
+        with Checkpoint(world.write(world.root / "torn", first)) as checkpoint:
+            file = checkpoint.files[0]
+            await attempt.diff([(session.layout.index(s.name), FileSource(file, s)) for s in file.specs])
+        await attempt.finish()
+        await attempt.upload(1.0)
+        place = names.anchor(0, session.ledger.tip.seq)
+        await session.ledger.store.create(f"{place}model.safetensors", b"half an anchor")
+        await session.ledger.store.create("probe/0123abcd/twice", b"?")
+        session.state.close()  # no close of the session: it was killed
+
+    async def go_on() -> None:
+        session = await opened(world)
+        await publish(session, second, world)
+        await session.retention.ended()
+        await publish(session, third, world)
+        await session.close()
+
+    asyncio.run(die())
+    torn = set(bucket.glob("data/1/*"))
+    assert len(torn) == 1
+    asyncio.run(go_on())
+    assert not [path for path in torn if path.exists()]
+    assert not (bucket / "probe").exists()
+    assert len(listed(world, "anchors/0")) == 1
+    assert toolbox.same(world.reader.versions()[2], third)
+
+
+def test_it_holds_no_update_up(world: Any, toolbox: Any) -> None:
+    """The bucket answers no LIST and no DELETE; versions go on being sealed."""
+
+    class Slow(toolbox.WrappedStore):
+        def list(self, prefix: str) -> Any:
+            async def never() -> Any:
+                self.asked = True
+                await asyncio.Event().wait()
+                yield
+
+            return never()
+
+    async def run() -> None:
+        session = await opened(world, keep_versions=1, anchor_every=1)
+        slow = Slow(world.store())
+        session.ledger.store = slow
+        for weights in chain(world, toolbox, 3):
+            await asyncio.wait_for(publish(session, weights, world), 60)
+        assert slow.asked
+        assert session.head == 3
+        await asyncio.wait_for(session.close(), 60)
+
+    asyncio.run(run())
+    assert world.reader.kinds()[-1] == "Release"
+
+
+def test_errors_are_told_and_end_nothing(world: Any, toolbox: Any) -> None:
+    class Broken(toolbox.WrappedStore):
+        broken = True
+
+        async def delete(self, keys: Iterable[str]) -> None:
+            if self.broken and not any(key.startswith("probe/") for key in keys):
+                raise StoreUnavailable("the bucket takes no deletes")
+            await self.inner.delete(keys)
+
+    async def run() -> None:
+        broken = Broken(world.store())
+        session = await opened(world, broken, keep_versions=1, anchor_every=1)
+        first, second = chain(world, toolbox, 2)
+        await publish(session, first, world)
+        await session.retention.ended()
+        assert any("the bucket takes no deletes" in event.what for event in world.events.of(Waiting))
+        assert listed(world, "data") == {0, 1}
+        Broken.broken = False
+        await publish(session, second, world)
+        await session.retention.ended()
+        assert listed(world, "data") == {0, 2}
+        await session.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("when", ["planning", "deleting"])
+def test_a_fenced_publisher_deletes_nothing_more_and_says_so(world: Any, toolbox: Any, when: str) -> None:
+    """Taken over before the floor record, or between the record and the deletes."""
+
+    class Watched(toolbox.WrappedStore):
+        deleted = False
+
+        async def delete(self, keys: Iterable[str]) -> None:
+            self.deleted = self.deleted or any(not key.startswith("probe/") for key in keys)
+            await self.inner.delete(keys)
+
+        async def create(self, key: str, body: Any) -> Any:
+            outcome = await self.inner.create(key, body)
+            if when == "deleting" and b'"kind":"floor"' in bytes(body[:40]):
+                await self.take_over()
+            return outcome
+
+        def list(self, prefix: str) -> Any:
+            async def listed() -> Any:
+                if when == "planning" and prefix == "anchors/" and self.armed:
+                    await self.take_over()
+                async for entry in self.inner.list(prefix):
+                    yield entry
+
+            return listed()
+
+        armed = True
+
+        async def take_over(self) -> None:
+            self.armed = False
+            await Ledger(self.inner).claim("another", take_over=True)
+
+    async def run() -> None:
+        store = Watched(world.store())
+        session = await opened(world, store, keep_versions=1, anchor_every=1)
+        with contextlib.suppress(Fenced):
+            await publish(session, chain(world, toolbox, 1)[0], world)
+        await session.retention.ended()
+        session.retention.anchored()
+        await session.retention.ended()
+        assert not store.deleted
+        assert not store.armed
+        await session.close()
+
+    asyncio.run(run())
+    said = [event.what for event in world.events.of(Waiting) if "deletes nothing more" in event.what]
+    assert len(said) == 1
+    assert "another" in said[0]
+    assert listed(world, "data") == {0, 1}
+
+
+def test_what_is_held_back_for_want_of_an_anchor_is_told_once(world: Any, toolbox: Any) -> None:
+    async def run() -> None:
+        session = await opened(world, keep_versions=1, anchor_share=None, upload_base=False)
+        for weights in chain(world, toolbox, 3):
+            await publish(session, weights, world)
+            session.retention.anchored()
+            await session.retention.ended()
+        await session.close()
+
+    asyncio.run(run())
+    held = [event.what for event in world.events.of(Waiting) if "no whole anchor" in event.what]
+    assert len(held) == 1
+    assert "--anchor-every" in held[0]
+
+
+def test_a_round_comes_every_so_many_seals(world: Any, toolbox: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "EVERY", 3)
+    rounds = []
+
+    class Counted(toolbox.WrappedStore):
+        def list(self, prefix: str) -> Any:
+            if prefix == "data/":
+                rounds.append(self.head())
+            return self.inner.list(prefix)
+
+    async def run() -> None:
+        store = Counted(world.store())
+        session = await opened(world, store, anchor_share=None)
+        store.head = lambda: session.head
+        for weights in chain(world, toolbox, 8):
+            await publish(session, weights, world)
+            await session.retention.ended()
+        await session.close()
+
+    asyncio.run(run())
+    assert rounds == [1, 4, 7]
+
+
+def test_a_publisher_without_state_or_version_0_goes_by_anchor_and_chain(world: Any, toolbox: Any) -> None:
+    weights = chain(world, toolbox, 6)
+
+    async def run() -> None:
+        session = await opened(world, keep_versions=2, anchor_every=3)
+        for version in weights[:5]:
+            await publish(session, version, world)
+        session.retention.anchored()
+        await session.retention.ended()
+        assert session.ledger.state.floor == 3
+        await session.close()
+        for more in ({"base": None, "create": False}, {}):  # with the base at hand, too
+            cold = await opened(world, state=world.root / f"cold-{len(more)}", name="other", **more)
+            assert cold.head == 5
+            await cold.close()
+        stale = await opened(world, state=world.root / "cold-0", name="other")
+        await publish(stale, weights[5], world)
+        await stale.close()
+
+    asyncio.run(run())
+    assert not world.events.of(Alarm)
+
+
+def test_a_baseline_that_fell_below_the_floor_is_built_again(world: Any, toolbox: Any) -> None:
+    """The state directory of a publisher that was away while another went on."""
+    weights = chain(world, toolbox, 5)
+
+    async def run() -> None:
+        old = await opened(world, anchor_every=1)
+        await publish(old, weights[0], world)
+        await old.close()
+        other = await opened(world, state=world.root / "other", name="other", keep_versions=1, anchor_every=2)
+        for version in weights[1:4]:
+            await publish(other, version, world)
+            await other.retention.ended()
+        assert other.ledger.state.floor == 4
+        await other.close()
+        again = await opened(world)
+        await publish(again, weights[4], world)
+        assert again.head == 5
+        await again.close()
+
+    asyncio.run(run())
+    assert not world.events.of(Alarm)
+
+
+def test_gc_beside_a_publisher_in_the_middle_of_an_attempt(world: Any, toolbox: Any) -> None:
+    """Without a policy it is anybody's; what the living attempt and anchor have uploaded stays."""
+    first, second = chain(world, toolbox, 2)
+
+    async def run() -> None:
+        session = await opened(world, chunk_bytes=200)
+        await publish(session, first, world)
+        await session.retention.ended()
+        attempt = await session.begin()
+        with Checkpoint(world.write(world.root / "second", second)) as checkpoint:
+            file = checkpoint.files[0]
+            half = len(file.specs) // 2
+            for specs in (file.specs[:half], file.specs[half:]):
+                await attempt.diff([(session.layout.index(s.name), FileSource(file, s)) for s in specs])
+                _, done = await collect(Ledger(world.store()), RetentionPolicy())
+                assert done.objects == 0
+            await attempt.finish()
+            await attempt.upload(1.0)
+            await collect(Ledger(world.store()), RetentionPolicy())
+            await session.seal(attempt)
+        await session.close()
+
+    asyncio.run(run())
+    assert toolbox.same(world.reader.versions()[2], second)
+
+
+def test_a_publisher_that_gc_took_over_from_says_who_it_was(world: Any, toolbox: Any) -> None:
+    async def run() -> None:
+        session = await opened(world, name="trainer", anchor_every=1)
+        first, second = chain(world, toolbox, 2)
+        await publish(session, first, world)
+        await session.retention.ended()
+        await collect(Ledger(world.store()), RetentionPolicy(versions=1), take_over=True)
+        with pytest.raises(Fenced, match="claimed"):
+            await publish(session, second, world)
+        await session.close()
+
+    asyncio.run(run())
+    assert world.events.of(FencedOut)
+
+
+def test_a_script_collects_too(world: Any, toolbox: Any) -> None:
+    with Publisher(
+        world.url, base=world.base, create=True, state=world.state, keep_versions=1, anchor_every=1, emit=world.events
+    ) as publisher:
+        for weights in chain(world, toolbox, 3):
+            publisher.publish(world.tensors(weights)).wait_sealed()
+    assert world.events.of(Collected)
+
+
+def test_a_watch_that_runs_once_ends_its_round(world: Any, toolbox: Any, tmp_path: Path) -> None:
+    for n, weights in enumerate(chain(world, toolbox, 3), start=1):
+        world.write(tmp_path / "watched" / f"step-{n}", weights)
+    options = WatchOptions(
+        state=world.state, base=world.base, create=True, watch=tmp_path / "watched", once=True, poll=0.05,
+        keep_versions=1, anchor_every=1,
+    )  # fmt: skip
+    run: Callable[[], Any] = lambda: run_watch(options, world.store(), world.events)  # noqa: E731
+    asyncio.run(run())
+    assert listed(world, "data") <= {0, 2, 3}
