@@ -63,11 +63,19 @@ class Prepare(Owned, frozen=True, tag="prepare"):
 
 
 class Swap(Owned, frozen=True, tag="swap"):
+    """`hold`: write and judge, but stay begun and paused until `Settle` says how it ends: one verdict over several
+    data parallel engines (must E9). Inside the server only."""
+
     txn: str
+    hold: bool = False
 
 
 class Settle(Owned, frozen=True, tag="settle"):
+    """`hold` as in `Swap`; `back`: another engine could not go forward, so nobody does. Inside the server only."""
+
     txn: str
+    hold: bool = False
+    back: bool = False
 
 
 class Drop(Owned, frozen=True, tag="drop"):

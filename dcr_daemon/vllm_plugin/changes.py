@@ -41,11 +41,13 @@ from dcr_daemon.vllm_plugin.calls import (
 )
 from dcr_daemon.vllm_plugin.flows import JobSteps, Steps
 from dcr_daemon.vllm_plugin.judge import Live
+from dcr_daemon.vllm_plugin.merge import HELD
 
 if TYPE_CHECKING:
     from dcr_daemon.vllm_plugin.core import Core
 
 log = logging.getLogger("vllm.dcr")
+OTHERS = "another engine could not go forward"
 TRIES = 2  #: applies before a rollback, and complete dense loads before the engine process ends
 
 
@@ -79,6 +81,7 @@ class Changes:
         self._reader = tables.Reader()
         self._prepared: _Change | None = None
         self._begun: _Change | _Load | None = None
+        self._written_after = 0  #: tries after which the begun transaction was judged good, 0 if it was not
         self._was: Any = None  #: the scheduler's pause state before the begun transaction
         self._loads = 0
 
@@ -191,8 +194,9 @@ class Changes:
 
     # -- swap -----------------------------------------------------------------------------------------------------
 
-    def swap(self, txn: str) -> Steps:
-        """Pause, write, judge, commit, resume. A second call for a transaction that ended gets its outcome."""
+    def swap(self, txn: str, *, hold: bool = False) -> Steps:
+        """Pause, write, judge, commit, resume; or, to `hold`, stop before the commit. A second call for a transaction
+        that ended gets its outcome."""
         core = self._core
         if txn in core.outcomes:
             return core.outcomes[txn]
@@ -207,12 +211,12 @@ class Changes:
                 yield resting
             core.require_live()  # while it came to rest, others had their turn
             core.ranks.ask(Op.CHECK, Status, TxnRef(txn=txn))
-        self._prepared, self._begun, self._was = None, change, was
+        self._prepared, self._begun, self._was, self._written_after = None, change, was, 0
         core.begun, core.proved = txn, None
         if fault := _faults(core.ranks.replies(Op.BEGIN, Begin(txn=txn))):
             # Not every rank is dirty, so none has written and none may.
             return self._roll_back(change, f"begin: {fault}", 0, started)
-        return self._carry_out(change, started)
+        return self._carry_out(change, started, hold=hold)
 
     @contextlib.contextmanager
     def _at_rest(self, what: str) -> Iterator[tuple[Any, Future[Any] | None]]:
@@ -257,14 +261,21 @@ class Changes:
                 return self._still_begun(txn, f"{why}: load an anchor", 0, started)
             return self._roll_back(change, why, 0, started)
         if committed:
-            return self._commit(change, 0, started)
-        return self._carry_out(change, started)
+            return self._commit(change, self._written_after, started)
+        if call.back:
+            return self._roll_back(change, OTHERS, self._written_after, started)
+        if self._written_after and not call.hold:
+            return self._commit(change, self._written_after, started)
+        return self._carry_out(change, started, hold=call.hold)
 
-    def _carry_out(self, change: _Change, started: float) -> Swapped:
-        """Apply and judge, twice at most; commit, or roll back."""
+    def _carry_out(self, change: _Change, started: float, *, hold: bool = False) -> Swapped:
+        """Apply and judge, twice at most; commit (or hold), or roll back."""
         fault = ""
         for tries in range(1, TRIES + 1):
             fault = self._written(change)
+            if not fault and hold:
+                self._written_after = tries
+                return self._still_begun(change.txn, HELD, tries, started)
             if not fault:
                 return self._commit(change, tries, started)
             log.warning("dcr: transaction %s, apply %d: %s", change.txn, tries, fault)
@@ -348,7 +359,12 @@ class Changes:
 
     def _still_begun(self, txn: str, why: str, tries: int, started: float) -> Swapped:
         """Neither forward nor back: the engine stays paused until somebody settles or loads (must E1)."""
-        log.error("dcr: transaction %s is still begun, the engine stays paused: %s", txn, why)
+        log.log(
+            logging.DEBUG if why == HELD else logging.ERROR,
+            "dcr: transaction %s is still begun, the engine stays paused: %s",
+            txn,
+            why,
+        )
         pause = time.monotonic() - started
         return Swapped(
             txn=txn, verdict=Verdict.BEGUN, version=None, serving=False, pause=pause, tries=tries, reason=why

@@ -142,7 +142,7 @@ class Core:
             case messages.Prepare():
                 return self._begin_flow(call, changes.prepare(call))
             case messages.Swap():
-                return self._begin_flow(call, changes.swap(call.txn))
+                return self._begin_flow(call, changes.swap(call.txn, hold=call.hold))
             case messages.Settle():
                 return self._begin_flow(call, changes.settle(call))
             case messages.Load():

@@ -17,6 +17,7 @@ import logging
 import os
 import socket
 import stat
+import time
 from argparse import Namespace
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -31,7 +32,7 @@ from dcr_daemon.errors import DcrError, Misuse
 from dcr_daemon.vllm_plugin import compat
 from dcr_daemon.vllm_plugin.compat import UnsupportedVllm
 from dcr_daemon.vllm_plugin.hooks import METHOD
-from dcr_daemon.vllm_plugin.merge import merge
+from dcr_daemon.vllm_plugin.merge import Way, joint_verdict, lasted, merge
 from dcr_daemon.vllm_plugin.settings import Settings
 
 log = logging.getLogger("vllm.dcr")
@@ -114,6 +115,7 @@ class Engines:
 
     def __init__(self, core_client: Any) -> None:
         self._client = core_client
+        self._count = 1  #: engines, as the last answer showed
         self._tokens = 0
         self._looks = 0
 
@@ -123,27 +125,49 @@ class Engines:
             # Every attach comes through here, so all engines draw the same token.
             self._tokens += 1
             call = msgspec.structs.replace(call, at_least=self._tokens)
-        answer = await self._once(call, call)
+        if isinstance(call, messages.Swap | messages.Settle) and self._count > 1:
+            return await self._jointly(call)
+        return merge(call, await self._carry_out(call))
+
+    async def _jointly(self, call: messages.Swap | messages.Settle) -> AnyAnswer:
+        """All engines move, or none: each writes and is judged, and only when all are good do they commit (must E9).
+
+        If this process dies in between they stay begun and paused, and the next owner settles them, jointly again.
+        """
+        began = time.monotonic()
+        found = await self._carry_out(msgspec.structs.replace(call, hold=True))
+        way = joint_verdict(found)
+        if way is None:
+            return merge(call, found)
+        end = messages.Settle(
+            id=f"{call.id}-end", txn=call.txn, token=call.token, incarnation=call.incarnation, back=way is Way.BACK
+        )
+        return lasted(merge(call, await self._carry_out(end)), time.monotonic() - began)
+
+    async def _carry_out(self, call: AnyCall) -> list[AnyAnswer]:
+        """The answer of every engine, polled until none is pending."""
+        answers = await self._once(call)
         nap, longest = POLL_FIRST, SCRUB_POLL if isinstance(call, messages.Scrub) else POLL
-        while isinstance(answer, Pending):
+        while any(isinstance(answer, Pending) for answer in answers):
             await asyncio.sleep(nap)
             nap = min(longest, nap * 2)
-            answer = await self._once(call, messages.Poll(id=call.id))
-        return answer
+            answers = await self._once(messages.Poll(id=call.id))
+        return answers
 
     async def status(self) -> EngineStatus:
         self._looks += 1
         answer = await self.call(messages.Status(id=f"look-{self._looks}"))
         return messages.result_of(answer, EngineStatus)
 
-    async def _once(self, call: AnyCall, send: AnyCall) -> AnyAnswer:
+    async def _once(self, call: AnyCall) -> list[AnyAnswer]:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
-            records = await self._client.call_utility_all_async(METHOD, messages.encode(send))
+            records = await self._client.call_utility_all_async(METHOD, messages.encode(call))
         except EngineDeadError as error:
             raise EngineGone("the engine process is dead", hint="restart the server") from error
-        return merge(call, [messages.decode_answer(record) for record in records])
+        self._count = len(records)
+        return [messages.decode_answer(record) for record in records]
 
 
 class Connection:
@@ -232,8 +256,11 @@ class SocketServer:
         except DcrError as error:
             return messages.refused(call_id, error)
         except Exception as error:  # the socket's supervisor: what vLLM raised for a utility call has no type
+            # Most often a worker has just died and the engine follows. Either way its state must be found anew.
             log.exception("dcr: a call failed in the engine")
-            return messages.refused(call_id, DcrError(f"the engine failed: {error}", hint="see the server's log"))
+            return messages.refused(
+                call_id, EngineGone(f"the engine failed: {error}", hint="attach again; see the server's log")
+            )
 
 
 def private_directory(path: Path) -> None:

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from dcr_daemon.engine.messages import Answer, Pending, done, refused
+from dcr_daemon.engine.port import EngineGone
 from dcr_daemon.errors import DcrError
 
 T = TypeVar("T")
@@ -69,7 +70,8 @@ class Flow:
             return self.answer
         except Exception as error:
             # Whoever asks again is told, and the next call is not kept waiting by a flow that is no more.
-            self.answer = refused(self.id, DcrError(f"{self.kind} failed: {error}", hint="see the server's log"))
+            gone = EngineGone(f"{self.kind} failed: {error}", hint="attach again; see the server's log")
+            self.answer = refused(self.id, gone)
             raise
         if waits_for is None:
             return Pending(id=self.id)

@@ -1,15 +1,18 @@
 """One answer from the answers of several data parallel engines (must E9). Pure.
 
-Dense engines are independent copies: each judges its own ranks, all must agree, and where they do not the answer says
-which engine says what. (Where experts are split over engines, attach refuses before this matters.)
+Dense engines are independent copies: each judges its own ranks, and a change ends in one verdict: all engines write and
+hold, then all commit or all go back. Where they differ all the same, the answer says which engine says what, and attach
+tells them to be of no version, so that a load repairs them. (Where experts are split over engines, attach refuses.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 from typing import TypeVar
 
 import msgspec
+import numpy as np
 
 from dcr_daemon.engine import messages
 from dcr_daemon.engine.messages import AnyAnswer, AnyCall, Done, Pending, RankChecksums, Refused, Report
@@ -17,6 +20,16 @@ from dcr_daemon.engine.port import Attached, EngineStatus, Prepared, Scrubbed, S
 from dcr_daemon.errors import EngineRefused
 
 T = TypeVar("T")
+HELD = "written and judged good; waiting for the other engines"  #: why a transaction is still begun
+
+
+class Way(Enum):
+    """How engines that hold a judged change go on."""
+
+    FORWARD = "forward"
+    BACK = "back"
+
+
 Changing = messages.Swap | messages.Settle | messages.Load
 
 
@@ -36,6 +49,27 @@ def merge(call: AnyCall, answers: Sequence[AnyAnswer]) -> AnyAnswer:
         return messages.done(call.id, _merged(call, answers))
     except EngineRefused as error:
         return messages.refused(call.id, error)
+
+
+def joint_verdict(answers: Sequence[AnyAnswer]) -> Way | None:
+    """Forward if every engine is good (or has committed before), back if one is not; None if none waits for a verdict,
+    or if one has committed and another cannot: that is left as it is, and told."""
+    swaps = [messages.result_of(answer, Swapped) if isinstance(answer, Done) else None for answer in answers]
+    held = [swap is not None and swap.verdict is Verdict.BEGUN and swap.reason == HELD for swap in swaps]
+    committed = [swap is not None and swap.verdict is Verdict.COMMITTED for swap in swaps]
+    if not any(held):
+        return None
+    if all(one or other for one, other in zip(held, committed, strict=True)):
+        return Way.FORWARD
+    return None if any(committed) else Way.BACK
+
+
+def lasted(answer: AnyAnswer, pause: float) -> AnyAnswer:
+    """The same outcome, with the pause of both its halves."""
+    if not isinstance(answer, Done):
+        return answer
+    swapped = messages.result_of(answer, Swapped)
+    return messages.done(answer.id, msgspec.structs.replace(swapped, pause=pause))
 
 
 def _merged(call: AnyCall, answers: Sequence[AnyAnswer]) -> object:
@@ -74,15 +108,21 @@ def _attached(engines: Sequence[Attached]) -> Attached:
     adopted = next((engine.adopted for engine in engines if engine.adopted), None)
     _same([engine.token for engine in engines], "have different owners")
     if adopted is None:
-        _same([engine.vector for engine in engines], "hold different weights")
         _same([engine.classes for engine in engines], "place different tensors")
     return msgspec.structs.replace(
         first,
+        vector=_common_vector([engine.vector for engine in engines]) if adopted is None else b"",
         incarnation=incarnation,
         adopted=adopted,
         version=_common(engine.version for engine in engines),
         serving=all(engine.serving for engine in engines),
     )
+
+
+def _common_vector(vectors: Sequence[bytes]) -> bytes:
+    """0, which no version has, where the engines differ: together they are at none until one is loaded into all."""
+    columns = np.stack([np.frombuffer(vector, "<u8") for vector in vectors])
+    return np.where((columns == columns[0]).all(axis=0), columns[0], np.uint64(0)).astype("<u8").tobytes()
 
 
 def _common(values: object) -> int | None:
@@ -98,7 +138,9 @@ def _swapped(answers: Sequence[AnyAnswer]) -> Swapped:
         f"engine {number}: " + (f"{swap.verdict} {swap.reason}".strip() if swap else getattr(answer, "message", ""))
         for number, (swap, answer) in enumerate(zip(swaps, answers, strict=True))
     ]
-    agreed = len(known) == len(swaps) and len({swap.verdict for swap in known}) == 1
+    # An engine that refused has not moved, no more than one that went back.
+    unmoved = all(swap.verdict is Verdict.ROLLED_BACK for swap in known)
+    agreed = unmoved or (len(known) == len(swaps) and len({swap.verdict for swap in known}) == 1)
     verdict = known[0].verdict if agreed else Verdict.BEGUN
     return Swapped(
         txn=known[0].txn,

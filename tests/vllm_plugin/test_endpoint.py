@@ -12,12 +12,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from toy_engine import ToyEngine
+from toy_engine import ToyEngine, failing
 
 from dcr_daemon.engine import messages
-from dcr_daemon.engine.port import EngineGone, Verdict
+from dcr_daemon.engine.port import EngineGone, Swapped, Verdict
 from dcr_daemon.engine.vllm import VllmEngine
-from dcr_daemon.errors import DcrError, EngineRefused, Fenced, Misuse
+from dcr_daemon.errors import EngineRefused, Fenced, Misuse
 from dcr_daemon.vllm_plugin import faults, hooks
 from dcr_daemon.vllm_plugin.compat import UnsupportedVllm
 from dcr_daemon.vllm_plugin.endpoint import CONNECTIONS, Endpoint, Engines, SocketServer
@@ -182,7 +182,7 @@ async def test_a_dead_engine_is_gone_and_an_unforeseen_failure_is_told(tmp_path:
             await VllmEngine(path).status()
         client.dead = False
         client.cores = [SimpleNamespace(dcr=None)]
-        with pytest.raises(DcrError, match="the engine failed"):
+        with pytest.raises(EngineGone, match="the engine failed"):
             await VllmEngine(path).status()
 
 
@@ -342,24 +342,114 @@ async def test_dense_data_parallel_engines_move_together(tmp_path: Path) -> None
         assert len((await owner.inspect()).tensors[0].held) == 4
 
 
-async def test_engines_that_differ_are_told_and_not_served_as_one(tmp_path: Path) -> None:
-    homes = [tmp_path / "a", tmp_path / "b"]
-    for home in homes:
-        home.mkdir()
-    one, two = (ToyEngine(home) for home in homes)
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[ToyEngine, ToyEngine]:
+    """Two data parallel engines of two ranks each, with one version to come."""
+    engines = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        engines.append(ToyEngine(tmp_path / name))
+        engines[-1].step()
+    return engines[0], engines[1]
+
+
+def together(pair: tuple[ToyEngine, ToyEngine], version: int, serving: bool) -> None:
+    for engine in pair:
+        assert engine.holds(version)
+        assert (engine.status().version, engine.host.running, engine.status().begun) == (version, serving, None)
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+async def test_if_one_engine_cannot_go_forward_none_does(
+    tmp_path: Path, pair: tuple[ToyEngine, ToyEngine], bad: int
+) -> None:
     path = tmp_path / "run" / "e.sock"
-    version = one.step()
-    async with listening(path, one, two):
+    async with listening(path, *pair):
         owner = VllmEngine(path)
-        await served(owner, one)
-        await owner.prepare(one.transaction(version))
-        faults.plant("apply", times=4)  # both applies of both ranks of the first engine
+        await served(owner, pair[0])
+        await owner.prepare(pair[0].transaction(1))
+        pair[bad].wire.edit = lambda rank, call, reply: failing(reply) if call["op"] == "apply" else reply
         swapped = await owner.swap("txn")
-        assert swapped.verdict is Verdict.BEGUN
-        assert "engine 0: rolled back" in swapped.reason
-        assert "engine 1: committed" in swapped.reason
-        with pytest.raises(EngineRefused, match="different weights"):
-            await VllmEngine(path).attach(one.facts)
+        assert (swapped.verdict, swapped.version, swapped.serving) == (Verdict.ROLLED_BACK, 0, True)
+        assert f"engine {1 - bad}: rolled back another engine could not" in swapped.reason
+        together(pair, 0, serving=True)
+        pair[bad].wire.edit = lambda rank, call, reply: reply
+        await owner.prepare(pair[0].transaction(1, name="again"))
+        assert (await owner.swap("again")).verdict is Verdict.COMMITTED
+        together(pair, 1, serving=True)
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+async def test_an_engine_that_refuses_a_swap_takes_the_others_back(
+    tmp_path: Path, pair: tuple[ToyEngine, ToyEngine], bad: int
+) -> None:
+    path = tmp_path / "run" / "e.sock"
+    async with listening(path, *pair):
+        owner = VllmEngine(path)
+        await served(owner, pair[0])
+        await owner.prepare(pair[0].transaction(1))
+        pair[bad].core.changes.forget_prepared()
+        swapped = await owner.swap("txn")
+        assert (swapped.verdict, swapped.version) == (Verdict.ROLLED_BACK, 0)
+        together(pair, 0, serving=True)
+
+
+@pytest.mark.parametrize("bad", [False, True])
+async def test_a_joint_change_whose_judge_died_is_settled_jointly_by_the_next_owner(
+    tmp_path: Path, pair: tuple[ToyEngine, ToyEngine], bad: bool
+) -> None:
+    """Both have written and hold when the one who was to decide is gone; later one of them is `bad`."""
+    path = tmp_path / "run" / "e.sock"
+    async with listening(path, *pair):
+        owner = VllmEngine(path)
+        await served(owner, pair[0])
+        await owner.prepare(pair[0].transaction(1))
+        for one in pair:
+            one.owner = {"token": owner._token, "incarnation": one.core.incarnation}
+            held = one.ask(messages.Swap, Swapped, txn="txn", hold=True)
+            assert (held.verdict, held.serving) == (Verdict.BEGUN, False)
+        if bad:
+            pair[1].wire.edit = lambda rank, call, reply: failing(reply) if call["op"] == "apply" else reply
+        other = VllmEngine(path)
+        assert (await other.attach(pair[0].facts)).adopted == "txn"
+        settled = await other.settle("txn")
+        assert settled.verdict is (Verdict.ROLLED_BACK if bad else Verdict.COMMITTED)
+        together(pair, 0 if bad else 1, serving=True)
+
+
+async def test_engines_that_differ_are_of_no_version_and_repaired_by_a_load(
+    tmp_path: Path, pair: tuple[ToyEngine, ToyEngine]
+) -> None:
+    path = tmp_path / "run" / "e.sock"
+    async with listening(path, *pair):
+        pair[0].attach()
+        one = pair[1]
+        one.attach()
+        one.ask(messages.Load, Swapped, version=1, files=[one.anchor(1)], vector=one.vector_file(1), label="v1")
+        owner = VllmEngine(path)
+        attached = await owner.attach(pair[0].facts)
+        assert attached.version is None
+        assert attached.vector not in (pair[0].live_vector(0), pair[0].live_vector(1))
+        with pytest.raises(EngineRefused):
+            await owner.prove(0, pair[0].vector_file(0), "v0")
+        loaded = await owner.load(1, [pair[0].anchor(1)], pair[0].vector_file(1), "v1")
+        assert loaded.verdict is Verdict.COMMITTED
+        await owner.serve()
+        together(pair, 1, serving=True)
+
+
+async def test_damage_in_one_of_several_engines_is_found_and_told_by_its_number(
+    tmp_path: Path, pair: tuple[ToyEngine, ToyEngine]
+) -> None:
+    path = tmp_path / "run" / "e.sock"
+    async with listening(path, *pair):
+        owner = VllmEngine(path)
+        await served(owner, pair[0])
+        assert (await owner.scrub(0)).differing == []
+        pair[1].workers[0].dcr_call({"op": "fault", "call": "x", "token": 0, "arg": {"damage": "k"}})
+        found = await owner.scrub(0)
+        assert [(one.tensor, one.engine, one.ranks) for one in found.differing] == [("k", 1, [0])]
+        assert (await owner.status()).serving is False
 
 
 # -- the gate ---------------------------------------------------------------------------------------------------------
