@@ -11,7 +11,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent / "support"))
 pytest.register_assert_rewrite("engine_contract", "scenes")
-pytest_plugins = ["versions", "streams", "replicas", "field", "forks", "weed"]
+pytest_plugins = ["versions", "streams", "replicas", "field", "forks", "weed", "full_disk"]
 
 
 @pytest.hookimpl(tryfirst=True)
