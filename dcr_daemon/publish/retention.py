@@ -8,14 +8,13 @@ again later. A fenced publisher deletes nothing more: whoever fenced it has the 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 from dcr_daemon import runtime
 from dcr_daemon.errors import DcrError, Fenced
 from dcr_daemon.events import Collected, Emit, Waiting
 from dcr_daemon.ledger.collector import Collector
 from dcr_daemon.ledger.ledger import Ledger
-from dcr_daemon.ledger.retention import Plan, RetentionPolicy, Why
+from dcr_daemon.ledger.retention import Plan, RetentionPolicy
 
 EVERY = 32  #: seals from one round to the next, if no anchor comes between
 
@@ -33,7 +32,7 @@ class Retention:
     def sealed(self) -> None:
         """A version was sealed."""
         self._seals += 1
-        if self._seals > EVERY:
+        if self._seals >= EVERY:
             self.anchored()
 
     def anchored(self) -> None:
@@ -75,8 +74,6 @@ class Retention:
     async def _plan(self) -> Plan:
         await self._still_ours()
         plan = await Collector(self._ledger).plan(self._policy)
-        # Another publisher may be probing the store at this moment, and would find that it loses objects.
-        plan = replace(plan, items=tuple(item for item in plan.items if item.why is not Why.PROBE))
         held = plan.floor.held if plan.floor.blocked or not self._anchors else ""
         if held and not self._said:
             hint = "" if self._anchors else "; let this publisher write anchors (--anchor-share, --anchor-every)"

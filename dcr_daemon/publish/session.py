@@ -198,6 +198,7 @@ class Session:
     def _commit(self, attempt: Attempt, seal: Seal) -> SealedVersion:
         """Version and baseline move together: the seal is in the ledger."""
         assert self._contribution is not None
+        self._owes_anchor |= self._baseline.stray
         self._baseline.commit(attempt.version, attempt.segments)
         runtime.failpoint("publish.baseline.committed")
         attempt.forget()
