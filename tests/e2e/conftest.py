@@ -32,5 +32,7 @@ def dense(short_tmp: Path) -> Iterator[Rig]:
 def moe(short_tmp: Path) -> Iterator[Rig]:
     """A tiny Qwen3-MoE on two workers (tensor parallel), whose port opens before it is proved."""
     model = write_tiny(short_tmp / "moe-model", kind="moe")
-    with rig(model, short_tmp / "m", "moe", tensor_parallel=2, env={"DCR_GATE": "health"}) as made:
+    with rig(
+        model, short_tmp / "m", "moe", tensor_parallel=2, env={"DCR_GATE": "health", "DCR_WATCHDOG": "90"}
+    ) as made:
         yield made

@@ -33,6 +33,9 @@ class Server:
     def anchor(self, version: int) -> list[str]:
         return self._rig.versions.anchor(version)
 
+    def damage(self, tensor: str) -> None:
+        self._rig.flip(tensor)
+
 
 @pytest.fixture
 def subject(dense: Rig) -> Server:

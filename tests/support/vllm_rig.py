@@ -100,9 +100,11 @@ class Rig:
         self.server.process.start()
         self.server.process.wait_ready(self.server.socket_open)
 
-    def restart(self) -> None:
-        """A new server on the original checkpoint; its port is shut until it is proved."""
-        self.server.process.stop()
+    def restart(self, model: Path | None = None) -> None:
+        """A new server on the original checkpoint, or on another one; its port is shut until it is proved."""
+        process = self.server.process
+        process.stop()
+        process.argv = [*process.argv[:2], str(model or self.server.model), *process.argv[3:]]
         self.versions.forget_after(0)
         self.start()
 
@@ -145,7 +147,11 @@ class Rig:
 
     async def live(self) -> bytes:
         """The vector of the live weights, summed by a new owner over everything."""
-        attached: Attached = await VllmEngine(self.server.socket).attach(self.versions.facts())
+        return await self.live_of(self.versions)
+
+    async def live_of(self, versions: ModelVersions) -> bytes:
+        """The same, by an owner who follows another stream of this model."""
+        attached: Attached = await VllmEngine(self.server.socket).attach(versions.facts())
         assert attached.adopted is None
         return attached.vector
 

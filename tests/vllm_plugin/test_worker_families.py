@@ -104,6 +104,13 @@ def test_a_refit_leaves_what_a_fresh_load_makes(family: str, tmp_path: Path) -> 
     assert_same(model, vllm_inprocess.load(fresh, skip_tokenizer_init=True, max_model_len=128)[0])
 
 
+def anchor(out: Path, layout: Layout, lanes: Lanes) -> str:
+    """A file with all tensors of a version."""
+    write_checkpoint(out, layout, {spec.name: bits for spec, bits in zip(layout, lanes, strict=True)}.__getitem__)
+    (path,) = out.glob("*.safetensors")
+    return str(path)
+
+
 def with_tensors(path: Path, **more: torch.Tensor) -> Path:
     """The checkpoint with further tensors in it."""
     from safetensors.torch import load_file, save_file
@@ -135,6 +142,13 @@ def test_a_tied_head_that_is_stored_as_well_stays_equal_or_nothing_is_written(tm
         status = driver.finish(f"apart{number}")
         assert (status.state, status.code) == (JobState.FAILED, calls.Code.REFUSED)
         assert "share their memory" in status.error
+    driver.ok(Op.START, id="anchor", kind="check", files=[anchor(tmp_path / "apart", layout, apart)])
+    status = driver.finish("anchor")
+    assert (status.state, status.code) == (JobState.FAILED, calls.Code.REFUSED)
+    assert "lm_head.weight and model.embed_tokens.weight share their memory" in status.error
+    driver.ok(Op.START, id="good", kind="check", files=[anchor(tmp_path / "together", layout, together)])
+    assert driver.finish("good").state is JobState.DONE
+    assert (driver.fingerprint(layout, attached) == vector(layout, lanes)).all()
     prepared = driver.prepare("t", [write_version(tmp_path / "both", layout, lanes, together, version=1)])
     assert driver.swap("t") == prepared.after
     driver.ok(Op.COMMIT, txn="t")
