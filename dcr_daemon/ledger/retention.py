@@ -196,7 +196,7 @@ class _Judge:
             return self._data(entry, int(found[1]), int(found[2]))
         if found := _ANCHOR.fullmatch(entry.key):
             return self._anchor(entry, int(found[1]), int(found[2]))
-        if _PROBE.fullmatch(entry.key):
+        if _PROBE.fullmatch(entry.key):  # a probe under way that is swept notices, and begins again
             return Item(entry.key, entry.size, Why.PROBE)
         return False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from fakes import MemoryStore
 
 from dcr_daemon.errors import Incompatible, StoreUnavailable
 from dcr_daemon.store import open_store, probe
@@ -83,3 +84,32 @@ async def test_a_directory_passes(tmp_path) -> None:
     store = await open_store((tmp_path / "s").as_uri())
     assert await probe(store) == []
     await store.close()
+
+
+async def test_a_collector_that_sweeps_a_probe_away_refuses_no_store() -> None:
+    """It cannot tell a probe under way from one that was left over; the probe can."""
+    store, sweeps = MemoryStore(), 2
+
+    async def sweep(operation: str, key: str) -> None:
+        nonlocal sweeps
+        if sweeps and operation == "get" and key.endswith("/race-1"):
+            sweeps -= 1
+            for found in [key for key in store.objects if key.startswith("probe/")]:
+                del store.objects[found]
+
+    store.before = sweep
+    assert await probe(store) == []
+    assert sweeps == 0
+    assert store.objects == {}
+
+
+async def test_a_store_that_always_loses_objects_is_refused() -> None:
+    store = MemoryStore()
+
+    async def lose(operation: str, key: str) -> None:
+        if operation == "get":
+            store.objects.clear()
+
+    store.before = lose
+    with pytest.raises(Incompatible, match="loses objects"):
+        await probe(store)
