@@ -1,12 +1,14 @@
 """Consecutive hops become one set of absolute changes, every sum on the way checked (musts E4, E6, F1).
 
 Nothing is written here. Relative codecs are resolved against the live bits, which the caller has proved to be the
-first hop's base (must E7); each later hop against what the hops before it leave. Memory is the decoded payload of the
-hops plus one tensor's changes.
+first hop's base (must E7); each later hop against what the hops before it leave. Memory is one tensor's changes and the
+decoded payload of the chunks that reach into it; their encoded bytes stay in their files.
 """
 
 from __future__ import annotations
 
+import mmap
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +61,7 @@ def open_hop(layout: Layout, stream: str, hop: Hop) -> OpenHop:
     segments = dict[int, Places]()
     for path in hop.chunks:
         try:
-            chunk = open_chunk(Path(path).read_bytes(), layout)
+            chunk = open_chunk(_mapped(path), layout)
         except CorruptChunk as error:
             raise CorruptChunk(f"{path}: {error.message}", hint=error.hint) from error
         found = (chunk.id.stream, chunk.id.attempt, chunk.id.base, chunk.id.version)
@@ -72,6 +74,14 @@ def open_hop(layout: Layout, stream: str, hop: Hop) -> OpenHop:
         names = name_differences(layout, reached, after)
         raise EngineRefused(f"the chunks of version {hop.version} do not lead to its vector: {names}")
     return OpenHop(hop.version, segments, before, after)
+
+
+def _mapped(path: str) -> mmap.mmap | bytes:
+    """A file's bytes, read when they are needed. Staged chunks are replaced and removed, never shortened."""
+    with Path(path).open("rb") as file:
+        if not file.seek(0, 2):
+            return b""
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 def check_chain(layout: Layout, hops: Sequence[OpenHop], live: Vector) -> None:
@@ -97,6 +107,7 @@ def compose(layout: Layout, hops: Sequence[OpenHop], live: Callable[[str], Bits]
         CorruptChunk: a segment does not decode.
         EngineRefused: before- or after-sums of a segment differ from its content, or a position is named twice.
     """
+    left = Counter(chunk for hop in hops for places in hop.segments.values() for chunk, _ in places)
     for tensor in sorted(set().union(*(hop.segments for hop in hops))):
         bits = live(layout[tensor].name)
         positions = np.empty(0, np.int64)
@@ -105,6 +116,10 @@ def compose(layout: Layout, hops: Sequence[OpenHop], live: Callable[[str], Bits]
             if tensor in hop.segments:
                 at, now, then = _resolve(layout, tensor, hop, bits, positions, new)
                 positions, new, old = _merge(positions, new, old, at, now, then)
+                for chunk, _ in hop.segments[tensor]:
+                    left[chunk] -= 1
+                    if not left[chunk]:
+                        chunk.release()
         if positions.size:
             yield Patched(tensor, positions, new, old)
 
