@@ -8,6 +8,8 @@ from __future__ import annotations
 from dcr_daemon import runtime
 from dcr_daemon.publish.baseline import Baseline
 
+ROUND = 1.0  #: seconds from the start of one round to the next, at least: a small baseline must not keep a core busy
+
 
 class Scrub:
     """Goes round a baseline at `rate` bytes a second; 0 for not at all."""
@@ -15,7 +17,7 @@ class Scrub:
     def __init__(self, baseline: Baseline, rate: float) -> None:
         self._baseline, self._rate = baseline, rate
         self._next = 0
-        self._due = runtime.monotonic()
+        self._due = self._began = runtime.monotonic()
 
     @property
     def due(self) -> float:
@@ -26,7 +28,11 @@ class Scrub:
     async def step(self) -> str:
         """Check one slice. The name of its tensor if it is damaged, else empty."""
         number = self._next
+        if number == 0:
+            self._began = runtime.monotonic()
         self._due = runtime.monotonic() + self._baseline.slice_bytes(number) / self._rate
         intact = await self._baseline.intact(number)
         self._next = (number + 1) % self._baseline.slices
+        if self._next == 0:
+            self._due = max(self._due, self._began + ROUND)
         return "" if intact else self._baseline.slice_name(number)

@@ -1,0 +1,55 @@
+"""The scrub's pace: a large baseline by its rate, a small one seldom enough to cost nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+from fakes import StillRuntime
+
+from dcr_daemon import runtime
+from dcr_daemon.publish.scrub import ROUND, Scrub
+
+
+class Slices:
+    """A baseline of `slices` sound slices."""
+
+    version = 3
+
+    def __init__(self, slices: int, size: int) -> None:
+        self.slices, self._size = slices, size
+        self.read: list[int] = []
+
+    def slice_bytes(self, number: int) -> int:
+        return self._size
+
+    async def intact(self, number: int) -> bool:
+        self.read.append(number)
+        return True
+
+
+@pytest.fixture
+def still() -> Iterator[StillRuntime]:
+    clock = StillRuntime()
+    runtime.install(clock)
+    yield clock
+    runtime.install(runtime.SystemRuntime())
+
+
+async def go_on(scrub: Scrub, slices: int) -> None:
+    for _ in range(slices):
+        await runtime.sleep(max(0.0, scrub.due - runtime.monotonic()))
+        assert await scrub.step() == ""
+
+
+def test_a_small_baseline_is_not_read_over_and_over(still: StillRuntime) -> None:
+    baseline = Slices(4, 100)
+    asyncio.run(go_on(Scrub(baseline, 1e9), 40))
+    assert still.clock >= 9 * ROUND
+    assert baseline.read == [0, 1, 2, 3] * 10
+
+
+def test_a_large_one_is_read_at_its_rate(still: StillRuntime) -> None:
+    asyncio.run(go_on(Scrub(Slices(50, 1000), 1000.0), 101))
+    assert still.clock == pytest.approx(100.0)
