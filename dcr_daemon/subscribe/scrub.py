@@ -37,13 +37,13 @@ class Scrub:
         self._what = ""
 
     def allow(self) -> None:
-        """The engine is attached to and proved; what was found before is dealt with."""
-        self._differs.clear()
+        """The engine is attached to and proved."""
         self._allowed.set()
 
     def forbid(self) -> None:
-        """There is nothing to be scrubbed until it is attached to again."""
+        """There is nothing to be scrubbed until it is attached to again; what was found before, an attach finds too."""
         self._allowed.clear()
+        self._differs.clear()
 
     async def found(self) -> str:
         """Wait until a difference is found; what it is, in words."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+import torch
 from sim.clock import Crashed, Process, running
 from toy_engine import ToyHost, ToyWire, ToyWorker
 from toy_model import loaded, placed
@@ -95,7 +96,8 @@ class SimEngine:
     def __init__(self, world: World, role: str, machine: Machine, lanes: list[np.ndarray]) -> None:
         self.world, self.role, self.machine = world, role, machine
         self.served = -1  #: the highest version that was ever served here
-        self.foreign = False  #: somebody wrote to the weights, and nobody can have noticed yet
+        self.foreign: tuple[int | None] | None = None  #: somebody wrote to the weights, and this was proved then
+        self.flips: list[tuple[int, str, int, int]] = []  #: rank, parameter, byte and mask of bits that flipped
         self.boots = 0
         self.boot(lanes)
 
@@ -112,7 +114,7 @@ class SimEngine:
         self.host.guard = self.core.why_not_resume
         self.host.busy = self.world.rng.random() < 0.5
         self.tokens = 0
-        self.foreign = False
+        self.foreign, self.flips = None, []
         self.core.awaken()
 
     @property
@@ -158,9 +160,28 @@ class SimEngine:
     def write_foreign(self) -> None:
         """Somebody reloads other weights behind the plugin's back, through an entry point of vLLM."""
         worker = self.workers[self.world.rng.randrange(RANKS)]
-        self.foreign = True
+        self.foreign = (self.core.proved,)
         worker.reload_weights()
         worker.flip("norm")
+
+    def flip(self) -> None:
+        """A bit of one rank's memory flips by itself: no entry point, no word."""
+        rng = self.world.rng
+        rank, name = rng.randrange(RANKS), rng.choice(("qk", "o", "norm"))
+        memory = getattr(self.workers[rank].toy, name).data.reshape(-1).view(torch.uint8).numpy()
+        place, mask = rng.randrange(memory.size), 1 << rng.randrange(8)
+        memory[place] ^= mask
+        self.flips.append((rank, name, place, mask))
+        self.world.outcome.faults["bit flipped"] += 1
+
+    def with_flips(self, states: list[dict[str, bytes]]) -> list[dict[str, bytes]]:
+        """The same, with the bits that flipped and that nobody can have found yet."""
+        fresh = [dict(state) for state in states]
+        for rank, name, place, mask in self.flips:
+            body = bytearray(fresh[rank][name])
+            body[place] ^= mask
+            fresh[rank][name] = bytes(body)
+        return fresh
 
 
 def expected_states(lanes: list[np.ndarray]) -> list[dict[str, bytes]]:

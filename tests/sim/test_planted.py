@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 from pathlib import Path
 
 import pytest
 from sim.planted.bugs import BUGS
-from sim.play import SCENARIOS, run_scenario
+from sim.play import run_scenario
 
 SEEDS = 60  #: tried per scenario
 PAGE = Path(__file__).parents[2] / "docs" / "PROTOCOL.md"

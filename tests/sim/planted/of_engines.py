@@ -73,7 +73,11 @@ def nobody_looks_after_the_write(put: Put) -> None:
     """A rank that did not write is believed to have written."""
     put(changes, "_faults", lambda replies: "")
     put(judge, "judge_written", lambda *_: "")
-    put(Changes, "_written", lambda self, change: (self._core.ranks.replies(changes.Op.APPLY, changes.TxnRef(txn=change.txn)), "")[1])
+    put(
+        Changes,
+        "_written",
+        lambda self, change: (self._core.ranks.replies(changes.Op.APPLY, changes.TxnRef(txn=change.txn)), "")[1],
+    )
 
 
 @bug("E5 (elsewhere: version raised although the apply failed)", "rank_fails")

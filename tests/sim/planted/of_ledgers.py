@@ -21,7 +21,11 @@ def occupied_slot_is_taken_for_mine(put: Put) -> None:
     """Whatever stands in the slot after a lost race, a writer believes that its own record is there."""
 
     async def occupy(store: Any, seq: int, body: bytes, **_: Any) -> bytes:
-        return body if await store.create(names.record(seq), body) is not Outcome.UNKNOWN else await right(store, seq, body)
+        return (
+            body
+            if await store.create(names.record(seq), body) is not Outcome.UNKNOWN
+            else await right(store, seq, body)
+        )
 
     async def right(store: Any, seq: int, body: bytes) -> bytes:
         return await slot.occupy(store, seq, body, emit=lambda event: None)

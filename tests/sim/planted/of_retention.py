@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -85,10 +86,8 @@ def fenced_collector_goes_on(put: Put) -> None:
     async def raise_floor(self: Collector, plan: Plan) -> None:
         from dcr_daemon.errors import DcrError
 
-        try:
+        with contextlib.suppress(DcrError):
             await right(self, plan)
-        except DcrError:
-            pass
 
     right = Collector.raise_floor
     put(Collector, "delete", delete)

@@ -1,0 +1,132 @@
+"""Scenarios in which somebody does what nobody should: an intruder, a bucket from a backup, a squatter, bits that flip."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from sim.actors import SimPublisher
+from sim.clock import Process
+from sim.scenarios import Stage, scenario, some_weather
+
+from dcr_daemon.errors import Fenced
+from dcr_daemon.events import Event, Sealed
+from dcr_daemon.ledger.records import Epoch, Release
+
+
+@scenario
+async def intruder(stage: Stage) -> None:
+    """Another publisher starts on the stream without being told to take over: it is refused, and harms nobody."""
+    rng = stage.rng
+    some_weather(stage)
+    first = stage.publisher(updates=5)
+    if rng.random() < 0.4:
+        stage.trigger("pub1", "step", rng.choice(("kill", "stop")), rng.randint(1, 1500), rng.uniform(10.0, 60.0))
+    stage.replica(1)
+    for number in range(rng.choice((1, 2))):
+        await asyncio.sleep(rng.uniform(5.0, 40.0))
+        stage.publisher(role=f"pub{number + 2}", name=f"other{number}", updates=2)
+    await stage.settled(150.0)
+    claims = [record for record in stage.watch.records.values() if isinstance(record, Epoch)]
+    released = any(isinstance(record, Release) for record in stage.watch.records.values())
+    was_first = bool(claims) and claims[0].name == first.name
+    if was_first and not released and any(isinstance(error, Fenced) for error in first.exits):
+        stage.world.fail("intruder", f"pub1 was fenced by somebody who may not claim: {first.exits}")
+    await stage.finish()
+
+
+@scenario
+async def rolled_back_bucket(stage: Stage) -> None:
+    """The bucket is put back to an older state, and everybody restarts: nobody with a memory believes it. Then it is
+    put right again."""
+    rng = stage.rng
+    publisher = stage.publisher(updates=4)
+    replica = stage.replica(1, directory=rng.random() < 0.3)
+    await stage.settled(60.0)
+    await stage.until(lambda: stage.served(replica) == stage.watch.head, 300.0, "serving before the roll-back")
+    objects, tip = stage.world.bucket.objects, stage.watch.tip
+    assert tip is not None
+    publisher.down = True
+    if publisher.process and publisher.alive:
+        stage.world.kill(publisher.process)
+    await asyncio.sleep(10.0)
+    oldest = rng.randint(1, max(1, tip.seq - 1))
+    gone = {key: body for key, body in objects.items() if key.startswith("ledger/") and int(key[7:-5]) >= oldest}
+    for key in gone:
+        del objects[key]
+    for process in (replica.process, replica.engine.process if replica.engine else None):
+        if process and not process.dead and rng.random() < 0.8:
+            stage.world.kill(process)
+    await asyncio.sleep(rng.uniform(20.0, 200.0))
+    objects.update(gone)
+    replica.down = publisher.down = False
+    publisher.left = 1
+    publisher.start()
+    await stage.finish()
+
+
+@scenario
+async def squatter(stage: Stage) -> None:
+    """Somebody has put other bytes under a name that a publisher is about to use: that attempt is given up."""
+    rng, bucket = stage.rng, stage.world.bucket
+    some_weather(stage)
+    right, left = bucket.act, [rng.randint(1, 12) for _ in range(rng.choice((1, 2)))]
+
+    def act(operation: str, key: str, body: bytes, by: Process) -> Any:
+        if operation == "create" and key.startswith(("data/", "anchors/")):
+            left[:] = [count - 1 for count in left]
+            if 0 in left and key not in bucket.objects:
+                stage.world.outcome.faults["name taken"] += 1
+                bucket.objects[key] = rng.choice((b"", body[:-1], body[:-1] + bytes([body[-1] ^ 1]), b"other"))
+        return right(operation, key, body, by)
+
+    bucket.act = act  # type: ignore[method-assign]
+    stage.publisher(updates=4)
+    stage.replica(1, directory=rng.random() < 0.3)
+    await stage.settled(150.0)
+    await stage.finish()
+
+
+class Forgetful(SimPublisher):
+    """Bits flip in its baseline, now and then, right after a seal."""
+
+    def emit(self, process: Process) -> Any:
+        right, rng = super().emit(process), self.world.rng
+
+        def tell(event: Event) -> None:
+            right(event)
+            if isinstance(event, Sealed) and self.session and not self.world.healed and rng.random() < 0.5:
+                tensor = rng.randrange(len(self.session.layout))
+                bits = self.session._baseline[tensor]
+                if bits.size:
+                    self.world.outcome.faults["baseline bit flipped"] += 1
+                    bits[rng.randrange(bits.size)] ^= bits.dtype.type(1 << rng.randrange(8 * bits.itemsize))
+
+        return tell
+
+
+@scenario
+async def damaged_baseline(stage: Stage) -> None:
+    """A bit of a publisher's baseline flips between a seal and its anchor: it never gets into the bucket."""
+    some_weather(stage)
+    stage.publisher(kind=Forgetful, updates=5, anchor_every=1)
+    stage.replica(1, directory=stage.rng.random() < 0.3)
+    await stage.settled(150.0)
+    await stage.finish()
+
+
+@scenario
+async def flipped_bits(stage: Stage) -> None:
+    """Bits flip in an engine's memory, where nobody can see it: no version is built on them, and a scrub finds them."""
+    rng = stage.rng
+    some_weather(stage)
+    stage.publisher(updates=5, anchor_every=rng.choice((1, 2)))
+    replica = stage.replica(1, scrub_every=10.0)
+    for _ in range(rng.choice((1, 2))):
+        await asyncio.sleep(rng.uniform(3.0, 30.0))
+        if replica.engine and replica.engine.alive:
+            replica.engine.flip()
+    await stage.settled(150.0)
+    await stage.finish()
+    engine = replica.engine
+    await stage.until(lambda: engine is not None and not engine.flips, 600.0, "a scrub finds what flipped")
