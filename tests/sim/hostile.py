@@ -1,4 +1,4 @@
-"""Scenarios in which somebody does what nobody should: an intruder, a bucket from a backup, a squatter, bits that flip."""
+"""Somebody or something does what nobody should: an intruder, a bucket from a backup, a squatter, bits that flip."""
 
 from __future__ import annotations
 

@@ -268,7 +268,7 @@ class Watch:
             engine.flips.clear()
 
     def _is(self, engine: SimEngine, version: int) -> bool:
-        """Whether it holds a version. A bit that flipped stays where a version does not touch it, or is written over."""
+        """Whether it holds a version. A bit that flipped stays, or is written over by a version that changes it."""
         states, wanted = engine.states(), self.expected(version)
         if states == wanted:
             engine.flips.clear()

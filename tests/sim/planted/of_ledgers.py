@@ -79,9 +79,9 @@ def mine_is_told_by_a_nonce_of_the_process(put: Put) -> None:
 
     def take(self: Ledger, step: Any, body: bytes | None = None) -> None:
         sent = self._sent
-        if sent and sent.seq == step.tip.seq and body is not None and step.record is not None:
-            if step.record.nonce == sent.record.nonce:
-                body = sent.body
+        occupied = sent and sent.seq == step.tip.seq and body is not None and step.record is not None
+        if occupied and step.record.nonce == sent.record.nonce:
+            body = sent.body
         right_take(self, step, body)
 
     put(Ledger, "_header", header)
