@@ -76,12 +76,12 @@ def open_hop(layout: Layout, stream: str, hop: Hop) -> OpenHop:
     return OpenHop(hop.version, segments, before, after)
 
 
-def _mapped(path: str) -> mmap.mmap | bytes:
+def _mapped(path: str) -> memoryview:
     """A file's bytes, read when they are needed. Staged chunks are replaced and removed, never shortened."""
     with Path(path).open("rb") as file:
         if not file.seek(0, 2):
-            return b""
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            return memoryview(b"")
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 def check_chain(layout: Layout, hops: Sequence[OpenHop], live: Vector) -> None:
