@@ -1,0 +1,75 @@
+"""A publisher starts as quickly after ten thousand versions as after ten (requests are counted, never seconds)."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import MemoryStore
+from histories import HistoryWriter
+
+from dcr_daemon.canonical.fingerprint import fingerprint
+from dcr_daemon.checkpoint.safetensors import pack_safetensors
+from dcr_daemon.events import Alarm
+from dcr_daemon.publish.opening import open_session
+from dcr_daemon.publish.options import PublishOptions
+from dcr_daemon.publish.published import read_published
+
+HEAD = 10_000
+CHAIN = 50  #: versions since the newest anchor
+PROBE = 30  #: requests of the start-up probe, its clean-up among them
+SEARCH = 34  #: 2 · log2 of the records, and a few to be sure
+
+
+@pytest.fixture
+def long(world: Any) -> MemoryStore:
+    """10,000 versions in which nothing changed, the last anchor a little way back; the floor is there."""
+    store = MemoryStore()
+    vector = fingerprint(world.layout, (world.weights[spec.name] for spec in world.layout))
+    writer = HistoryWriter(store, world.layout, lambda version: vector)
+    writer.claim()
+    writer.versions(HEAD - CHAIN)
+    body = bytes(pack_safetensors([(spec, world.weights[spec.name]) for spec in world.layout]))
+    writer.bytes_of_anchor = len(body)
+    writer.anchor(HEAD - CHAIN, [("model.safetensors", body)])
+    writer.floor(HEAD - CHAIN)
+    writer.versions(CHAIN)
+    writer.release()
+    for key in [key for key in store.objects if key.startswith("data/") and 0 < int(key.split("/")[1]) < HEAD - CHAIN]:
+        del store.objects[key]
+    return store
+
+
+async def start(world: Any, store: MemoryStore, state: Path) -> int:
+    """Requests from start to the first attempt's `open`, with all that a watching publisher asks for."""
+    store.requests.clear()
+    options = PublishOptions(state=state, name="trainer", workers=1)
+    session = await open_session(options, store, world.events)
+    await read_published(session.ledger, session.state.path / "published.json", world.root / "watched")
+    await session.begin()
+    asked = sum(store.requests.values())
+    assert session.head == HEAD
+    await session.settle("test")
+    await session.close()
+    return asked
+
+
+def test_starting_costs_the_same_however_long_the_history(world: Any, long: MemoryStore, tmp_path: Path) -> None:
+    async def run() -> tuple[int, int]:
+        await start(world, long, tmp_path / "one")  # it has seen all sources once
+        return await start(world, long, tmp_path / "one"), await cold(tmp_path / "two")
+
+    async def cold(state: Path) -> int:
+        """Without any state: by the anchor, and 50 versions with a seal, a vector and a part or none."""
+        long.requests.clear()
+        session = await open_session(PublishOptions(state=state, name="trainer", workers=1), long, world.events)
+        asked = sum(long.requests.values())
+        await session.close()
+        return asked
+
+    warm, from_nothing = asyncio.run(run())
+    assert warm <= PROBE + 15 + CHAIN, "whether an anchor is due is read from the seals since the last one"
+    assert from_nothing <= PROBE + SEARCH + 3 * CHAIN
+    assert not world.events.of(Alarm)
