@@ -19,30 +19,26 @@ pytestmark = [pytest.mark.crash, pytest.mark.faults, pytest.mark.timeout(7200)]
 
 STRIDE = int(os.environ.get("DCR_SWEEP", "25"))
 SURE = 0.8  #: of the instants that one life passed: another may take fewer turns
+SECOND = 12  #: instants that the next life passes at most before it is killed too
 
 
 @pytest.mark.parametrize(
     "kind", [PublisherScene, SpoolingScene, RestoringScene, CollectingScene, SubscriberScene, LoadingScene]
 )
 async def test_any_instant_will_do(
-    kind: type[Scene],
-    nursery: Nursery,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    record_property: Callable[[str, object], None],
+    kind: type[Scene], nursery: Nursery, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    async def play(name: str, *failpoints: str) -> None:
+    def scene(name: str, *failpoints: str) -> Scene:
         home = tmp_path / name
         home.mkdir()
-        await kind(nursery, home, (home / "bucket").as_uri(), failpoints).play()
+        return kind(nursery, home, (home / "bucket").as_uri(), failpoints)
 
-    passed = tmp_path / "passed"
-    monkeypatch.setenv("DCR_TEST_PASSED", str(passed))
-    await play("uncut")
-    monkeypatch.delenv("DCR_TEST_PASSED")
+    uncut, passed = scene("uncut"), tmp_path / "passed"
+    uncut.environ["DCR_TEST_PASSED"] = str(passed)
+    await uncut.play()
     count = int(len(passed.read_text().split()) * SURE)
     draw = random.Random(f"{COMMIT} {kind.__name__}")
     instants = range(draw.randint(1, min(STRIDE, count)), count + 1, STRIDE)
     for n in instants:
-        await play(f"at-{n}", f"*:{n}", f"*:{draw.randint(1, 40)}")
+        await scene(f"at-{n}", f"*:{n}", f"*:{draw.randint(1, SECOND)}").play()
     record_property("kills", 2 * len(instants))

@@ -62,7 +62,7 @@ class StoppedPublisher(PublisherScene):
         self.write(1)
         first = ["publish", "--to", self.url, "--watch", str(self.watch), "--state", str(self.home / "state-p1")]
         first += ["--create", "--base", str(self.base), "--name", "p1", "--anchor-every", "1", "--poll", "0.05"]
-        self.zombie = self.nursery.start(first, self.home / "zombie.log", failpoint=f"{self._stop}=stop")
+        self.zombie = self.nursery.start(first, self.home / "zombie.log", DCR_FAILPOINT=f"{self._stop}=stop")
         await until_stopped(self.zombie)
 
     async def act(self) -> None:
@@ -103,7 +103,7 @@ class StoppedSubscriber(SubscriberScene):
         self._chunks = await self.open(2)
         first = ["subscribe", "--from", self.url, "--engine", f"dir://{self.directory}", "--replica", "r1"]
         first += ["--state", str(self.home / "state-r1"), "--staging", str(self.home / "staging-r1"), "--poll", "0.05"]
-        self.zombie = self.nursery.start(first, self.home / "zombie.log", failpoint=f"{self._stop}=stop")
+        self.zombie = self.nursery.start(first, self.home / "zombie.log", DCR_FAILPOINT=f"{self._stop}=stop")
         await until_stopped(self.zombie)
 
     async def act(self) -> None:

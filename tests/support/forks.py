@@ -97,11 +97,15 @@ class Nursery:
         return json.loads(self._server.stdout.readline())
 
     def start(
-        self, arguments: Sequence[str], log: Path, *, failpoint: str = "", entry: str = "dcr_daemon.cli:main"
+        self,
+        arguments: Sequence[str],
+        log: Path,
+        *,
+        entry: str = "dcr_daemon.cli:main",
+        **environ: str,
     ) -> Process:
-        """Run `dcr ARGUMENTS`, as the console script would, in this process's environment."""
-        environ = {**os.environ, "DCR_FAILPOINT": failpoint}
-        pid = self.ask(start=list(arguments), environ=environ, log=str(log), entry=entry)
+        """Run `dcr ARGUMENTS`, as the console script would, in this process's environment and `environ`."""
+        pid = self.ask(start=list(arguments), environ={**os.environ, **environ}, log=str(log), entry=entry)
         assert pid is not None
         self._living[pid] = Process(self, pid, log)
         return self._living[pid]

@@ -46,6 +46,7 @@ class Scene:
         self.failpoints = list(failpoints)
         self.lives: list[Process] = []
         self.kills = 0
+        self.environ: dict[str, str] = {}
         self.store: Store
 
     role: ClassVar[str]
@@ -87,7 +88,8 @@ class Scene:
         n = len(self.lives)
         failpoint = self.failpoints[n] if n < len(self.failpoints) else ""
         log = self.home / f"{type(self).__name__}-{n}.log"
-        self.lives.append(self.nursery.start(self.arguments(), log, failpoint=failpoint, entry=self.entry))
+        environ = {"DCR_FAILPOINT": failpoint, **self.environ}
+        self.lives.append(self.nursery.start(self.arguments(), log, entry=self.entry, **environ))
 
     def revive(self) -> bool:
         """Start the daemon again if its failpoint killed it; tells whether. Any other end fails the test."""
@@ -317,7 +319,7 @@ class CollectorScene(CollectingScene):
             self.write(step)
         once = [*PublisherScene.arguments(self), "--once"]
         for failpoint, status in (("publish.part.put:2", -signal.SIGKILL), ("", 0)):
-            process = self.nursery.start(once, self.home / "publisher.log", failpoint=failpoint)
+            process = self.nursery.start(once, self.home / "publisher.log", DCR_FAILPOINT=failpoint)
             assert await process.wait() == status, process.said()
 
     def arguments(self) -> list[str]:
