@@ -198,6 +198,32 @@ async def test_a_worker_that_never_returns_ends_the_engine(moe: Rig, tmp_path: P
         await killed_at(made, "apply", target="watchdog", rank=1, model=0)
 
 
+@pytest.mark.faults
+@pytest.mark.parametrize("holds", ["base", "older", "newest", "garbage"])
+async def test_a_server_that_starts_with_any_weights_is_brought_to_the_newest_version(
+    dense: Rig, tmp_path: Path, holds: str
+) -> None:
+    """Found out by content alone: the checkpoint on a pod's volume may be anything of the right shape."""
+    async with life(dense, tmp_path) as made:
+        for _ in range(2):
+            newest = await made.publish()
+        await made.writer.anchor(newest, limit=1 << 20)
+        stranger = ModelVersions(dense.fresh_home(), dense.server.model, seed=99)
+        stranger.step(1.0)
+        made.versions.values.append(stranger.values[1])
+        starts = {"base": 0, "older": 1, "newest": newest, "garbage": newest + 1}
+        dense.restart(made.checkpoint(starts[holds]))
+        made.versions.values.pop()
+        status = await made.status()
+        assert status is not None
+        assert (status.version, status.serving) == (None, False)
+        follower = made.follow()
+        await made.serves(newest)
+        await made.serves(await made.publish())
+        follower.stop()
+        await made.holds(made.versions.newest)
+
+
 # -- the subscriber ---------------------------------------------------------------------------------------------------
 
 SITES = ("attached", "located", "proved", "serving", "staged", "prepared", "swapped")
@@ -234,21 +260,26 @@ async def test_a_subscriber_killed_at_any_step(dense: Rig, tmp_path: Path, site:
 
 
 async def test_what_a_killed_subscriber_left_begun_is_ended_by_the_next(dense: Rig, tmp_path: Path) -> None:
-    """Half written on purpose: it can go neither forward nor back until the next owner settles it."""
+    """Half written on purpose: it can go neither forward nor back until the next owner settles it. The one that is gone
+    is this test: a subscriber that lives would settle it itself."""
     async with life(dense, tmp_path) as made:
         first = made.follow()
-        await made.serves(await made.publish())
+        served = await made.publish()
+        await made.serves(served)
         first.stop()
+        version = await made.publish()
+        gone = VllmEngine(dense.server.socket)
+        await gone.attach(made.versions.facts())
+        await gone.prove(served, made.versions.vector_file(served), f"v{served}")
+        await gone.prepare(made.versions.transaction(version))
         dense.plant("apply", times=2)
         dense.plant("rollback", times=2)
-        killed = made.follow("r2", failpoint="subscribe.swapped")
-        version = await made.publish()
-        await made.until(lambda: killed.poll() is not None, "the torn swap")
+        assert (await gone.swap(f"to-{version}")).verdict is Verdict.BEGUN
         status = await made.status()
         assert status is not None
         assert (status.version, status.serving) == (None, False)
         assert dense.post("/resume")[0] >= 400
-        made.follow("r3")
+        made.follow("r2")
         await made.serves(version)
         made.followers[-1].stop()
         await made.holds(version)
