@@ -97,7 +97,7 @@ class Actor:
 
 
 class SimPublisher(Actor):
-    """A training process on a machine of its own: drives a `Session` as `publish.publisher.Publisher` does, on a loop instead of a thread.
+    """A training process: drives a `Session` as `publish.publisher.Publisher` does, without its thread.
 
     `updates`: how many it publishes in all its incarnations; `pause`: seconds of training between two.
     """
@@ -119,7 +119,7 @@ class SimPublisher(Actor):
         chosen: dict[str, Any] = {
             "state": self.machine.disk / "state", "base": self.machine.disk / "base", "create": True,
             "name": self.name, "chunk_bytes": CHUNK, "spool_memory": SPOOL, "upload_backlog": 2 * CHUNK, "uploads": 2,
-            "patience": 30.0, "anchor_every": 3, "workers": 2,
+            "patience": 30.0, "anchor_every": 3, "workers": 2, "scrub_rate": 300.0,
         }  # fmt: skip
         return {**chosen, **self.options, **more}
 
@@ -131,11 +131,21 @@ class SimPublisher(Actor):
         self.watch.opened(self, process, session)
         try:
             while True:
+                tending = asyncio.ensure_future(self._tend(session))
                 await asyncio.sleep(self.pause * self.world.rng.uniform(0.3, 1.5))
+                tending.cancel()
+                await asyncio.wait([tending])
                 if self.left > 0:
                     await self._publish(process, session, self.trainer.next())
         finally:
             await session.close()
+
+    async def _tend(self, session: Session) -> None:
+        """Between updates; what goes wrong is met again by the next one."""
+        with contextlib.suppress(DcrError):
+            while True:
+                await session.tend()
+                await session.repair()
 
     async def _publish(self, process: Process, session: Session, lanes: Lanes) -> None:
         """One call of `publish`, and what runs behind it."""

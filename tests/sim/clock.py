@@ -70,11 +70,13 @@ class Process:
 
 
 class Step:
-    """A callback on its way through the gate of its process. One that is cancelled while it waits there does nothing."""
+    """A callback on its way through the gate of its process; one that is cancelled while it waits does nothing."""
 
     __slots__ = ("args", "callback", "context", "handle", "process")
 
-    def __init__(self, process: Process, callback: Callable[..., object], args: tuple[Any, ...], context: Context) -> None:
+    def __init__(
+        self, process: Process, callback: Callable[..., object], args: tuple[Any, ...], context: Context
+    ) -> None:
         self.process, self.callback, self.args, self.context = process, callback, args, context
         self.handle: asyncio.Handle | None = None
 
