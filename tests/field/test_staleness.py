@@ -114,6 +114,26 @@ def test_the_caches_are_reset_unless_somebody_says_otherwise() -> None:
     assert Settings.read({}).caches == "reset"
 
 
+def test_a_salt_by_version_keeps_prefixes_of_other_versions_apart() -> None:
+    """With `keep`, a client that sends the version as its salt never meets a prefix of another one."""
+    pytest.importorskip("vllm")
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(16, sha256)
+
+    def blocks(salt: str | None) -> list[bytes]:
+        prompt, sampling = list(range(64)), SamplingParams(max_tokens=1)
+        return list(Request("r", prompt, sampling, None, cache_salt=salt, block_hasher=hasher).block_hashes)
+
+    assert len(blocks("v1")) == 4
+    assert blocks("v1") == blocks("v1")
+    assert not set(blocks("v1")) & (set(blocks("v2")) | set(blocks(None)))
+
+
 class Stubborn(ToyHost):
     """A host whose caches cannot be reset: `at_once`, or only when the engine has come to rest."""
 

@@ -34,6 +34,23 @@ def test_what_a_must_points_to_exists(must: str) -> None:
             assert re.search(rf"(def|class) {name}\b", source), f"{file} has no {name}"
 
 
+def test_what_keeps_a_failure_from_us_exists() -> None:
+    """The tests named in the table of what went wrong elsewhere."""
+    table = re.search(r"^## What went wrong elsewhere.*?(?=^## )", PAGE, re.MULTILINE | re.DOTALL)
+    assert table
+    cited = re.findall(r"`([\w/]+\.py)`((?:\s*\((?:`\w+`,?\s*)+\))?)", table.group())
+    assert len(cited) > 30
+    for file, names in cited:
+        source = (ROOT / "tests" / file).read_text()
+        for name in re.findall(r"`(\w+)`", names):
+            assert f"def {name}(" in source, f"{file} has no {name}"
+    named = {name for _, names in cited for name in re.findall(r"`(\w+)`", names)} | {file for file, _ in cited}
+    for path in (ROOT / "tests" / "field").glob("test_*.py"):
+        tests = re.findall(r"def (test_\w+)\(", path.read_text())
+        assert f"field/{path.name}" in named
+        assert tests
+
+
 def test_every_must_that_code_and_tests_cite_is_on_the_page() -> None:
     for folder in ("dcr_daemon", "tests", "docs", "systemd", "docker"):
         for path in (ROOT / folder).rglob("*"):
