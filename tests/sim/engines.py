@@ -23,7 +23,7 @@ from toy_model import loaded, placed
 from dcr_daemon.engine import messages
 from dcr_daemon.engine.messages import AnyAnswer, Attach, Pending
 from dcr_daemon.engine.vllm import VllmEngine
-from dcr_daemon.vllm_plugin import loading, tables
+from dcr_daemon.vllm_plugin import faults, loading, tables
 from dcr_daemon.vllm_plugin import rank as rank_module
 from dcr_daemon.vllm_plugin.core import Core
 from dcr_daemon.vllm_plugin.jobs import Background, Job
@@ -90,6 +90,26 @@ class Host(ToyHost):
         raise Crashed(reason)
 
 
+class SimWire(ToyWire):
+    """Ranks that fail, or say that they did."""
+
+    def __init__(self, engine: SimEngine) -> None:
+        super().__init__(engine.workers)
+        self._engine = engine
+
+    def answer(self, rank: int, call: dict[str, Any], one: ToyWorker) -> Any:
+        fault = self._engine.world.rank_fault(self._engine, rank, str(call["op"]))
+        if fault == "half" and call["op"] == "apply":
+            faults.plant("apply")
+            return one.dcr_call(call)
+        if fault in ("balks", "half"):
+            call = {**call, "op": "status", "arg": {}}
+        reply = one.dcr_call(call)
+        return (
+            {**reply, "ok": False, "code": "failed", "error": f"the rank {fault}", "result": None} if fault else reply
+        )
+
+
 class SimEngine:
     """One replica's engine: boots from weights, answers calls, dies and boots again."""
 
@@ -106,8 +126,7 @@ class SimEngine:
         self.boots += 1
         self.process = self.world.process(self.role, self.machine)
         self.workers = [ToyWorker(lanes, rank, RANKS) for rank in range(RANKS)]
-        self.wire = ToyWire(self.workers)
-        self.wire.edit = self._edit
+        self.wire = SimWire(self)
         self.host = Host(self)
         self.core = Core(self.host, Ranks(self.wire), Settings(stage_cap=self.world.stage_cap))
         self.core.changes._reader = InlineReader()  # type: ignore[assignment]
@@ -128,9 +147,6 @@ class SimEngine:
     def states(self) -> list[dict[str, bytes]]:
         """Every byte of every rank."""
         return [worker.toy.state() for worker in self.workers]
-
-    def _edit(self, rank: int, call: dict[str, Any], reply: Any) -> Any:
-        return self.world.wire_fault(self, rank, call, reply)
 
     async def serve_call(self, body: bytes) -> bytes:
         """What the endpoint does with a record from its socket, and EngineCore with what it passes on."""
@@ -247,7 +263,10 @@ def toy_workers() -> Iterator[None]:
 
     before = loading.attach_model, rank_module.Background
     loading.attach_model, rank_module.Background = attach, InlineBackground  # type: ignore[misc]
+    faults.ENABLED = True
     try:
         yield
     finally:
         loading.attach_model, rank_module.Background = before  # type: ignore[misc]
+        faults.ENABLED = False
+        faults.plant("apply", times=0)

@@ -7,7 +7,9 @@ from typing import Any
 
 from sim.actors import SimPublisher
 from sim.clock import Process
-from sim.scenarios import Stage, scenario, some_weather
+from sim.scenarios import some_weather
+from sim.stage import Stage, scenario
+from sim.world import RANK_FAULTS
 
 from dcr_daemon.errors import Fenced
 from dcr_daemon.events import Event, Sealed
@@ -130,3 +132,21 @@ async def flipped_bits(stage: Stage) -> None:
     await stage.finish()
     engine = replica.engine
     await stage.until(lambda: engine is not None and not engine.flips, 600.0, "a scrub finds what flipped")
+
+
+@scenario
+async def rank_fails_again(stage: Stage) -> None:
+    """What is tried twice fails twice, on an engine that serves or has never been ready: its change is taken back, or
+    left begun."""
+    rng = stage.rng
+    op = rng.choice(("apply", "apply", "commit"))
+    ops = [op, "rollback"] if op == "apply" and rng.random() < 0.3 else [op]
+    rank, nth = rng.randrange(2), rng.choice((1, 1, 3))
+    for one in ops:
+        for again in range(2):
+            stage.trigger("engine1", f"wire:{rank}:{one}", rng.choice(RANK_FAULTS), nth + again)
+    stage.publisher(updates=5, anchor_every=rng.choice((None, 1, 4)))
+    await asyncio.sleep(rng.choice((0.0, 20.0, 40.0)))
+    stage.replica(1)
+    await stage.settled(150.0)
+    await stage.finish()

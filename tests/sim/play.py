@@ -7,9 +7,10 @@ import importlib
 from functools import cache
 from typing import Any
 
+from sim import hostile, scenarios  # noqa: F401  each registers what it plays
 from sim.engines import toy_workers
-from sim.scenarios import SCENARIOS as _PLAYS
-from sim.scenarios import Stage
+from sim.stage import SCENARIOS as _PLAYS
+from sim.stage import Stage
 from sim.world import Outcome, World, installed
 
 #: names, in a fixed order: a seed picks one of them

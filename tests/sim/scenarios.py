@@ -8,6 +8,7 @@ import asyncio
 
 from sim.actors import SimWatcher
 from sim.stage import SCENARIOS, Stage, scenario
+from sim.world import RANK_FAULTS
 
 __all__ = ["SCENARIOS", "Stage", "scenario"]
 
@@ -148,7 +149,7 @@ async def rank_fails(stage: Stage) -> None:
     rng = stage.rng
     some_weather(stage)
     for _ in range(rng.choice((1, 2, 3, 4))):
-        stage.hit("engine1", RANKS, ("fails",), 4)
+        stage.hit("engine1", RANKS, RANK_FAULTS, 4)
     if rng.random() < 0.5:
         stage.hit("engine1", CALLS, UNANSWERED, 3)
     if rng.random() < 0.5:
@@ -167,7 +168,7 @@ async def two_subscribers(stage: Stage) -> None:
         if rng.random() < 0.7:
             stage.hit(role, SUBSCRIBER + DIRECTORY * directory, ("kill", "stop", "stop"), 5, (5.0, 20.0, 60.0))
     if not directory and rng.random() < 0.5:
-        stage.hit("engine1", RANKS, ("fails", "kill"), 5)
+        stage.hit("engine1", RANKS, (*RANK_FAULTS, "kill"), 5)
     stage.publisher(updates=5, anchor_every=rng.choice((1, 3)))
     one = stage.replica(1, directory=directory)
     await asyncio.sleep(rng.uniform(1.0, 60.0))

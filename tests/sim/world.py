@@ -50,6 +50,9 @@ class Trigger:
     done: bool = False
 
 
+RANK_FAULTS = ("fails", "balks", "half")
+
+
 class Violation(AssertionError):
     """An invariant does not hold."""
 
@@ -411,9 +414,8 @@ class World:
             return fault
         return ""
 
-    def wire_fault(self, engine: Any, rank: int, call: dict[str, Any], reply: Any) -> Any:
-        """A rank fails, or says that it did."""
-        op = str(call["op"])
+    def rank_fault(self, engine: Any, rank: int, op: str) -> str:
+        """`fails`: it does it and says that it could not. `balks`: it does not. `half`: it writes half. Else empty."""
         left = ""
         if not self.ended:
             for trigger in self._fired(engine.process, f"wire:{rank}:{op}"):
@@ -426,11 +428,10 @@ class World:
                 and self.rank_rate
                 and op in ("apply", "commit", "rollback", "begin", "close")
             ):
-                left = "fails" if self.rng.random() < self.rank_rate else ""
-        if left == "fails":
-            self.outcome.faults[f"rank fails in {op}"] += 1
-            return {**reply, "ok": False, "code": "failed", "error": "a fault of the simulation", "result": None}
-        return reply
+                left = self.rng.choice(RANK_FAULTS) if self.rng.random() < self.rank_rate else ""
+        if left in RANK_FAULTS:
+            self.outcome.faults[f"rank {left} in {op}"] += 1
+        return left
 
 
 @contextmanager

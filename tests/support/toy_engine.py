@@ -63,7 +63,7 @@ class ToyWire:
     def send(self, call: dict[str, Any]) -> list[Any] | None:
         self.sent.append(call["op"])
         for rank, one in enumerate(self.workers):
-            self.left[rank].append(self.edit(rank, call, one.dcr_call(call)))
+            self.left[rank].append(self.answer(rank, call, one))
         answers = []
         for queue in self.left:
             answer = queue.popleft()
@@ -71,6 +71,9 @@ class ToyWire:
                 return None
             answers.append(answer)
         return answers
+
+    def answer(self, rank: int, call: dict[str, Any], one: ToyWorker) -> Any:
+        return self.edit(rank, call, one.dcr_call(call))
 
     def next_reply(self, rank: int) -> Any:
         return self.left[rank].popleft()

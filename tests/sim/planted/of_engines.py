@@ -17,7 +17,7 @@ from dcr_daemon.vllm_plugin.rank import Rank
 from dcr_daemon.vllm_plugin.transaction import Transaction
 
 
-@bug("E1", "rank_fails", "engine_dies")
+@bug("E1", "rank_fails_again")
 def anybody_may_resume(put: Put) -> None:
     """A change that is neither written nor taken back is left, and generation goes on."""
     right = Changes._still_begun
@@ -40,7 +40,7 @@ def born_running(put: Put) -> None:
     put(Core, "awaken", awaken)
 
 
-@bug("E2", "rank_fails", "engine_dies")
+@bug("E2", "rank_fails_again")
 def rollback_resumes(put: Put) -> None:
     """What is rolled back is resumed, also where it had never been ready."""
     right = Changes._end
@@ -57,9 +57,10 @@ def rollback_resumes(put: Put) -> None:
 def every_subscriber_is_the_owner(put: Put) -> None:
     """Calls are carried out whatever owner's token they carry."""
     put(Core, "_require_owner", lambda self, call: None)
+    put(Rank, "fence", lambda self, token: None)
 
 
-@bug("E4", "lying_chunk")
+@bug("E4", "flipped_bits")
 def every_rank_judges_for_itself(put: Put) -> None:
     """Nobody adds up what the ranks found before, and nobody looks after the write either."""
     put(judge, "judge_chain", lambda *_: None)
@@ -68,7 +69,7 @@ def every_rank_judges_for_itself(put: Put) -> None:
     put(judge, "judge_written", lambda *_: "")
 
 
-@bug("E5", "rank_fails")
+@bug("E5", "rank_fails_again", "rank_fails")
 def nobody_looks_after_the_write(put: Put) -> None:
     """A rank that did not write is believed to have written."""
     put(changes, "_faults", lambda replies: "")
@@ -80,7 +81,7 @@ def nobody_looks_after_the_write(put: Put) -> None:
     )
 
 
-@bug("E5 (elsewhere: version raised although the apply failed)", "rank_fails")
+@bug("E5 (elsewhere: version raised although the apply failed)", "rank_fails_again")
 def failed_change_raises_the_version(put: Put) -> None:
     """After a rollback the engine says that it is at the new version."""
     right = Changes._roll_back
@@ -94,7 +95,7 @@ def failed_change_raises_the_version(put: Put) -> None:
     put(Changes, "_roll_back", roll_back)
 
 
-@bug("E6", "rank_fails")
+@bug("E6", "rank_fails_again")
 def old_values_are_not_kept(put: Put) -> None:
     """A rollback leaves what was written, and says that all is as it was."""
 
@@ -104,7 +105,7 @@ def old_values_are_not_kept(put: Put) -> None:
     put(Transaction, "rollback", rollback)
 
 
-@bug("E6", "subscriber_dies", "two_subscribers", "rank_fails")
+@bug("E6", "rank_fails_again", "subscriber_dies")
 def begun_is_forgotten_at_attach(put: Put) -> None:
     """The next owner finds a change that was begun, and starts over as if there were none."""
     right = Rank.attach
@@ -130,7 +131,7 @@ def prepared_outlives_its_base(put: Put) -> None:
     put(rank, "OPEN", rank.OPEN)
 
 
-@bug("E7", "rank_fails", "lying_chunk")
+@bug("E7", "rank_fails_again", "rank_fails")
 def change_is_applied_as_a_difference(put: Put) -> None:
     """The change is added to what is there: a second try adds it twice, and nobody looks."""
 
@@ -161,7 +162,7 @@ def label_is_believed(put: Put) -> None:
     put(judge, "differing", lambda *_: [])
 
 
-@bug("E5", "rank_fails")
+@bug("E5", "rank_fails_again", "rank_fails")
 def commits_one_rank_only(put: Put) -> None:
     """The verdict of one rank is taken for that of all."""
     right = changes._faults
