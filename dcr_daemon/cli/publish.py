@@ -123,6 +123,15 @@ def command(
         typer.Option(metavar="THREADS", min=0, help="Threads for byte work; 0: one per core.", rich_help_panel=_TUNING),
     ] = 0,
     uploads: Annotated[int, typer.Option(metavar="N", min=1, help="Concurrent uploads.", rich_help_panel=_TUNING)] = 8,
+    scrub_rate: Annotated[
+        float,
+        typer.Option(
+            metavar="BYTES",
+            min=0,
+            help="Of the baseline, checked a second between updates; 0: none.",
+            rich_help_panel=_TUNING,
+        ),
+    ] = float(512 << 20),
     endpoint_url: EndpointUrl = None,
     region: Region = None,
     profile: Profile = None,
@@ -156,6 +165,7 @@ def command(
         keep_hours=keep_hours,
         uploads=uploads,
         workers=workers,
+        scrub_rate=scrub_rate,
         watch=watch,
         marker=marker,
         poll=poll,

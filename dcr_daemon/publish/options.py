@@ -56,6 +56,7 @@ class PublishOptions:
     `patience`: how long an unreachable bucket is tried before the attempt is given up.
     `scrub_rate`: bytes of the baseline that are checked per second between updates, 0 for none; the default is some
     percents of one core, and finds damage in a 60 GB share of a model in two minutes.
+    `look`: seconds between two looks for a newer claim while nothing is published.
     `ignore`: globs of input names outside the layout that are dropped without a word.
     """
 
@@ -78,3 +79,4 @@ class PublishOptions:
     patience: float = 600.0
     workers: int = 0
     scrub_rate: float = SCRUB_RATE
+    look: float = 10.0

@@ -15,6 +15,8 @@ from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.publish.survey import FileIdentity
 from dcr_daemon.untrusted import decode_json
 
+GONE = 64  #: newest sources that are remembered although their directory is gone: it may have been renamed
+
 
 class Source(msgspec.Struct, frozen=True):
     """`source` of a seal: the checkpoint's path below the watched directory, and its files as they were read."""
@@ -43,8 +45,8 @@ async def read_published(ledger: Ledger, kept: Path, watch: Path) -> list[Source
     """Sources of all versions, and the shortcut `kept` brought up to date."""
     known = _load(kept, ledger.stream.stream, watch)
     seals = await ledger.history.between(known.version + 1)
-    # A directory that is gone cannot come back with the same inodes and times; it need not be remembered.
-    sources = [source for source in known.sources if (watch / source.path).exists()]
+    # A directory that is gone cannot come back with the same inodes and times, but under another name.
+    sources = [source for source in known.sources[:-GONE] if (watch / source.path).exists()] + known.sources[-GONE:]
     sources += [source for seal in seals if (source := _source(seal.source))]
     _save(kept, msgspec.structs.replace(known, version=ledger.state.seal.version, sources=sources))
     return sources

@@ -21,7 +21,7 @@ from dcr_daemon.events import Emit, Rounded, Waiting, discard
 from dcr_daemon.publish.attempt import Attempt
 from dcr_daemon.publish.intake import Intake
 from dcr_daemon.publish.opening import open_session
-from dcr_daemon.publish.options import KEEP_VERSIONS, PublishOptions, default_state, parse_codec
+from dcr_daemon.publish.options import KEEP_VERSIONS, SCRUB_RATE, PublishOptions, default_state, parse_codec
 from dcr_daemon.publish.session import CLOSE_PATIENCE, Session
 from dcr_daemon.publish.sources import Source, TensorSource, settle_devices
 from dcr_daemon.publish.update import Update
@@ -50,6 +50,7 @@ class Publisher:
         ignore: globs of tensor names outside the base checkpoint to drop.
         upload_base: upload version 0 as an anchor when the stream is created.
         anchor_every, anchor_share, keep_versions, keep_hours: see `PublishOptions`.
+        scrub_rate: bytes of the baseline that are checked per second between updates; 0 for none.
         patience: seconds that an unreachable bucket is tried before an update is given up. If the fate of a record
             that was sent is open even then, the error says so, and the next call finds out before it begins (must L1).
         emit: listens to events, on the publisher's own thread.
@@ -78,6 +79,7 @@ class Publisher:
         anchor_share: float | None = 1.0,
         keep_versions: int | None = KEEP_VERSIONS,
         keep_hours: float | None = None,
+        scrub_rate: float = SCRUB_RATE,
         patience: float = 600.0,
         emit: Emit = discard,
     ) -> None:
@@ -94,6 +96,7 @@ class Publisher:
             anchor_share=anchor_share,
             keep_versions=keep_versions,
             keep_hours=keep_hours,
+            scrub_rate=scrub_rate,
             patience=patience,
         )
         self._emit = emit

@@ -41,8 +41,7 @@ from dcr_daemon.runtime import Workers
 T = TypeVar("T")
 
 SETTLE_PAUSE = 2.0  #: seconds between two looks for the fate of a record
-LOOK = 10.0  #: seconds between two looks for a newer claim while nothing is published
-CLOSE_PATIENCE = 10.0  #: seconds that an end waits for the ledger: supervisors kill after 30
+CLOSE_PATIENCE = 5.0  #: seconds that each step of an end waits for the ledger: supervisors kill after 30
 
 
 class Session:
@@ -69,7 +68,7 @@ class Session:
         self._group, self._nonce = runtime.nonce(), runtime.nonce()
         self._call = 0
         self._scrub = Scrub(baseline, options.scrub_rate)
-        self._look_at = runtime.monotonic() + LOOK
+        self._look_at = runtime.monotonic() + options.look
         self._owes_anchor = False
         self._spoilt: int | None = None
         self._attempt: Attempt | None = None
@@ -274,7 +273,7 @@ class Session:
         """
         while True:
             if runtime.monotonic() >= self._look_at:
-                self._look_at = runtime.monotonic() + LOOK * (0.75 + runtime.jitter() / 2)
+                self._look_at = runtime.monotonic() + self._options.look * (0.75 + runtime.jitter() / 2)
                 with contextlib.suppress(StoreUnavailable):
                     await self.ledger.read()
                 self.ledger.check_held()

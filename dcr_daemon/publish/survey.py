@@ -142,14 +142,29 @@ class Survey:
         self._root, self._marker = root, marker
         self._exclude = {path.resolve() for path in exclude}
         self._notices: deque[tuple[Path, str]] = deque()
-        #: checkpoints (relative path, identities) that are versions already
-        self.done: set[tuple[str, frozenset[FileIdentity]]] = set()
+        self._versions: dict[frozenset[FileIdentity], set[str]] = {}
         self._closed: dict[Path, FileIdentity] = {}
         self._looked: dict[Path, tuple[FileIdentity, int]] = {}
         self._written: dict[Path, None] = {}
         self._settled: dict[Path, FileIdentity] = {}
         self._headers: dict[tuple[Path, FileIdentity], Header | str] = {}
         self._completions: dict[tuple[str, frozenset[FileIdentity]], int] = {}
+
+    def published(self, relative: str, identity: frozenset[FileIdentity]) -> None:
+        """A checkpoint is a version now, and is not to be found again."""
+        self._versions.setdefault(identity, set()).add(relative)
+
+    def _is_version(self, relative: str, identity: frozenset[FileIdentity]) -> bool:
+        """Whether the very files at `relative` are a version. A directory that was renamed since is that version still,
+        and nothing new; one that holds links to the files of another, which is still there, is a checkpoint of its own:
+        somebody may be waiting for its number."""
+        places = self._versions.get(identity)
+        if not places:
+            return False
+        if relative not in places and any((self._root / place).is_dir() for place in places):
+            return False
+        places.add(relative)
+        return True
 
     def closed(self, path: Path) -> None:
         """A writer closed the file, or it was moved in. From any thread."""
@@ -241,7 +256,7 @@ class Survey:
             named = set(found.index.values())
             paths = [path for path in paths if path.name in named]
             found.waiting |= dict.fromkeys(named - {path.name for path in paths}, "not there yet")
-        if (found.relative, frozenset(filter(None, map(identify, paths)))) in self.done:
+        if self._is_version(found.relative, frozenset(filter(None, map(identify, paths)))):
             return None
         for path in paths:
             seen.add(path)

@@ -276,7 +276,7 @@ class Watcher:
 
     def _remember(self, relative: str, identity: frozenset[FileIdentity]) -> None:
         """This is a version now, and never taken up again."""
-        self._survey.done.add((relative, identity))
+        self._survey.published(relative, identity)
         self._published.add(relative)
         number = number_in(relative)
         self._newest = max(self._newest, -1 if number is None else number)

@@ -409,3 +409,92 @@ def test_an_interrupt_while_diffing_leaves_the_publisher_usable(world: Any, tool
 def test_a_publisher_without_its_state_is_told_about_names(world: Any) -> None:
     with publisher(world), pytest.raises(Fenced, match="--name"):
         publisher(world, state=world.root / "elsewhere")
+
+
+def test_a_fork_does_not_wait_for_a_fate_that_nobody_will_tell_it(world: Any, toolbox: Any) -> None:
+    """Data loaders fork in the middle of an update; the copy of it in the child is never told anything."""
+    from dcr_daemon.publish.update import Update
+
+    parent = os.getpid()
+    told, untold = Update(1, lambda: os.getpid() == parent), Update(2, lambda: os.getpid() == parent)
+    told.failed(StoreUnavailable("down"))
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        try:
+            with pytest.raises(StoreUnavailable):
+                told.wait_sealed()
+            untold.wait_sealed()
+        except Misuse as error:
+            os._exit(0 if "fork" in str(error) else 1)
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+BLACKHOLED = """
+import asyncio, json, sys, time
+from dcr_daemon.publish import publisher as module
+from dcr_daemon.store.file import FileStore
+from dcr_daemon.store.port import Outcome
+
+class Hole(FileStore):
+    down = False
+    async def create(self, key, body):
+        if self.down:
+            await asyncio.sleep(3600)
+        return await super().create(key, body)
+    async def get(self, key, *, limit):
+        if self.down:
+            await asyncio.sleep(3600)
+        return await super().get(key, limit=limit)
+
+async def open_store(url, **options):
+    from pathlib import Path
+    return Hole(Path(url.removeprefix("file://")))
+
+module.open_store = open_store
+import torch
+from safetensors.torch import load_file
+url, base, state, when = sys.argv[1:]
+tensors = load_file(base + "/model.safetensors")
+
+def slowly():
+    for n, item in enumerate(tensors.items()):
+        if n == 3 and when == "in the iterator":
+            target._store.down = True
+            print("ready", flush=True)
+            time.sleep(3600)
+        yield item
+
+with module.Publisher(url, base=base, create=True, state=state) as target:
+    target.publish(tensors).wait_sealed()
+    if when == "in the iterator":
+        target.publish(slowly())
+    target._store.down = True
+    print("ready", flush=True)
+    if when == "while it begins":
+        target.publish(tensors)
+    time.sleep(3600)
+"""
+
+
+@pytest.mark.parametrize("when", [
+    "in the iterator",
+    pytest.param("while it begins", marks=pytest.mark.slow),
+    pytest.param("between updates", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_ctrl_c_ends_a_trainer_soon_even_if_the_bucket_swallows_everything(world: Any, toolbox: Any, when: str) -> None:
+    """And nothing is broken by it: the next process publishes on."""
+    command = [sys.executable, "-c", BLACKHOLED, world.url, str(world.base), str(world.state), when]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n", process.communicate()[1]
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert "KeyboardInterrupt" in errors
+    weights = toolbox.step_weights(world.weights, seed=3)
+    with publisher(world) as target:
+        target.publish(world.tensors(weights)).wait_sealed()
+        version = target.version
+    assert toolbox.same(world.reader.versions()[version], weights)

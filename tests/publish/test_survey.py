@@ -151,7 +151,7 @@ def test_what_is_published_is_not_found_again_until_it_changes(world: Any, tmp_p
     path = write(tmp_path / "w/step_1/model.safetensors", whole(world))
     identity = identify(path)
     assert identity is not None
-    survey.done.add(("step_1", frozenset({identity})))
+    survey.published("step_1", frozenset({identity}))
     assert not survey.look(layout, True)
     path.unlink()
     write(tmp_path / "w/step_1/other.safetensors", whole(world))

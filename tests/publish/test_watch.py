@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -13,9 +14,10 @@ import pytest
 
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.checkpoint.safetensors import pack_safetensors, write_safetensors
-from dcr_daemon.errors import Incompatible, NotFound
-from dcr_daemon.events import Aborted, ChunkPut, Opened, Sealed, ShardTaken, Waiting
+from dcr_daemon.errors import Fenced, Incompatible, NotFound
+from dcr_daemon.events import Aborted, ChunkPut, Claimed, Opened, Sealed, ShardTaken, Waiting, discard
 from dcr_daemon.publish import watch as module
+from dcr_daemon.publish.opening import open_session
 from dcr_daemon.publish.watch import WatchOptions, run_watch
 
 DEADLINE = 60.0
@@ -441,3 +443,79 @@ def test_a_file_that_changes_without_changing_size_or_content_still_voids(world:
 
     asyncio.run(run())
     assert toolbox.same(world.reader.versions()[1], new)
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_checkpoint_renamed_after_it_was_published_is_no_new_version(world: Any, toolbox: Any, restart: bool) -> None:
+    weights = toolbox.step_weights(world.weights, seed=1)
+    tmp, final = world.root / "out/tmp-40", world.root / "out/checkpoint-40"
+
+    async def check() -> None:
+        async with watching(world):
+            world.write(tmp, weights)
+            await until(lambda: sealed(world) == [40])
+            if not restart:
+                tmp.rename(final)
+                world.write(world.root / "out/checkpoint-41", weights)
+                await until(lambda: sealed(world)[-1] == 41)
+
+    asyncio.run(check())
+    if restart:
+        tmp.rename(final)
+        once(world)
+        once(world)
+    assert sealed(world) == ([40] if restart else [40, 41])
+
+
+def test_links_to_a_published_checkpoint_are_one_of_their_own(world: Any, toolbox: Any) -> None:
+    """A controller may wait for its number; it costs a version without a change."""
+    world.write(world.root / "out/checkpoint-40", toolbox.step_weights(world.weights, seed=1))
+    once(world)
+    shutil.copytree(world.root / "out/checkpoint-40", world.root / "out/checkpoint-50", copy_function=os.link)
+    once(world)
+    assert [(event.step, bool(event.changed)) for event in world.events.of(Sealed)] == [(40, True), (50, False)]
+
+
+@pytest.mark.parametrize("poll", [0.05, None])
+def test_a_watched_directory_that_vanishes_is_said_and_waited_for(world: Any, toolbox: Any, poll: float | None) -> None:
+    chain = [toolbox.step_weights(world.weights, seed=n) for n in range(2)]
+
+    async def check() -> None:
+        async with watching(world, poll=poll):
+            world.write(world.root / "out/checkpoint-1", chain[0])
+            await until(lambda: sealed(world) == [1])
+            (world.root / "out").rename(world.root / "away")
+            await until(lambda: any("not there any more" in e.what for e in world.events.of(Waiting)))
+            world.write(world.root / "out/checkpoint-2", chain[1])
+            await until(lambda: sealed(world) == [1, 2])
+
+    asyncio.run(check())
+    assert toolbox.same(world.reader.versions()[2], chain[1])
+
+
+def test_a_watcher_with_nothing_to_do_notices_a_newer_claim_and_ends(world: Any) -> None:
+    async def check() -> None:
+        idle = asyncio.create_task(run_watch(options(world, name="a", look=0.1), world.store(), world.events))
+        await until(lambda: any("a checkpoint below" in event.what for event in world.events.of(Waiting)))
+        other = await open_session(
+            options(world, name="b", take_over=True, state=world.root / "b"), world.store(), discard
+        )
+        with pytest.raises(Fenced, match="publisher b has claimed"):
+            await asyncio.wait_for(idle, DEADLINE)
+        assert other.ledger.holds
+        await other.close()
+
+    asyncio.run(check())
+
+
+def test_two_publishers_of_one_name_are_told_so(world: Any) -> None:
+    async def check() -> None:
+        first = asyncio.create_task(run_watch(options(world, name="a", look=0.1), world.store(), world.events))
+        await until(lambda: any("a checkpoint below" in event.what for event in world.events.of(Waiting)))
+        second = await open_session(options(world, name="a", state=world.root / "b"), world.store(), world.events)
+        with pytest.raises(Fenced, match="two processes run as publisher 'a'"):
+            await asyncio.wait_for(first, DEADLINE)
+        await second.close()
+
+    asyncio.run(check())
+    assert [event.ousted for event in world.events.of(Claimed)] == [None, "a"]
