@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 import dcr_daemon
-from dcr_daemon.cli import demo, gc, log, materialize, publish, status, subscribe, verify
+from dcr_daemon.cli import Stopped, demo, gc, log, materialize, publish, status, subscribe, verify
 from dcr_daemon.cli.output import report_error, wants_json
 from dcr_daemon.config import Known, read_config
 from dcr_daemon.errors import DcrError
@@ -86,6 +85,8 @@ def run(arguments: Sequence[str]) -> int:
         return _report_usage(error, json=json)
     except (KeyboardInterrupt, typer.Abort):
         return report_error("interrupted", "", "Interrupted", INTERRUPTED, json=json)
+    except Stopped:
+        raise
     except SystemExit:
         return 0  # only printing help ends so: whoever read it has gone, as after `dcr --help | head`
     if code == INTERRUPTED:  # typer's own answer to a KeyboardInterrupt
@@ -100,8 +101,3 @@ def _report_usage(error: Any, *, json: bool) -> int:
     context = getattr(error, "ctx", None)
     hint = f"see `{context.command_path} --help`" if context else "see `dcr --help`"
     return report_error(error.format_message(), hint, "Misuse", 2, json=json)
-
-
-def main() -> None:
-    """Console script."""
-    sys.exit(run(sys.argv[1:]))

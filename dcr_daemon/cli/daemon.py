@@ -51,21 +51,23 @@ def run_daemon(watch: Observation, main: Callable[[Emit], Awaitable[None]], **co
 
 async def _supervise(watch: Observation, main: Callable[[Emit], Awaitable[None]]) -> bool:
     """True if SIGINT ended it."""
-    async with contextlib.AsyncExitStack() as stack:
-        emit = await _observer(watch, stack)
-        task = asyncio.ensure_future(main(emit))
-        received: list[signal.Signals] = []
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, _stop, number, received, task)
-        try:
-            await task
-        except asyncio.CancelledError:
-            if not received:
-                raise
-        finally:
-            notify("STOPPING=1")
+    received: list[signal.Signals] = []
+    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(_watched(watch, main))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, _stop, number, received, task)
+    try:
+        await task
+    except asyncio.CancelledError:
+        if not received:
+            raise
+    finally:
+        notify("STOPPING=1")
     return signal.SIGINT in received
+
+
+async def _watched(watch: Observation, main: Callable[[Emit], Awaitable[None]]) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        await main(await _observer(watch, stack))
 
 
 def _stop(number: signal.Signals, received: list[signal.Signals], task: asyncio.Future[None]) -> None:

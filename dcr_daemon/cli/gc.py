@@ -11,7 +11,6 @@ from dcr_daemon.cli.options import EndpointUrl, Json, Profile, Region, StoreOpti
 from dcr_daemon.cli.output import print_fields, print_json, print_table, size
 from dcr_daemon.cli.progress import steps
 from dcr_daemon.errors import Misuse
-from dcr_daemon.events import discard
 
 if TYPE_CHECKING:
     from dcr_daemon.ledger.retention import Item, Plan
@@ -75,7 +74,7 @@ def command(
         from dcr_daemon.ledger.ledger import Ledger
 
         with steps("gc:", quiet=json) as told:
-            async with StoreOptions(stream, endpoint_url, region, profile).open(discard) as store:
+            async with StoreOptions(stream, endpoint_url, region, profile).watched() as store:
                 ledger = Ledger(store)
                 if dry_run:
                     await ledger.read()

@@ -8,7 +8,6 @@ import typer
 
 from dcr_daemon.cli.options import EndpointUrl, Json, Profile, Region, StoreOptions, StreamArgument, run_async
 from dcr_daemon.cli.output import print_json, print_table, share, size
-from dcr_daemon.events import discard
 
 if TYPE_CHECKING:
     from dcr_daemon.ledger.ledger import Ledger
@@ -35,7 +34,7 @@ def command(
     async def main() -> list[Row]:
         from dcr_daemon.ledger.ledger import Ledger
 
-        async with StoreOptions(stream, endpoint_url, region, profile).open(discard) as store:
+        async with StoreOptions(stream, endpoint_url, region, profile).watched() as store:
             return await read_rows(Ledger(store), None if everything else limit)
 
     rows = run_async(main())

@@ -39,7 +39,7 @@ def command(
 
     async def main() -> Materialized:
         with transfer("materialising", quiet=json) as emit:
-            async with place.open(emit) as store:
+            async with place.watched(emit) as store:
                 return await materialize(store, version=version, out=out, base=base, emit=emit)
 
     built = run_async(main())

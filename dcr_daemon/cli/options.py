@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from dcr_daemon.cli import Stopped
 from dcr_daemon.errors import Misuse
 
 if TYPE_CHECKING:
@@ -81,6 +83,15 @@ class StoreOptions:
     profile: str | None = None
 
     @asynccontextmanager
+    async def watched(self, emit: Emit | None = None) -> AsyncIterator[Store]:
+        """The store for a command that somebody waits for: what it waits for is said on stderr."""
+        from dcr_daemon.cli.progress import waits
+        from dcr_daemon.events import discard
+
+        async with waits(self.url, emit or discard) as told, self.open(told) as store:
+            yield store
+
+    @asynccontextmanager
     async def open(self, emit: Emit) -> AsyncIterator[Store]:
         from dcr_daemon.store import open_store
 
@@ -113,7 +124,24 @@ def default_replica() -> str:
 def run_async(main: Coroutine[Any, Any, T]) -> T:
     """Run a command's coroutine; uvloop where it is installed."""
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        return runner.run(main)
+        return runner.run(_until_stopped(main))
+
+
+async def _until_stopped(main: Coroutine[Any, Any, T]) -> T:
+    """SIGTERM cancels `main`, as Ctrl-C does, so that what it has under way is tidied up. A daemon has its own way."""
+    task, stopped = asyncio.ensure_future(main), list[int]()
+
+    def stop() -> None:
+        stopped.append(signal.SIGTERM)
+        task.cancel()
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if stopped:
+            raise Stopped from None
+        raise
 
 
 def loop_factory() -> Any:

@@ -2,14 +2,53 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from dcr_daemon import runtime
 from dcr_daemon.events import Emit, Event, StoreRequest, Waiting, discard
+from dcr_daemon.observe.streams import put
+
+SILENCE = 3.0  #: seconds without a first answer that are worth a word
+
+
+@asynccontextmanager
+async def waits(url: str, emit: Emit = discard) -> AsyncIterator[Emit]:
+    """An `Emit` that passes everything on, and says on stderr what a command waits for: within seconds, once each.
+
+    A store that swallows requests gives no sign of life for long; so silence is told of as well.
+    """
+    said, answers = set[str](), [0]
+
+    def say(what: str) -> None:
+        if what not in said:
+            said.add(what)
+            with suppress(OSError):
+                put(sys.stderr, f"dcr: waiting: {what}\n")
+
+    def told(event: Event) -> None:
+        match event:
+            case StoreRequest():
+                answers[0] += 1
+            case Waiting():
+                say(event.what)
+        emit(event)
+
+    async def listen() -> None:
+        await runtime.sleep(SILENCE)
+        if not answers[0]:
+            say(f"{url} has not answered for {SILENCE:.0f} s")
+
+    listening = asyncio.ensure_future(listen())
+    try:
+        yield told
+    finally:
+        listening.cancel()
 
 
 @contextmanager

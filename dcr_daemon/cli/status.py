@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from dcr_daemon.cli.options import EndpointUrl, Json, Profile, Region, StoreOptions, StreamArgument, run_async
 from dcr_daemon.cli.output import print_fields, print_json, print_table, size
 from dcr_daemon.errors import Corrupt, Missing
-from dcr_daemon.events import discard
 
 if TYPE_CHECKING:
     from dcr_daemon.store.port import Store
@@ -31,7 +30,7 @@ def command(
     """
 
     async def main() -> dict[str, Any]:
-        async with StoreOptions(stream, endpoint_url, region, profile).open(discard) as store:
+        async with StoreOptions(stream, endpoint_url, region, profile).watched() as store:
             return await read_status(store)
 
     status = run_async(main())

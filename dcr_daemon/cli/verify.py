@@ -8,7 +8,6 @@ from dcr_daemon.cli.options import EndpointUrl, Json, Profile, Region, StoreOpti
 from dcr_daemon.cli.output import print_fields, print_json, size
 from dcr_daemon.cli.progress import steps
 from dcr_daemon.errors import Corrupt
-from dcr_daemon.events import discard
 
 if TYPE_CHECKING:
     from dcr_daemon.ledger.verify import Report
@@ -36,7 +35,7 @@ def command(
         workers = Workers()
         try:
             with steps("verifying", quiet=json) as told:
-                async with StoreOptions(stream, endpoint_url, region, profile).open(discard) as store:
+                async with StoreOptions(stream, endpoint_url, region, profile).watched() as store:
                     return await verify(store, progress=told, workers=workers)
         finally:
             workers.close()
