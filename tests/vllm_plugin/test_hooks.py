@@ -142,3 +142,22 @@ def test_without_a_socket_the_plugin_leaves_vllm_alone(monkeypatch: pytest.Monke
 
     register()
     assert not hasattr(core.EngineCore, hooks.METHOD)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_whoever_tells_the_workers_to_write_is_noticed_at_once(fails: bool) -> None:
+    looks: list[str] = []
+
+    def collective_rpc(method: str, **options: Any) -> str:
+        if fails:
+            raise RuntimeError("half done")
+        return f"{method} {options}"
+
+    call = hooks._noticing(collective_rpc, SimpleNamespace(look_for_writes=lambda: looks.append("looked")))  # type: ignore[arg-type]
+    for method in ("reload_weights", "sleep", "execute_model", "dcr_call"):
+        if fails:
+            with pytest.raises(RuntimeError, match="half done"):
+                call(method, args=())
+        else:
+            assert call(method, args=()) == f"{method} {{'args': ()}}"
+    assert looks == ["looked", "looked"]
