@@ -15,6 +15,7 @@ from dcr_daemon import runtime
 from dcr_daemon.errors import Exhausted
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
+_STARVED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
 
 def write_whole(path: Path, body: bytes | memoryview, *, what: str, durable: bool = True) -> None:
@@ -71,9 +72,16 @@ def disk_full(error: OSError) -> bool:
     return error.errno in _DISK_FULL
 
 
+def starved(error: OSError) -> bool:
+    """Whether a file was not opened for want of descriptors or memory: that says nothing about the file."""
+    return error.errno in _STARVED
+
+
 def exhausted(error: OSError, path: Path) -> Exhausted:
     """The error to raise for a failed write, whatever was in its way: a disk that is full, read-only or broken."""
     if disk_full(error):
         return Exhausted(f"no space left to write {path}", hint="free space there or point it elsewhere")
     reason = error.strerror or str(error)
+    if starved(error):
+        return Exhausted(f"cannot open {path}: {reason}", hint="raise this process's limits on open files and memory")
     return Exhausted(f"cannot write {path}: {reason}", hint="look at that disk and its permissions")

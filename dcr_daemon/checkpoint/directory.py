@@ -16,7 +16,7 @@ from typing import Self
 from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.checkpoint.safetensors import HEADER_LIMIT, SafetensorsFile, write_safetensors
-from dcr_daemon.disk import exhausted, sync_directory, sync_file
+from dcr_daemon.disk import exhausted, starved, sync_directory, sync_file
 from dcr_daemon.errors import Corrupt, DcrError, Incompatible, NotFound
 from dcr_daemon.untrusted import load_json
 
@@ -97,6 +97,8 @@ class Checkpoint:
             self._check_index()
         except OSError as error:
             self.close()
+            if starved(error):
+                raise exhausted(error, self.path) from error
             raise Incompatible(f"{self.path} cannot be read: {error.strerror}", hint="check its permissions") from error
         except DcrError:
             self.close()

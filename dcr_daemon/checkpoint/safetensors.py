@@ -26,7 +26,7 @@ from dcr_daemon import runtime
 from dcr_daemon.canonical.dtypes import item_size, lane_dtype
 from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import TensorSpec, countable
-from dcr_daemon.disk import exhausted, sync_file
+from dcr_daemon.disk import exhausted, starved, sync_file
 from dcr_daemon.errors import Corrupt, DcrError, Incompatible, NotFound
 from dcr_daemon.untrusted import load_json
 
@@ -120,6 +120,8 @@ def _open(path: Path, access: int) -> int:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise NotFound(f"there is no file {path}") from error
     except OSError as error:
+        if starved(error):
+            raise exhausted(error, path) from error
         raise Incompatible(f"{path} cannot be opened: {error.strerror}") from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

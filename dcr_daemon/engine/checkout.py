@@ -28,10 +28,10 @@ from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.directory import DIRTY, Checkpoint, shard_paths
 from dcr_daemon.checkpoint.safetensors import SafetensorsFile
-from dcr_daemon.disk import exhausted, sync_directory, write_whole
+from dcr_daemon.disk import exhausted, starved, sync_directory, write_whole
 from dcr_daemon.engine.journal import Install, Journal, Patch, read_journal
 from dcr_daemon.engine.port import EngineGone
-from dcr_daemon.errors import Corrupt, DcrError, EngineRefused
+from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, Exhausted
 from dcr_daemon.untrusted import decode_json
 
 FORMAT = 1
@@ -120,6 +120,10 @@ class Checkout:
             body = path.read_bytes()
         except FileNotFoundError:
             return None
+        except OSError as error:
+            if starved(error):
+                raise exhausted(error, path) from error
+            raise EngineRefused(f"{path} cannot be read: {error.strerror}", hint="check this disk") from error
         try:
             found = decode_json(msgspec.json.Decoder(kind), body)
         except ValueError as error:
@@ -152,6 +156,8 @@ class Checkout:
                     return "a change was begun under another layout"
                 try:
                     self.redo(journal, layout)
+                except Exhausted:
+                    raise  # there is a way on, when there is room
                 except DcrError as error:
                     return f"a change was begun and cannot be finished: {error.message}"
         self.sweep()

@@ -24,7 +24,7 @@ from dcr_daemon import runtime
 from dcr_daemon.canonical.fingerprint import MASK, Vector
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.directory import Checkpoint
-from dcr_daemon.disk import exhausted
+from dcr_daemon.disk import exhausted, starved
 from dcr_daemon.engine.assemble import build_checkpoint, gather_vector, plan_slices, slices_of, sum_slice
 from dcr_daemon.engine.checkout import CONFIG, Checkout, Marker, open_checkpoint
 from dcr_daemon.engine.compose import check_chain, compose, name_differences, open_hop, read_vector
@@ -43,7 +43,7 @@ from dcr_daemon.engine.port import (
     Transaction,
     Verdict,
 )
-from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, Fenced, Misuse
+from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, Exhausted, Fenced, Misuse
 
 BUDGET = 2 << 30  #: encoded bytes of the hops in one transaction; one hop is always taken
 LEG = 30.0  #: seconds of one scrub call, about
@@ -89,20 +89,22 @@ class DirectoryEngine:
         self._calls += 1
         async with self._turn:
             self._forget()
-            self._layout = await self._thread(_read_layout, facts)
             try:
+                self._layout = await self._thread(_read_layout, facts)
                 self.path.mkdir(parents=True, exist_ok=True)
                 async with self._locked():
                     marker = await self._thread(self._take, facts)
+                self._facts = facts
+                self._vector = np.zeros(len(self._layout), np.uint64)
+                if self._checkpoint is not None:
+                    self._stamp = self._stamp_now()
+                    self._vector = await self._sum(self._checkpoint)
             except OSError as error:
+                if starved(error):
+                    raise exhausted(error, self.path) from error
                 raise EngineRefused(
                     f"{self.path} cannot be used: {error.strerror or error}", hint="check its path and permissions"
                 ) from error
-            self._facts = facts
-            self._vector = np.zeros(len(self._layout), np.uint64)
-            if self._checkpoint is not None:
-                self._stamp = self._stamp_now()
-                self._vector = await self._sum(self._checkpoint)
             if self._checkpoint is not None and marker is not None and marker.vector == _digest(self._vector):
                 self._version = marker.version
                 self._end(marker.txn)
@@ -131,6 +133,8 @@ class DirectoryEngine:
         if not checkout.empty and not torn:
             try:
                 self._checkpoint = open_checkpoint(self.path, self._layout)
+            except Exhausted:
+                raise  # that says nothing about what is in it
             except DcrError as error:
                 if self._foreign:
                     raise EngineRefused(
@@ -452,14 +456,15 @@ class DirectoryEngine:
         """One call at a time, and only by the owner; `locked` keeps other processes out meanwhile.
 
         Raises:
-            Exhausted: the disk does not take what is written.
+            Exhausted: the disk does not take what is written, or there is no descriptor left to open it.
         """
         self._calls += 1
-        async with self._turn, self._locked() if locked else contextlib.nullcontext():
-            _ = self._stream
-            self._check_owner()
+        async with self._turn:
             try:
-                yield
+                async with self._locked() if locked else contextlib.nullcontext():
+                    _ = self._stream
+                    self._check_owner()
+                    yield
             except OSError as error:  # what was begun is found, and finished, by the next attach
                 raise exhausted(error, self.path) from error
 

@@ -67,14 +67,20 @@ class Spool:
                 raise exhausted(error, path) from error
 
     async def data(self, n: int) -> bytes:
-        """The chunk object."""
+        """The chunk object. Raises `Exhausted` if the disk does not give it back."""
         held = self._held.get(n)
-        return held[0] if held else await self._workers.run(self._path(n, "dcr").read_bytes)
+        return held[0] if held else await self._workers.run(self._read, self._path(n, "dcr"))
 
     async def undo(self, n: int) -> bytes:
-        """Old bits of its overwritten elements."""
+        """Old bits of its overwritten elements. Raises `Exhausted` likewise."""
         held = self._held.get(n)
-        return held[1] if held else await self._workers.run(self._path(n, "old").read_bytes)
+        return held[1] if held else await self._workers.run(self._read, self._path(n, "old"))
+
+    def _read(self, path: Path) -> bytes:
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            raise exhausted(error, path) from error
 
     def clear(self) -> None:
         """The fate is known and acted on."""

@@ -26,12 +26,12 @@ def write_staged(path: Path, body: bytes) -> None:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 in hex; empty if there is no such file."""
+    """SHA-256 in hex; empty if there is no such file, or none that can be read: it is fetched again then."""
     seen = hashlib.sha256()
     try:
         with path.open("rb") as file:
             while block := file.read(_BLOCK):
                 seen.update(block)
-    except FileNotFoundError:
+    except OSError:
         return ""
     return seen.hexdigest()
