@@ -261,7 +261,7 @@ class DirectoryEngine:
                 )
             self._discard()
             wanted = await self._thread(read_vector, vector, self._layout)
-            fresh = self._checkout.marks / f"incoming-{self._token}"
+            fresh = self._fresh
             paths = [Path(file) for file in files]
             await self._thread(_build, fresh, self._layout, paths, self._shard_bytes)
             with Checkpoint(fresh) as built:
@@ -378,12 +378,20 @@ class DirectoryEngine:
     async def close(self) -> None:
         self._calls += 1
         async with self._turn:
-            if self._facts is not None and self._is_owner():
-                self._discard()
-                if self._foreign:
-                    shutil.rmtree(self._checkout.marks, ignore_errors=True)
+            if self._facts is not None:
+                self._tidy()
             self._forget()
             self._workers.close()
+
+    def _tidy(self) -> None:
+        """Leave nothing behind that nobody will use. Whoever was fenced in the middle of a prepare or a load has made
+        a file, or a whole checkpoint, that bears its own token: no later owner's."""
+        owner = self._checkout.owner()
+        if owner.nonce == self._nonce or owner.token > self._token:
+            self._discard()
+            shutil.rmtree(self._fresh, ignore_errors=True)
+        if owner.nonce == self._nonce and self._foreign:
+            shutil.rmtree(self._checkout.marks, ignore_errors=True)
 
     @property
     def _stream(self) -> StreamFacts:
@@ -400,6 +408,10 @@ class DirectoryEngine:
     @property
     def _draft(self) -> Path:
         return self._checkout.marks / f"prepared-{self._token}"
+
+    @property
+    def _fresh(self) -> Path:
+        return self._checkout.marks / f"incoming-{self._token}"
 
     def _marker(self, version: int, label: str, vector: Vector, txn: str = "") -> Marker:
         facts, digest = self._stream, _digest(vector)

@@ -243,6 +243,23 @@ async def test_a_directory_of_another_stream_is_refused(make_versions, here):
     await engine.close()
 
 
+async def test_an_owner_that_was_fenced_in_the_middle_of_its_work_takes_it_away(make_versions, here):
+    """A load of it may be a whole checkpoint, and a later owner's work bears another number."""
+    versions = make_versions(1)
+    first = await proved(versions, here)
+    second = DirectoryEngine(here)
+    await second.attach(versions.facts())
+    await second.prove(0, versions.vector_file(0), "v0")
+    await second.prepare(versions.transaction(1))
+    (here / ".dcr" / "prepared-1").write_bytes(b"drafted while the second attached")
+    (here / ".dcr" / "incoming-1").mkdir()
+    await first.close()
+    assert {path.name for path in (here / ".dcr").iterdir()} == {"version.json", "owner.json", "prepared-2"}
+    await second.swap("to-1")
+    await second.close()
+    assert {path.name for path in (here / ".dcr").iterdir()} == {"version.json", "owner.json"}
+
+
 async def test_the_earlier_owner_is_fenced(make_versions, here):
     versions = make_versions(1)
     first = await proved(versions, here)
