@@ -9,7 +9,7 @@ SOURCE := $(shell find dcr_daemon -name '*.py' -not -path '*/__pycache__/*') dcr
 PINS   := $(wildcard requirements/*.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup wheel demo test faults lint format bench clean
+.PHONY: help setup wheel demo test sim faults lint format bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -19,6 +19,7 @@ help:
 	  'make faults   everything killed, stopped, starved and fuzzed, for hours           (ARGS="--length short --only bytes")' \
 	  'make lint     ruff, mypy --strict, import-linter' \
 	  'make format   rewrite the sources as ruff likes them' \
+	  'make sim      the simulation, many seeds of it                                         (ARGS="--seeds 3000 --jobs 2")' \
 	  'make bench    every benchmark                                                          (ARGS="name")' \
 	  'make wheel    build dist/*.whl' \
 	  'make setup    only the environment; every other verb does it by itself'
@@ -87,6 +88,10 @@ lint: $(VENV)/.tools
 format: $(VENV)/.tools
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# Nightly: make sim ARGS="--seeds 200000 --jobs 2"
+sim: $(VENV)/.installed
+	@$(BIN)/python -P tests/sim/run.py $(ARGS)
 
 bench: $(VENV)/.installed
 	@set -e; for file in $(wildcard benchmarks/*$(ARGS)*.py); do echo "== $$file"; $(BIN)/python -P "$$file"; done
