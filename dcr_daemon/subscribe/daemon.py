@@ -45,7 +45,7 @@ async def run_subscribe(options: SubscribeOptions, store: Store, engine: Engine,
 
     Raises:
         Fenced: another subscriber has attached to this engine since; do not restart.
-        EngineRefused: the engine cannot take this stream, with every reason named.
+        EngineRefused: with `once`, the engine cannot take this stream, with every reason named.
         Incompatible: the stream has another format or layout than engine or state know.
         NotFound: with `once`, there is no stream.
         Corrupt: the ledger does not extend the one remembered here (must T1).

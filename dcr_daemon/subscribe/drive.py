@@ -106,14 +106,14 @@ class Driver:
                 absent = 0 if self._attached else absent + 1
                 pause = back_off(self._at.options.poll, absent, self._heartbeat)
                 if self._attached:  # it may die of what it is asked to do, again and again
-                    pause = self._obstacles.pause()
+                    pause = self._obstacles.failed()
             except HELD as error:
                 if once:
                     raise
                 if isinstance(error, EngineRefused):
                     self._tell.lost(error.message)  # whatever it holds, nobody vouches for it
                 self._hold(error)
-                pause = self._obstacles.pause()
+                pause = self._obstacles.failed()
             self._doubt()
             await runtime.sleep(pause)
             if not once:

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 
 from dcr_daemon import runtime
-from dcr_daemon.errors import DcrError
+from dcr_daemon.errors import DcrError, EngineRefused
 
 BACK_OFF = 60.0  #: seconds between two tries at most
 REFUSALS = 2  #: times that proved weights may refuse a version before it counts as poisoned
@@ -85,7 +85,11 @@ class Obstacles:
             return
         record.again = runtime.monotonic() + min(GRUDGE * 2.0 ** (record.losses - LOSSES), LONGEST_GRUDGE)
         if not anchor:
-            self._blocked = Obstacle(version, error, False, record.again)
+            refused = EngineRefused(
+                f"the engine was lost {record.losses} times over version {version}: {error.message}",
+                hint="look at its log; an anchor above that version is tried before it is",
+            )
+            self._blocked = Obstacle(version, refused, False, record.again)
 
     def progress(self, version: int) -> None:
         """The engine has come to `version`, or serves there as it should: the next failure is a first one."""
@@ -107,9 +111,13 @@ class Obstacles:
             self._blocked = None
 
     def pause(self) -> float:
-        """Seconds until the next try of what has just failed."""
+        """Seconds until what stands in the way may be tried again."""
         if blocked := self.blocked:
             return min(blocked.again - runtime.monotonic(), BACK_OFF)
+        return self.failed()
+
+    def failed(self) -> float:
+        """Seconds until the next try, of as many in a row as have come to nothing."""
         self._tries += 1
         return back_off(self._poll, self._tries - 1)
 

@@ -33,6 +33,7 @@ class Teller:
         self._reporter.set(state=state, detail=detail, serving=self.serving, head=head)
 
     def attached(self, incarnation: str, version: int | None) -> None:
+        self._lost = ""
         self._reporter.set(engine=incarnation, version=version)
 
     async def committed(self, base: int, ended: Swapped, seconds: float, *, route: str) -> None:

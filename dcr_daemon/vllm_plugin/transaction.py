@@ -156,7 +156,7 @@ class Preparation:
                 if fits == 0:
                     raise Exhausted(
                         f"version {hops[0].version} alone needs more than the {self._arena.size} bytes reserved",
-                        hint="raise the transaction cap of the plugin",
+                        hint="raise DCR_STAGE_CAP where the engine is started",
                     ) from None
 
     def _hop(self, number: int, hop: HopFiles, of: tuple[int, int]) -> SegmentSums:

@@ -20,6 +20,7 @@ from dcr_daemon.errors import (
 )
 from dcr_daemon.events import (
     Alarm,
+    Blocked,
     ChunkFetched,
     Committed,
     Prepared,
@@ -188,7 +189,7 @@ async def test_weights_of_no_version_are_refused_without_an_anchor(make_stream, 
     replica = make_replica(stream)
     make_versions(seed=7).save(replica.directory)
     with pytest.raises(EngineRefused, match=r"of no version of this stream.*no anchor"):
-        await replica.run()
+        await replica.once()
     assert not (replica.directory / ".dcr").exists()
 
 
@@ -198,7 +199,12 @@ async def test_another_layout_is_refused_by_name(make_stream, make_replica):
     layout = type(stream.versions.layout)(list(stream.versions.layout)[:-3])
     write_checkpoint(replica.directory, layout, stream.versions.values[0].__getitem__, {})
     with pytest.raises(EngineRefused, match=r"missing: layers"):
-        await replica.run()
+        await replica.once()
+    async with replica.running() as task:  # one that follows says so, and waits for an operator
+        await replica.until(lambda: replica.events.of(Blocked), task)
+        await asyncio.sleep(0.3)
+    assert {event.reason for event in replica.events.of(Blocked)} == {replica.events.of(Blocked)[0].reason}
+    assert "missing: layers" in replica.events.of(Blocked)[0].reason
 
 
 async def test_a_newer_format_is_refused(make_stream, make_replica):
