@@ -119,7 +119,7 @@ class SimPublisher(Actor):
         chosen: dict[str, Any] = {
             "state": self.machine.disk / "state", "base": self.machine.disk / "base", "create": True,
             "name": self.name, "chunk_bytes": CHUNK, "spool_memory": SPOOL, "upload_backlog": 2 * CHUNK, "uploads": 2,
-            "patience": 30.0, "anchor_every": 3, "workers": 2, "scrub_rate": 300.0,
+            "patience": 30.0, "anchor_every": 3, "workers": 2, "scrub_rate": 60.0,
         }  # fmt: skip
         return {**chosen, **self.options, **more}
 

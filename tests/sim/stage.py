@@ -159,7 +159,7 @@ class Stage:
         await self.until(lambda: all(self._there(r) for r in self.replicas), CALM, "converging")
         await asyncio.sleep(20.0)
         began, requests = world.loop.time(), world.outcome.requests
-        await asyncio.sleep(60.0)
+        await asyncio.sleep(30.0)
         rate = (world.outcome.requests - requests) / (world.loop.time() - began)
         if rate > BUSY:
             world.fail("hot loop", f"{rate:.0f} requests a second with nothing to do")
@@ -179,7 +179,7 @@ class Stage:
 
     async def _publish_again(self) -> SimPublisher:
         """The publisher that holds the stream goes on; if none does, an operator takes over for a new one."""
-        await asyncio.sleep(90.0)
+        await asyncio.sleep(40.0)
         owner = self.watch.tip.state.epoch if self.watch.tip else None
         for actor in self.publishers:
             ledger = actor.session.ledger if actor.alive and actor.session else None
