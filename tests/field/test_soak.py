@@ -14,7 +14,7 @@ from field import Line, Trainer, until
 from replicas import Replica
 
 from dcr_daemon.errors import StoreUnavailable
-from dcr_daemon.events import Collected, Sealed, Serving
+from dcr_daemon.events import Collected, Serving
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.verify import verify
 from dcr_daemon.publish.watch import run_watch
@@ -44,7 +44,7 @@ class Mortal:
                 left[0] -= 1
                 if left[0] == 0:
                     line.cut()
-                    self._task.cancel()
+                    asyncio.get_running_loop().call_soon(self._task.cancel)
 
             line.before = before
             self._task = asyncio.create_task(self._run(self.deaths, line))
@@ -71,6 +71,7 @@ class Run:
     def __init__(self, trainer: Trainer, seed: int) -> None:
         self.trainer, self.home = trainer, trainer.home / "bucket"
         trainer.bucket = FileStore(self.home)
+        self.ledger = Ledger(trainer.bucket)
         self.replica: Replica = trainer.replica(at=0)
         self.publisher = Mortal(trainer, seed, 160, self._publish)
         self.subscriber = Mortal(trainer, seed + 1, 220, self._subscribe)
@@ -91,6 +92,13 @@ class Run:
     @property
     def served(self) -> int:
         return max((event.version for event in self.replica.events.of(Serving)), default=-1)
+
+    async def sealed(self, version: int) -> None:
+        """The version is in the ledger, whoever lived to tell."""
+        async with asyncio.timeout(120):
+            while (await self.ledger.read()).seal.version < version:
+                assert self._alive()
+                await asyncio.sleep(0.02)
 
     async def reach(self, version: int) -> None:
         """The replica serves this version, and holds its bits."""
@@ -132,9 +140,10 @@ async def test_a_run_goes_on_whoever_dies_and_needs_no_more_than_it_did(
     trainer = make_trainer(count, rate=0.01)
     run = Run(trainer, seed=count)
     used: list[tuple[int, int]] = []
+    await until(lambda: (run.home / "ledger" / "0000000000000000.json").exists())
     for version in range(1, count + 1):
         trainer.save(version)
-        await until(lambda v=version: run._alive() and (v, v) in trainer.sealed, seconds=120)
+        await run.sealed(version)
         shutil.rmtree(trainer.out / f"checkpoint-{version - CHECKPOINTS}", ignore_errors=True)
         if version % (count // 4) == 0:
             await run.reach(version)
@@ -142,8 +151,8 @@ async def test_a_run_goes_on_whoever_dies_and_needs_no_more_than_it_did(
             used.append((descriptors(), resident()))
     await run.stop()
 
-    sealed = [event.version for event in trainer.events.of(Sealed)]
-    assert sorted(set(sealed)) == list(range(1, count + 1))
+    seals = await run.ledger.history.between(1)
+    assert [(seal.version, seal.step) for seal in seals] == [(n, n) for n in range(1, count + 1)]
     served = [event.version for event in run.replica.events.of(Serving)]
     assert served == sorted(served), "a version went down"
     assert min(run.publisher.deaths, run.subscriber.deaths) >= count // 10
@@ -151,13 +160,11 @@ async def test_a_run_goes_on_whoever_dies_and_needs_no_more_than_it_did(
     assert files <= used[0][0] + 4
     assert memory <= used[0][1] + (48 << 20)
 
-    ledger = Ledger(trainer.bucket)
-    await ledger.read()
-    floor = ledger.state.floor
-    assert floor >= count - KEEP - 2 * ANCHOR_EVERY
+    state = await run.ledger.read()
+    assert state.floor >= count - KEEP - 3 * ANCHOR_EVERY
     data, anchors = run.held()
-    assert len(data) <= KEEP + 2 * ANCHOR_EVERY + 2
-    assert len(anchors) <= KEEP // ANCHOR_EVERY + 3
+    assert len(data) <= KEEP + 3 * ANCHOR_EVERY + 1
+    assert len(anchors) <= KEEP // ANCHOR_EVERY + 4
     assert trainer.events.of(Collected)
     report = await verify(trainer.bucket)
     assert not report.damages
