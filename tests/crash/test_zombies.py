@@ -15,7 +15,7 @@ from typing import ClassVar
 import pytest
 from forks import DEADLINE, Nursery, Process
 from sampling import parameters
-from scenes import LOOK, PublisherScene, SubscriberScene
+from scenes import LOOK, PublisherScene, SubscriberScene, replica_serves
 from sites import SITES
 from streams import StreamWriter
 
@@ -100,10 +100,14 @@ class StoppedSubscriber(SubscriberScene):
         self.stream = StreamWriter(self.url, self.versions, self.store)
         await self.stream.create()
         await self.stream.publish(1)
-        self._chunks = await self.open(2)
         first = ["subscribe", "--from", self.url, "--engine", f"dir://{self.directory}", "--replica", "r1"]
         first += ["--state", str(self.home / "state-r1"), "--staging", str(self.home / "staging-r1"), "--poll", "0.05"]
         self.zombie = self.nursery.start(first, self.home / "zombie.log", DCR_FAILPOINT=f"{self._stop}=stop")
+        async with asyncio.timeout(DEADLINE):  # what it might fetch ahead comes only when it has attached
+            while not (self.zombie.stopped or await replica_serves(self.store, "r1", self.directory, 1)):
+                assert self.zombie.poll() is None, self.zombie.said()
+                await asyncio.sleep(LOOK)
+        self._chunks = await self.open(2)
         await until_stopped(self.zombie)
 
     async def act(self) -> None:

@@ -76,7 +76,9 @@ class Process:
         return status
 
     def said(self) -> str:
-        """The end of its log."""
+        """The end of its log, which it opens itself."""
+        if not self.log.exists():
+            return ""
         return self.log.read_text(errors="replace")[-20_000:]
 
 

@@ -51,6 +51,7 @@ class Scene:
 
     role: ClassVar[str]
     entry: ClassVar[str] = "dcr_daemon.cli:main"
+    ends_by_itself: ClassVar[bool] = False
 
     def arguments(self) -> list[str]:
         raise NotImplementedError
@@ -94,7 +95,7 @@ class Scene:
     def revive(self) -> bool:
         """Start the daemon again if its failpoint killed it; tells whether. Any other end fails the test."""
         status = self.process.poll()
-        if status is None:
+        if status is None or (status == 0 and self.ends_by_itself):
             return False
         killed = status == -signal.SIGKILL and self.kills < len(self.failpoints)
         assert killed, f"life {len(self.lives)} ended with {status}:\n{self.process.said()}"
@@ -313,6 +314,7 @@ class CollectorScene(CollectingScene):
     """`dcr gc` on a stream whose publisher died in the middle of an attempt, went on, and has released it."""
 
     role = "gc"
+    ends_by_itself = True
 
     async def prepare(self) -> None:
         for step in range(1, self.steps + 1):
@@ -330,9 +332,6 @@ class CollectorScene(CollectingScene):
 
     def ended(self) -> bool:
         return self.process.poll() == 0
-
-    def revive(self) -> bool:
-        return not self.ended() and super().revive()
 
     async def stop(self) -> None:
         pass
