@@ -27,7 +27,7 @@ from dcr_daemon.ledger.follow import Follower, Polling
 from dcr_daemon.ledger.history import History
 from dcr_daemon.ledger.memory import Memory
 from dcr_daemon.ledger.records import Epoch, Record, Release, State, Stream
-from dcr_daemon.ledger.slot import TRIES, occupy, read_slot
+from dcr_daemon.ledger.slot import TRIES, judge_slot, occupy, read_slot
 from dcr_daemon.ledger.tail import Tail, find_gap, missing_record
 from dcr_daemon.store.port import Store
 
@@ -294,7 +294,7 @@ class Ledger:
     async def _read_next(self) -> bool:
         body = await read_slot(self.store, self.tip.seq + 1)
         if body is not None:
-            self._take(fold(self.tip, body), body)
+            self._take(*await judge_slot(self.store, self.tip, body))
         self._publish()  # with nothing new too: an earlier call may have failed to remember what it took
         return body is not None
 
@@ -307,7 +307,7 @@ class Ledger:
         # `_sent` is set before the first byte leaves and cleared only by `_take`: a cancelled call stays undecided.
         body = await occupy(self.store, self._sent.seq, self._sent.body, emit=self._emit, tries=TRIES)
         runtime.failpoint(f"ledger.{kind}.answered")
-        self._take(fold(self.tip, body), body)
+        self._take(*await judge_slot(self.store, self.tip, body))
         self._publish()
         runtime.failpoint(f"ledger.{kind}.known")
         return self._settled
