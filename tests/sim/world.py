@@ -379,7 +379,7 @@ class World:
                 if draw < 0:
                     fault = one
                     break
-        if fault is Fault.DAMAGED and (operation != "get" or not key.startswith(("data/", "anchors/", "layouts/"))):
+        if fault is Fault.DAMAGED and (operation != "get" or not key.startswith(("data/", "anchors/", "layouts/", "ledger/"))):
             fault = None
         if fault is Fault.GHOST and operation not in ("create", "delete"):
             fault = Fault.ANSWER_LOST
