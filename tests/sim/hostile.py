@@ -150,3 +150,15 @@ async def rank_fails_again(stage: Stage) -> None:
     stage.replica(1)
     await stage.settled(150.0)
     await stage.finish()
+
+
+@scenario
+async def late_seal(stage: Stage) -> None:
+    """A seal is sent, not acknowledged, and arrives when its publisher has long looked elsewhere; patience is short."""
+    rng = stage.rng
+    for nth in rng.sample(range(3, 20), rng.choice((2, 4))):
+        stage.trigger("pub1", "store:create:ledger/", "GHOST", nth)
+    stage.publisher(updates=5, patience=rng.choice((1.0, 5.0)), pause=rng.choice((3.0, 15.0)), anchor_every=None)
+    stage.replica(1)
+    await stage.settled(200.0)
+    await stage.finish()

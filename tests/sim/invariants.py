@@ -141,12 +141,12 @@ class Watch:
         given = self.checkpoints.get(source) if source else self.attempts.get(seal.attempt)
         try:
             found = self.applied(self.versions[-1], seal)
+            vector = np.frombuffer(self._read(seal.fingerprint), "<u8")
         except (KeyError, DcrError, ValueError) as error:
             world.fail("sealed", f"version {seal.version} cannot be made: {type(error).__name__}: {error}")
             return
         if given is None or not same(found, given):
             world.fail("sealed", f"version {seal.version} of {by} is not what its trainer gave")
-        vector = np.frombuffer(self._read(seal.fingerprint), "<u8")
         if not np.array_equal(vector, vector_of(found)):
             world.fail("sealed", f"version {seal.version} has a vector of other weights")
         self.versions.append(found)

@@ -8,7 +8,8 @@ import numpy as np
 from sim.planted.bug import Put, bug
 
 from dcr_daemon.engine.port import Verdict
-from dcr_daemon.vllm_plugin import changes, core, judge, rank, transaction
+from dcr_daemon.subscribe import drive
+from dcr_daemon.vllm_plugin import changes, core, judge
 from dcr_daemon.vllm_plugin.calls import TxnState
 from dcr_daemon.vllm_plugin.changes import Changes
 from dcr_daemon.vllm_plugin.core import Core
@@ -107,20 +108,21 @@ def old_values_are_not_kept(put: Put) -> None:
 
 @bug("E6", "rank_fails_again", "subscriber_dies")
 def begun_is_forgotten_at_attach(put: Put) -> None:
-    """The next owner finds a change that was begun, and starts over as if there were none."""
-    right = Rank.attach
+    """The next owner finds a change that was begun, and goes on as if the weights were what they summed to before."""
+    right_attach, right_sum = Rank.attach, Core.fingerprint
 
     def attach(self: Rank, token: int, arg: Any) -> Any:
         self._state, self.dirty, self._txn, self._txn_id = TxnState.NONE, False, None, None
-        return right(self, token, arg)
+        return right_attach(self, token, arg)
 
-    def taken(self: Core, *arguments: Any) -> None:
-        right_take(self, *arguments)
-        if self.live is not None and self.proved is None and arguments[0] is not None:
-            self.proved = getattr(self, "_last_proved", None)
+    def fingerprint(self: Core, job_id: str, placement: Any) -> Any:
+        live = self.live
+        if live is None:
+            live = yield from right_sum(self, job_id, placement)
+        return live
 
-    right_take = Core._take
     put(Rank, "attach", attach)
+    put(Core, "fingerprint", fingerprint)
 
 
 @bug("E6", "two_subscribers", "subscriber_dies")
@@ -128,7 +130,6 @@ def prepared_outlives_its_base(put: Put) -> None:
     """What was prepared once may be swapped in later, whatever the weights are by then."""
     put(Changes, "forget_prepared", lambda self: None)
     put(Rank, "_forget", lambda self: None)
-    put(rank, "OPEN", rank.OPEN)
 
 
 @bug("E7", "rank_fails_again", "rank_fails")
@@ -156,16 +157,12 @@ def foreign_writes_are_not_noticed(put: Put) -> None:
     put(Rank, "foreign", lambda self, name: None)
 
 
-@bug("F1", "foreign_write", "engine_dies", "anything")
-def label_is_believed(put: Put) -> None:
-    """A version is proved by its number."""
+@bug("F1 (elsewhere: the label moved, the weights did not)", "engine_dies", "late_replica")
+def weights_are_taken_for_the_newest(put: Put) -> None:
+    """An engine that comes up is believed to hold the newest version, and nobody sums."""
+
+    async def locate(*_: Any, highest: int, **__: Any) -> int:
+        return highest
+
+    put(drive, "locate", locate)
     put(judge, "differing", lambda *_: [])
-
-
-@bug("E5", "rank_fails_again", "rank_fails")
-def commits_one_rank_only(put: Put) -> None:
-    """The verdict of one rank is taken for that of all."""
-    right = changes._faults
-    put(changes, "_faults", lambda replies: right(replies[:1]))
-    put(judge, "judge_written", lambda *_: "")
-    put(transaction, "box_sums", transaction.box_sums)

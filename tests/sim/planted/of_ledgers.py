@@ -7,12 +7,13 @@ from typing import Any
 import msgspec
 from sim.planted.bug import Put, bug
 
-from dcr_daemon.errors import StoreUnavailable
 from dcr_daemon.ledger import fold, names, records, slot
 from dcr_daemon.ledger import ledger as ledgers
 from dcr_daemon.ledger.fold import Tip
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.records import Epoch
+from dcr_daemon.publish.restore import Restorer
+from dcr_daemon.publish.session import Session
 from dcr_daemon.store.port import Outcome
 
 
@@ -51,20 +52,31 @@ def msgspec_replace(step: fold.Step, tip: Tip) -> fold.Step:
     return fold.Step(tip, None, "not read", step.foreign)
 
 
-@bug("L1", "answer_is_lost", "anything")
-def not_found_is_taken_for_not_written(put: Put) -> None:
-    """A record whose answer is lost and that cannot be read is given up, though it may still arrive."""
-    right = Ledger._resolve
+@bug("L1", "late_seal", "answer_is_lost")
+def no_answer_is_taken_for_a_failure(put: Put) -> None:
+    """A seal whose answer is lost is given up and its update undone, though it may still arrive; and the baseline is
+    then believed to be whatever the ledger says."""
+    right = Session.settle
 
-    async def resolve(self: Ledger) -> Any:
-        try:
-            return await right(self)
-        except StoreUnavailable:
-            self._sent = None
-            raise
+    async def settle(self: Session, reason: str, **options: Any) -> Any:
+        if self.ledger.undecided and self._attempt:
+            attempt, self.ledger._sent = self._attempt, None
+            await attempt.cancel()
+            await self._undo(attempt, reason)
+            return None
+        return await right(self, reason, **options)
 
+    async def restore(self: Restorer) -> None:
+        head = self._ledger.state.seal.version
+        if self._baseline.version is None:
+            await right_restore(self)
+        elif self._baseline.version != head:
+            self._baseline.version, self._baseline._vector = head, await self.vector(head)
+
+    right_restore = Restorer.restore
     put(ledgers, "TRIES", 1)
-    put(Ledger, "_resolve", resolve)
+    put(Session, "settle", settle)
+    put(Restorer, "restore", restore)
 
 
 @bug("L1", "take_over", "answer_is_lost", "anything")
