@@ -116,13 +116,18 @@ def normalise(region: Region) -> Region:
     The order of a normal region is the order of its canonical elements; two regions of the same elements at the same
     places have, for pieces of dense tensors, the same normal form.
     """
+    return region.with_axes(merge(region.axes))
+
+
+def merge(axes: Iterable[Axis]) -> list[Axis]:
+    """The axes of a normal region."""
     merged: list[Axis] = []
-    for n, src, dst in sorted((axis for axis in region.axes if axis[0] > 1), key=lambda axis: -axis[2]):
+    for n, src, dst in sorted((axis for axis in axes if axis[0] > 1), key=lambda axis: -axis[2]):
         if merged and merged[-1][1:] == (n * src, n * dst):
             merged[-1] = (merged[-1][0] * n, src, dst)
         else:
             merged.append((n, src, dst))
-    return region.with_axes(merged)
+    return merged
 
 
 def invert(region: Region) -> Region:
@@ -191,7 +196,7 @@ def indices(region: Region) -> tuple[Indices, Indices]:
 
 
 def wire_pieces(region: Region) -> list[Region]:
-    """The region cut so that `box` can say each piece: one region unless its canonical side needs more axes than a box has."""
+    """The region cut so that `box` can say each piece: as it is, unless its canonical side has more axes than a box."""
     waiting, done = [normalise(region)], []
     while waiting:
         piece = waiting.pop()
