@@ -194,6 +194,9 @@ class Watch:
         """Every version at or above the floor can be made from the bucket, bit for bit."""
         floor = self.tip.state.floor if self.tip else 0
         lanes = self.versions[0]
+        if floor not in self.anchors and floor:
+            self.world.fail("lost", f"no anchor leads to the floor {floor}")
+            return
         if floor:
             refs, lanes = self.anchors[floor]
             if missing := [key for key in refs if key not in self.world.bucket.objects]:

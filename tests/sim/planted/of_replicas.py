@@ -7,7 +7,7 @@ from typing import Any
 from sim.planted.bug import Put, bug
 
 from dcr_daemon.checkpoint import safetensors
-from dcr_daemon.engine import checkout, directory, journal
+from dcr_daemon.engine import checkout
 from dcr_daemon.engine.checkout import Checkout
 from dcr_daemon.subscribe import drive
 from dcr_daemon.subscribe.drive import Driver
@@ -80,12 +80,6 @@ def directory_without_a_mark(put: Put) -> None:
 
 
 @bug("E8", "power_cut")
-def journal_is_not_synced(put: Put) -> None:
-    """The journal may not be there when the power comes back, the files that it describes are."""
-    put(journal, "sync_file", lambda *_, **__: None)
-
-
-@bug("E8", "power_cut")
 def data_is_not_synced(put: Put) -> None:
     """The version is written before what it speaks of is durable."""
     put(safetensors, "sync_file", lambda *_, **__: None)
@@ -111,9 +105,3 @@ def version_before_its_data(put: Put) -> None:
 
     put(Checkout, "redo", redo)
     put(Checkout, "_hide", lambda self: None)
-
-
-@bug("E3", "two_subscribers")
-def directory_has_two_owners(put: Put) -> None:
-    """A fenced subscriber goes on writing to the directory."""
-    put(directory.DirectoryEngine, "_require_owner", lambda self, *_, **__: None)
