@@ -130,6 +130,7 @@ class World:
         self.rank_rate = 0.0  #: of failing ranks
         self.down_until = 0.0
         self.partitioned: dict[str, float] = {}
+        self._cut: set[tuple[str, str]] = set()  # process and record
         self.stage_cap = 1 << 20
         self.ended = False
         self.healed = False
@@ -379,8 +380,14 @@ class World:
                 if draw < 0:
                     fault = one
                     break
-        if fault is Fault.DAMAGED and (operation != "get" or not key.startswith(("data/", "anchors/", "layouts/", "ledger/"))):
+        if fault is Fault.DAMAGED and (
+            operation != "get" or not key.startswith(("data/", "anchors/", "layouts/", "ledger/"))
+        ):
             fault = None
+        if fault is Fault.DAMAGED and key.startswith("ledger/"):
+            if (process.name, key) in self._cut:
+                fault = None  # a record that is damaged twice on its way is believed to be so, as every reader says
+            self._cut.add((process.name, key))
         if fault is Fault.GHOST and operation not in ("create", "delete"):
             fault = Fault.ANSWER_LOST
         if fault is not None:
