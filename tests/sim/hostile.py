@@ -69,13 +69,14 @@ async def rolled_back_bucket(stage: Stage) -> None:
 
 @scenario
 async def squatter(stage: Stage) -> None:
-    """Somebody has put other bytes under a name that a publisher is about to use: that attempt is given up."""
+    """Somebody has put other bytes under names that a publisher is about to use (that attempt is given up), and rubbish
+    where a replica tells of itself."""
     rng, bucket = stage.rng, stage.world.bucket
     some_weather(stage)
     right, left = bucket.act, [rng.randint(1, 12) for _ in range(rng.choice((1, 2)))]
 
     def act(operation: str, key: str, body: bytes, by: Process) -> Any:
-        if operation == "create" and key.startswith(("data/", "anchors/")):
+        if operation == "create" and key.startswith(("data/", "anchors/")) and not key.startswith("data/0/"):
             left[:] = [count - 1 for count in left]
             if 0 in left and key not in bucket.objects:
                 stage.world.outcome.faults["name taken"] += 1
@@ -85,6 +86,8 @@ async def squatter(stage: Stage) -> None:
     bucket.act = act  # type: ignore[method-assign]
     stage.publisher(updates=4)
     stage.replica(1, directory=rng.random() < 0.3)
+    await stage.until(lambda: stage.watch.tip is not None, 300.0, "the stream")
+    bucket.objects["replicas/sub1.json"] = rng.choice((b"", b"{", b"{}", b"\xff" * 100))
     await stage.settled(150.0)
     await stage.finish()
 
@@ -161,4 +164,27 @@ async def late_seal(stage: Stage) -> None:
     stage.publisher(updates=5, patience=rng.choice((1.0, 5.0)), pause=rng.choice((3.0, 15.0)), anchor_every=None)
     stage.replica(1)
     await stage.settled(200.0)
+    await stage.finish()
+
+
+@scenario
+async def lenient_store(stage: Stage) -> None:
+    """The store accepts If-None-Match and overwrites all the same: no publisher has anything to do with it."""
+    bucket = stage.world.bucket
+    right = bucket.act
+
+    def act(operation: str, key: str, body: bytes, by: Process) -> Any:
+        if operation == "create" and bucket.objects.pop(key, None) is not None:
+            stage.world.outcome.faults["overwritten"] += 1
+        return right(operation, key, body, by)
+
+    bucket.act = act  # type: ignore[method-assign]
+    publishers = [stage.publisher(updates=3), stage.publisher(role="pub2", name="other", take_over=True, updates=3)]
+    await asyncio.sleep(stage.rng.uniform(30.0, 90.0))
+    bucket.act = right  # type: ignore[method-assign]
+    if any(key.startswith("ledger/") for key in bucket.objects):
+        stage.world.fail("lenient", "a ledger was begun in a store that overwrites")
+    for publisher in publishers:
+        publisher.down = True
+    stage.replica(1)
     await stage.finish()

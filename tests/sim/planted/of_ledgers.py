@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 from sim.planted.bug import Put, bug
 
+from dcr_daemon import runtime
 from dcr_daemon.ledger import fold, names, records, slot
 from dcr_daemon.ledger import ledger as ledgers
 from dcr_daemon.ledger.fold import Tip
@@ -140,3 +141,18 @@ def nothing_is_remembered(put: Put) -> None:
     from dcr_daemon.ledger.memory import Memory
 
     put(Memory, "_load", lambda self: None)
+
+
+@bug("L8", "intruder")
+def silence_is_taken_for_death(put: Put) -> None:
+    """A claim over a publisher that has not written for a while counts as if somebody had asked for it."""
+    right = Ledger.claim
+
+    async def claim(self: Ledger, name: str, *, take_over: bool = False) -> int:
+        await self.read()
+        before = self.tip.seq
+        await runtime.sleep(5.0)
+        await self.read()
+        return await right(self, name, take_over=take_over or self.tip.seq == before)
+
+    put(Ledger, "claim", claim)

@@ -9,7 +9,7 @@ from sim.planted.bug import Put, bug
 
 from dcr_daemon.codec.encode import ChunkEncoder
 from dcr_daemon.ledger import names
-from dcr_daemon.publish import anchors, attempt
+from dcr_daemon.publish import anchors, attempt, opening
 from dcr_daemon.publish.attempt import Attempt
 from dcr_daemon.publish.baseline import Baseline
 from dcr_daemon.publish.session import Session
@@ -134,3 +134,13 @@ def minus_zero_equals_zero(put: Put) -> None:
         return right(self, tensor, box, base, np.where(both, base, new))
 
     put(ChunkEncoder, "add", add)
+
+
+@bug("L6", "lenient_store")
+def store_is_not_probed(put: Put) -> None:
+    """A publisher trusts every store to honour create-if-absent."""
+
+    async def probe(store: Any) -> list[str]:
+        return []
+
+    put(opening, "probe", probe)
