@@ -2,8 +2,8 @@
 trillion included: nothing is allocated per element.
 
 A tensor's boxes are swept by address. Where boxes with axes interlock, all are folded over the largest stride: the
-blocks of that length see the same few boxes over long stretches, and each stretch is one smaller question. Column shards
-of 64 ranks fold once into 64 intervals. Tensors cut in the same way (all experts of all layers) are judged once.
+blocks of that length see the same few boxes over long stretches, and each stretch is one smaller question. Column
+shards of 64 ranks fold once into 64 intervals. Tensors cut alike (all experts of all layers) are judged once.
 """
 
 from __future__ import annotations

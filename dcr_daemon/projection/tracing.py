@@ -1,0 +1,170 @@
+"""What an export does to elements, found by running it on tensors that have none.
+
+A `Traced` tensor has a shape, a dtype and, instead of values, regions that say where each of its elements comes from.
+Whatever only moves elements (views, copies, concatenations) is followed exactly, at full size and without allocating
+anything: a layer of a 235B model costs as much as one of a toy. Whatever computes makes its result opaque, and says so:
+such a tensor is residual. The export is the framework's own code, so there is no formula of ours to keep up with it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from dcr_daemon.canonical.compose import compose
+from dcr_daemon.canonical.region import Region, row_major, slab, whole
+from dcr_daemon.projection.values import dtype_of
+
+_aten = torch.ops.aten
+_COPIES = {
+    _aten.clone.default,
+    _aten.detach.default,
+    _aten.alias.default,
+    _aten.lift_fresh.default,
+    _aten._unsafe_view.default,
+    _aten._reshape_copy.default,
+    _aten._reshape_alias.default,
+    _aten.view_copy.default,
+    _aten.contiguous.default,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """What an export makes of whole local tensors.
+
+    Attributes:
+        regions: of each local tensor, by its name; a tensor that goes nowhere has an empty list.
+        tensors: canonical name -> (safetensors dtype, shape), as the export gave them.
+        opaque: canonical names whose elements are computed, not moved, with the operation that computes.
+    """
+
+    regions: Mapping[str, list[Region]]
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+    opaque: Mapping[str, str] = field(default_factory=dict)
+
+
+def trace(export: Callable[[dict[str, Any]], Mapping[str, Any]], tensors: Mapping[str, Any]) -> Conversion:
+    """Run `export` on traced stand-ins for `tensors` (anything with a shape and a dtype: parameters, DTensors, meta).
+
+    Args:
+        export: takes a table of whole tensors by local name, and gives one by canonical name. What it raises, passes.
+    """
+    with torch.no_grad():
+        given = {
+            name: Traced(tuple(tensor.shape), tensor.dtype, whole(name, tuple(tensor.shape)))
+            for name, tensor in tensors.items()
+        }
+        exported = export(dict(given))
+    regions: dict[str, list[Region]] = {name: [] for name in given}
+    shapes, opaque = {}, {}
+    for name, tensor in exported.items():
+        if not isinstance(tensor, Traced):
+            opaque[name] = "it comes from no parameter"
+            continue
+        shapes[name] = dtype_of(name, tensor), tuple(tensor.shape)
+        if tensor.opaque:
+            opaque[name] = tensor.opaque
+            continue
+        for piece in tensor.pieces:
+            regions[piece.name].append(replace(piece, name=name))
+    return Conversion(regions, shapes, opaque)
+
+
+class Traced(torch.Tensor):  # type: ignore[misc]
+    """A dense tensor without elements; `pieces` lead from source tensors (by name) to places in this one."""
+
+    pieces: list[Region]
+    opaque: str
+
+    @staticmethod
+    def __new__(cls, shape: tuple[int, ...], dtype: Any, pieces: list[Region], opaque: str = "") -> Traced:
+        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
+        made.pieces, made.opaque = pieces, opaque
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Traced({tuple(self.shape)}, {self.opaque or self.pieces})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        stand_ins: list[Traced] = []
+
+        def stand_in(value: Any) -> Any:
+            if not isinstance(value, Traced):
+                return value
+            stand_ins.append(value)
+            return torch.empty(value.shape, dtype=value.dtype, device="meta")
+
+        on_meta = tree_map(stand_in, kwargs | {"": args})
+        result = func(*on_meta.pop(""), **{key: "meta" if key == "device" else value for key, value in on_meta.items()})
+        if opaque := next((tensor.opaque for tensor in stand_ins if tensor.opaque), ""):
+            return _each(result, lambda out: Traced(tuple(out.shape), out.dtype, [], opaque))
+        if func in (_aten.cat.default, _aten.stack.default):
+            axis = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+            return _joined(stand_ins, result, axis % result.ndim, stacked=func is _aten.stack.default)
+        (source, *others) = stand_ins
+        if not others and (func in _COPIES or (func is _aten._to_copy.default and result.dtype == source.dtype)):
+            return Traced(tuple(result.shape), result.dtype, source.pieces)
+        if not others and _is_view(func):
+            return _each(result, lambda out: _viewed(source, out, str(func)))
+        return _each(result, lambda out: Traced(tuple(out.shape), out.dtype, [], f"{func} computes it"))
+
+
+def _each(result: Any, made: Callable[[Any], Traced]) -> Any:
+    return tree_map(lambda out: made(out) if isinstance(out, torch.Tensor) else out, result)
+
+
+def _is_view(func: Any) -> bool:
+    """Whether the operation says of its first result that it is other places of its argument's memory."""
+    alias = func._schema.returns[0].alias_info if func._schema.returns else None
+    return alias is not None and not alias.is_write
+
+
+def _viewed(source: Traced, out: Any, func: str) -> Traced:
+    """A view of a dense tensor is a strided box of it; a broadcast is not, and is opaque."""
+    shape, strides = tuple(out.shape), tuple(out.stride())
+    if math.prod(shape) == 0:
+        return Traced(shape, out.dtype, [])
+    try:
+        box = Region(
+            "",
+            shape,
+            out.storage_offset(),
+            tuple(s or 1 if n == 1 else s for n, s in zip(shape, strides, strict=True)),
+            0,
+            row_major(shape),
+        )
+    except ValueError:
+        return Traced(shape, out.dtype, [], f"{func} repeats elements")
+    if out.dtype != source.dtype:
+        return Traced(shape, out.dtype, [], f"{func} reinterprets its bits")
+    return Traced(shape, out.dtype, _through(source, box))
+
+
+def _joined(parts: list[Traced], out: Any, axis: int, *, stacked: bool) -> Traced:
+    """Tensors side by side along `axis`, each a slab of the result."""
+    shape, at, pieces = tuple(out.shape), 0, []
+    for part in parts:
+        sizes = list(part.shape)
+        if stacked:
+            sizes.insert(axis, 1)
+        elif part.ndim == 1 and part.numel() == 0:  # torch.cat takes such a tensor among any others
+            continue
+        starts = [at if a == axis else 0 for a in range(len(shape))]
+        pieces += [moved for box in slab("", shape, starts, sizes) for moved in _through(part, box)]
+        at += sizes[axis]
+    if any(part.dtype != out.dtype for part in parts):
+        return Traced(shape, out.dtype, [], "it joins tensors of several dtypes")
+    return Traced(shape, out.dtype, pieces)
+
+
+def _through(source: Traced, box: Region) -> list[Region]:
+    """Where the source's elements go when `box` leads from it to a new tensor."""
+    return [replace(moved, name=piece.name) for piece in source.pieces for moved in compose(piece, box)]

@@ -1,0 +1,41 @@
+"""transformers 5 modules: fused experts, packed projections, renames, by the library's own reverse conversion.
+
+`save_pretrained` turns a module's tensors into checkpoint tensors with `revert_weight_conversion`. Here that very
+function runs on traced tensors: whatever operations the library has, or will have, are followed as long as they only
+move elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dcr_daemon.errors import Incompatible
+from dcr_daemon.projection.tracing import Conversion, trace
+
+
+def conversion(model: Any) -> Conversion:
+    """What `model.save_pretrained` does to each whole tensor of `model` (a PreTrainedModel, on any device or none).
+
+    A sharded model answers as a whole one: DTensors count with their full shapes. Tied tensors appear under each of
+    their names; the layout says which names the checkpoint has.
+
+    Raises:
+        Incompatible: transformers has no reverse conversion (older than 5), or the model is none of its own.
+    """
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError as error:
+        raise Incompatible(
+            "transformers here knows no reverse conversion of weights", hint="install transformers 5 or newer"
+        ) from error
+    if not hasattr(model, "config") or not hasattr(model, "state_dict"):
+        raise Incompatible(f"a {type(model).__name__} is no transformers model")
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    tensors = {name: tensor for name, tensor in _state(model).items() if name not in ignored}
+    return trace(lambda table: revert_weight_conversion(model, table), tensors)
+
+
+def _state(model: Any) -> Mapping[str, Any]:
+    """The module's tensors by the names of its own code; `state_dict` copies nothing."""
+    return {name: tensor for name, tensor in model.state_dict().items() if hasattr(tensor, "dtype")}
