@@ -26,7 +26,7 @@ class Retention:
         self._ledger, self._policy, self._emit, self._anchors = ledger, policy, emit, anchors
         self._round: asyncio.Task[None] | None = None
         self._seals = EVERY  # the first one is followed by a round
-        self._fenced = False
+        self._over = False  #: fenced, or closed: no round begins any more
         self._said = ""
 
     def sealed(self) -> None:
@@ -37,21 +37,24 @@ class Retention:
 
     def anchored(self) -> None:
         """An anchor was recorded, so that the floor may rise: begin a round, unless one is under way."""
-        if self._fenced or (self._round and not self._round.done()):
+        if self._over or (self._round and not self._round.done()):
             return
         self._seals = 0
         self._round = asyncio.create_task(self._run())
 
     async def ended(self) -> None:
-        """Wait for the round under way."""
+        """Wait for the round under way. Raises what only a bug raises there."""
         if self._round:
             await asyncio.wait([self._round])
+            if not self._round.cancelled():
+                self._round.result()
 
     async def close(self) -> None:
-        """End the round under way; what it did not get to is found by the next one."""
+        """End the round under way, and begin none any more; what it did not get to is found by the next process."""
+        self._over = True
         if self._round:
             self._round.cancel()
-            await asyncio.gather(self._round, return_exceptions=True)
+            await self.ended()
 
     async def _run(self) -> None:
         began = runtime.monotonic()
@@ -62,7 +65,7 @@ class Retention:
                 await collector.raise_floor(plan)
             done = await collector.delete(plan, go_on=self._still_ours)
         except Fenced as error:
-            self._fenced = True
+            self._over = True
             self._emit(Waiting(what=f"retention stops, and deletes nothing more: {error.message}"))
         except DcrError as error:
             self._emit(Waiting(what=f"retention, tried again after a later version: {error.message}"))

@@ -358,6 +358,38 @@ def test_a_publisher_that_gc_took_over_from_says_who_it_was(world: Any, toolbox:
     assert world.events.of(FencedOut)
 
 
+def test_a_version_that_turns_out_to_be_sealed_at_the_end_starts_no_round(world: Any, toolbox: Any) -> None:
+    """The answer to the seal was lost; closing learns of it, and has nobody collect in a stream that is released."""
+
+    class Deaf(toolbox.WrappedStore):
+        deaf = False
+
+        async def create(self, key: str, body: bytes | memoryview) -> Any:
+            outcome = await self.inner.create(key, body)
+            if self.deaf and b'"kind":"seal"' in bytes(body):
+                raise StoreUnavailable("nobody answers")
+            return outcome
+
+    async def run() -> None:
+        store = Deaf(world.store())
+        session = await opened(world, store, upload_base=False)
+        attempt = await session.begin()
+        with Checkpoint(world.write(world.root / "first", chain(world, toolbox, 1)[0])) as checkpoint:
+            file = checkpoint.files[0]
+            await attempt.diff([(session.layout.index(s.name), FileSource(file, s)) for s in file.specs])
+        await attempt.finish()
+        store.deaf = True
+        with contextlib.suppress(TimeoutError, StoreUnavailable):
+            await asyncio.wait_for(session.seal(attempt), 0.2)
+        store.deaf = False
+        assert session.ledger.undecided
+        await session.close()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(run())
+    assert [type(record).__name__ for record in world.reader.records()][-2:] == ["Seal", "Release"]
+
+
 def test_a_script_collects_too(world: Any, toolbox: Any) -> None:
     with Publisher(
         world.url, base=world.base, create=True, state=world.state, keep_versions=1, anchor_every=1, emit=world.events
