@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from dcr_daemon.canonical.region import Axis, Region, intersect_dst, intersect_src, invert, merge
 
@@ -22,7 +23,18 @@ def compose(first: Region, second: Region) -> list[Region]:
     Raises:
         ValueError: a part of the result needs more axes than a region has.
     """
+    if _is_run(first):  # most shards and most conversions are, and then one side is only cut
+        pieces = intersect_src(second, first.dst, first.dst_last + 1)
+        return [piece.shifted(src=first.src - first.dst) for piece in pieces]
+    if _is_run(second):
+        pieces = intersect_dst(first, second.src, second.src_last + 1)
+        return [replace(piece, name=second.name, dst=piece.dst + second.dst - second.src) for piece in pieces]
     return list(_meet(first, second, []))
+
+
+def _is_run(region: Region) -> bool:
+    """Whether it is consecutive on both sides."""
+    return not region.shape or (region.src_strides == (1,) and region.dst_strides == (1,))
 
 
 def chain(first: Iterable[Region], second: Mapping[str, Sequence[Region]]) -> list[Region]:
