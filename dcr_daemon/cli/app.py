@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 import dcr_daemon
-from dcr_daemon.cli import Stopped, demo, gc, log, materialize, publish, status, subscribe, verify
+from dcr_daemon.cli import Stopped, demo, gc, log, materialize, plan, publish, status, subscribe, verify
 from dcr_daemon.cli.output import report_error, wants_json
 from dcr_daemon.config import Known, read_config
 from dcr_daemon.errors import DcrError
@@ -38,7 +38,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
-for module in (publish, subscribe, log, status, verify, gc, materialize, demo):
+for module in (publish, subscribe, log, status, verify, gc, materialize, plan, demo):
     app.command(module.__name__.rpartition(".")[2])(module.command)
 
 

@@ -1,0 +1,195 @@
+"""`dcr plan`: how much of a model a trainer's ranks can project directly, before anything runs."""
+
+from __future__ import annotations
+
+import math
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dcr_daemon.cli.options import Json
+from dcr_daemon.cli.output import print_fields, print_json, print_table, share, size
+from dcr_daemon.errors import Incompatible, Misuse
+
+if TYPE_CHECKING:
+    from dcr_daemon.projection.megatron.grid import Grid
+    from dcr_daemon.projection.preview import Preview
+
+_GRID = "Parallel layout"
+_BAR = 32  #: characters
+
+
+class Trainer(StrEnum):
+    megatron = "megatron"
+    fsdp2 = "fsdp2"
+    zero3 = "zero3"
+    transformers = "transformers"
+
+
+class Rule(StrEnum):
+    dcr = "dcr"
+    paper = "paper"
+
+
+class Dtype(StrEnum):
+    bf16 = "bf16"
+    fp16 = "fp16"
+    fp32 = "fp32"
+
+
+def _degree(name: str, meaning: str) -> Any:
+    return typer.Option(f"--{name}", min=1, metavar="N", help=meaning, rich_help_panel=_GRID)
+
+
+def command(
+    config: Annotated[
+        str, typer.Argument(metavar="CONFIG", help="A model's config.json, its directory, or a name that dcr knows.")
+    ],
+    trainer: Annotated[Trainer, typer.Option(help="What splits the model.")] = Trainer.megatron,
+    tp: Annotated[int, _degree("tp", "Tensor parallel ranks.")] = 1,
+    pp: Annotated[int, _degree("pp", "Pipeline stages.")] = 1,
+    vpp: Annotated[int, _degree("vpp", "Virtual stages on each stage.")] = 1,
+    cp: Annotated[int, _degree("cp", "Context parallel ranks.")] = 1,
+    ep: Annotated[int, _degree("ep", "Expert parallel ranks.")] = 1,
+    etp: Annotated[int, _degree("etp", "Tensor parallel ranks of an expert.")] = 1,
+    dp: Annotated[
+        int | None, _degree("dp", "Data parallel ranks, which FSDP2 and ZeRO-3 shard over; default as few as fit.")
+    ] = None,
+    stage_layers: Annotated[
+        str | None,
+        typer.Option(metavar="N,N,…", help="Layers of every pipeline chunk, where uneven.", rich_help_panel=_GRID),
+    ] = None,
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="Of the parameters in memory; default fp32 under FSDP2, else the model's own.")
+    ] = None,
+    mtp: Annotated[
+        bool | None, typer.Option("--mtp/--no-mtp", help="Train multi-token prediction; default as CONFIG says.")
+    ] = None,
+    rule: Annotated[Rule, typer.Option(help="paper: leave to residual what the published projection does.")] = Rule.dcr,
+    json: Json = False,
+) -> None:
+    """Say what share of the checkpoint every rank projects by itself, what is residual and why, and what it costs.
+
+    Reads nothing but CONFIG. Docs: docs/PROJECTION.md.
+
+    With --json: model, family, trainer, rule, world, grid, parameters, tensors, bytes, direct_bytes, direct_share,
+    classes {bits, cast, add, residual: bytes}, residual {reason: bytes}, exactly_once, gaps, baseline_bytes {min, max,
+    total}, regions {min, max, total}, kinds [{kind, tensors, bytes, direct_bytes, regions, classes, why}], notes.
+    """
+    from dcr_daemon.projection.megatron.grid import Grid
+    from dcr_daemon.projection.models.families import read_architecture
+    from dcr_daemon.projection.preview import preview
+
+    architecture = read_architecture(config, prediction=mtp)
+    fewest = ep * etp // math.gcd(ep * etp, tp * cp)
+    layers = _layers(stage_layers)
+    grid = Grid(tp=tp, pp=pp, vpp=vpp, cp=cp, dp=dp or fewest, ep=ep, etp=etp, stage_layers=layers)
+    memory = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}[dtype.value] if dtype else None
+    found = preview(architecture, trainer.value, grid, rule=rule.value, dtype=memory)
+    if json:
+        print_json(_document(config, trainer, rule, grid, found))
+    else:
+        _print(config, trainer, rule, grid, found)
+    if found.gaps:
+        raise Incompatible(
+            f"{len(found.gaps)} tensors do not have exactly one source each, {found.gaps[0]}",
+            hint="this is a fault of dcr: please report the configuration",
+        )
+
+
+def _layers(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise Misuse(
+            f"--stage-layers {text} is not a list of numbers", hint="e.g. --stage-layers 16,15,15,15"
+        ) from None
+
+
+def _degrees(trainer: Trainer, grid: Grid) -> dict[str, int]:
+    names = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp") if trainer is Trainer.megatron else ("tp", "dp")
+    return {name: getattr(grid, name) for name in names}
+
+
+def _document(config: str, trainer: Trainer, rule: Rule, grid: Grid, found: Preview) -> dict[str, Any]:
+    return {
+        "model": config,
+        "family": found.architecture.family,
+        "trainer": trainer.value,
+        "rule": rule.value,
+        "world": found.world,
+        "grid": _degrees(trainer, grid),
+        "parameters": found.parameters,
+        "tensors": found.tensors,
+        "bytes": found.nbytes,
+        "direct_bytes": found.direct,
+        "direct_share": found.direct / found.nbytes,
+        "classes": found.classes,
+        "residual": found.reasons,
+        "exactly_once": not found.gaps,
+        "gaps": found.gaps,
+        "baseline_bytes": _extremes(found.baseline),
+        "regions": _extremes(found.regions),
+        "kinds": [
+            {
+                "kind": row.kind,
+                "tensors": row.tensors,
+                "bytes": row.nbytes,
+                "direct_bytes": row.direct,
+                "regions": row.regions,
+                "classes": row.how,
+                "why": row.why,
+            }
+            for row in found.rows
+        ],
+        "notes": found.architecture.notes,
+    }
+
+
+def _extremes(values: tuple[int, ...]) -> dict[str, int]:
+    return {"min": min(values), "max": max(values), "total": sum(values)}
+
+
+def _print(config: str, trainer: Trainer, rule: Rule, grid: Grid, found: Preview) -> None:
+    degrees = " · ".join(f"{name} {n}" for name, n in _degrees(trainer, grid).items() if n > 1)
+    ranks = f"{found.world} rank{'s' if found.world > 1 else ''}"
+    filled = int(_BAR * found.direct / found.nbytes)
+    residual = ", ".join(f"{why} {share(n, found.nbytes)}" for why, n in sorted(found.reasons.items()))
+    print_fields(
+        {
+            "model": f"{config}: {found.architecture.family}, {found.parameters / 1e9:,.3f} B parameters, "
+            f"{size(found.nbytes)} in {found.tensors:,} tensors",
+            "trainer": f"{trainer.value}, {ranks}" + (f": {degrees}" if degrees else ""),
+            "direct": f"{'█' * filled}{'░' * (_BAR - filled)} {share(found.direct, found.nbytes)}"
+            + (", by the published rule" if rule is Rule.paper else ""),
+            "residual": residual or "none",
+            "proof": "broken" if found.gaps else "every element has exactly one source",
+            "baseline": f"{_between(found.baseline, size)} per rank",
+            "regions": f"{sum(found.regions):,}; {_between(found.regions, '{:,}'.format)} per rank",
+        }
+        | {f"note {i + 1}": note for i, note in enumerate(found.architecture.notes)}
+    )
+    print_table(
+        ("kind", "tensors ", "bytes ", "share ", "direct ", "regions ", "how", "why not"),
+        (
+            (
+                row.kind,
+                f"{row.tensors:,}",
+                size(row.nbytes),
+                share(row.nbytes, found.nbytes),
+                share(row.direct, row.nbytes),
+                f"{row.regions:,}",
+                ", ".join(row.how),
+                row.why,
+            )
+            for row in found.rows
+        ),
+    )
+
+
+def _between(values: tuple[int, ...], shown: Any) -> str:
+    low, high = shown(min(values)), shown(max(values))
+    return low if low == high else f"{low} to {high}"

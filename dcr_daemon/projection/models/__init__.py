@@ -1,0 +1,1 @@
+"""What is known of a model from its `config.json` alone: its blocks, and how its checkpoint names and shapes them."""
