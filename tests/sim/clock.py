@@ -8,6 +8,7 @@ simply never resumed, as those of a process after SIGKILL.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import selectors
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -97,12 +98,40 @@ class _Selector(selectors.SelectSelector):
         return []
 
 
+class _Task(asyncio.Task[Any]):
+    """Tasks lie in sets, whose order must not depend on where in memory they happen to be."""
+
+    def __init__(self, work: Coroutine[Any, Any, Any], *, loop: Loop, context: Context | None) -> None:
+        self.order = next(loop.order)  # first: it is hashed as soon as it is made
+        super().__init__(work, loop=loop, context=context)
+
+    def __hash__(self) -> int:
+        return self.order
+
+
+class _Future(asyncio.Future[Any]):
+    def __init__(self, *, loop: Loop) -> None:
+        self.order = next(loop.order)
+        super().__init__(loop=loop)
+
+    def __hash__(self) -> int:
+        return self.order
+
+
 class Loop(asyncio.SelectorEventLoop):
     """An event loop in virtual time."""
 
     def __init__(self) -> None:
         self._clock = _Selector()
+        self.order = itertools.count()
         super().__init__(self._clock)
+        self.set_task_factory(self._make_task)
+
+    def _make_task(self, loop: Any, work: Any, context: Context | None = None) -> asyncio.Task[Any]:
+        return _Task(work, loop=self, context=context)
+
+    def create_future(self) -> asyncio.Future[Any]:
+        return _Future(loop=self)
 
     def time(self) -> float:
         return self._clock.now

@@ -149,7 +149,7 @@ class World:
         return self.rng.expovariate(50.0) if self.rng.random() < 0.97 else self.rng.uniform(0.2, 2.0)
 
     def note(self, text: str, process: Process | None = None) -> None:
-        line = f"{self.loop.time():.6f} {process.name if process else '-'} {text}"
+        line = f"{self.loop.time():.6f} {process.name if process else '-'} {text}".replace(str(self.home), "~")
         self._digest.update(line.encode())
         if self.tracing:
             print(line)
