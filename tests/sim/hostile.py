@@ -188,3 +188,33 @@ async def lenient_store(stage: Stage) -> None:
         publisher.down = True
     stage.replica(1)
     await stage.finish()
+
+
+@scenario
+async def second_owner(stage: Stage) -> None:
+    """A second subscriber attaches to an engine that has one: the first stops by itself, and does not come back."""
+    some_weather(stage)
+    stage.publisher(updates=4)
+    first = stage.replica(1)
+    await stage.until(lambda: stage.served(first) >= 0, 300.0, "serving")
+    second = stage.beside(first, "sub2")
+    await stage.until(lambda: stage.served(second) >= 0, 300.0, "the second owner serves")
+    await stage.until(lambda: any(isinstance(error, Fenced) for error in first.exits), 300.0, "the first is fenced")
+    await stage.settled(100.0)
+    await stage.finish()
+
+
+@scenario
+async def fenced_collector(stage: Stage) -> None:
+    """A publisher is stopped while it plans what to delete; another takes over; then it wakes, and may delete nothing."""
+    rng = stage.rng
+    some_weather(stage)
+    stage.trigger(
+        "pub1", f"store:{rng.choice(('list:', 'get:anchors/'))}", "stop", rng.randint(1, 5), rng.uniform(30, 60)
+    )
+    stage.publisher(updates=6, keep_versions=1, anchor_every=1)
+    stage.replica(1)
+    await asyncio.sleep(rng.uniform(10.0, 30.0))
+    stage.publisher(role="pub2", name="other", take_over=True, updates=2, anchor_every=None, keep_versions=None)
+    await stage.settled(150.0)
+    await stage.finish()

@@ -54,7 +54,7 @@ def rollback_resumes(put: Put) -> None:
     put(Changes, "_end", end)
 
 
-@bug("E3", "two_subscribers")
+@bug("E3", "second_owner")
 def every_subscriber_is_the_owner(put: Put) -> None:
     """Calls are carried out whatever owner's token they carry."""
     put(Core, "_require_owner", lambda self, call: None)

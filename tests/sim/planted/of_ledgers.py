@@ -80,27 +80,6 @@ def no_answer_is_taken_for_a_failure(put: Put) -> None:
     put(Restorer, "restore", restore)
 
 
-@bug("L1", "take_over", "answer_is_lost", "anything")
-def mine_is_told_by_a_nonce_of_the_process(put: Put) -> None:
-    """One nonce for all records of a publisher: another record of its own passes for the one it sent."""
-    right_header, right_take = Ledger._header, Ledger._take
-
-    def header(self: Ledger) -> Any:
-        made = right_header(self)
-        made.fields["nonce"] = f"{id(self):032d}"[-32:]
-        return made
-
-    def take(self: Ledger, step: Any, body: bytes | None = None) -> None:
-        sent = self._sent
-        occupied = sent and sent.seq == step.tip.seq and body is not None and step.record is not None
-        if occupied and step.record.nonce == sent.record.nonce:
-            body = sent.body
-        right_take(self, step, body)
-
-    put(Ledger, "_header", header)
-    put(Ledger, "_take", take)
-
-
 @bug("L2", "take_over", "anything")
 def fenced_writer_goes_on(put: Put) -> None:
     """A writer does not look whether a newer epoch owns the stream before it appends."""

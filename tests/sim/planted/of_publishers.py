@@ -109,20 +109,6 @@ def anchor_of_a_damaged_baseline(put: Put) -> None:
     put(anchors, "check_vector", lambda *_, **__: None)
 
 
-@bug("P7", "answer_is_lost", "publisher_dies")
-def next_update_begins_over_the_last(put: Put) -> None:
-    """The fate of an update is not learnt before the next one is diffed."""
-    right = Session.settle
-
-    async def settle(self: Session, reason: str, **options: Any) -> Any:
-        if reason == "the next update began":
-            self._attempt = self._contribution = None
-            return None
-        return await right(self, reason, **options)
-
-    put(Session, "settle", settle)
-
-
 @bug("elsewhere: values compared as numbers", "first")
 def minus_zero_equals_zero(put: Put) -> None:
     """Old and new are compared as numbers: a sign that a zero gains is not sent."""

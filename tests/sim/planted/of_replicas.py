@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 from sim.planted.bug import Put, bug
 
 from dcr_daemon.checkpoint import safetensors
 from dcr_daemon.engine import checkout
 from dcr_daemon.engine.checkout import Checkout
-from dcr_daemon.errors import Missing
 from dcr_daemon.subscribe import drive
 from dcr_daemon.subscribe.drive import Driver
 from dcr_daemon.subscribe.stage import Stage
-from dcr_daemon.subscribe.status import Report, Reporter
 
 
 @bug("E2", "engine_dies", "late_replica")
@@ -108,17 +105,3 @@ def version_before_its_data(put: Put) -> None:
 
     put(Checkout, "redo", redo)
     put(Checkout, "_hide", lambda self: None)
-
-
-@bug("L7", "squatter")
-def status_must_be_readable(put: Put) -> None:
-    """A replica cannot go on when somebody has written rubbish under its status."""
-
-    async def look(self: Reporter) -> None:
-        try:
-            body = await self._store.get(self._key, limit=1 << 16)
-        except Missing:
-            return
-        msgspec.json.decode(body, type=Report)
-
-    put(Reporter, "_look", look)
