@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,10 +22,10 @@ from dcr_daemon.engine.assemble import gather_vector, plan_slices, sum_slice
 from dcr_daemon.engine.checkout import describe_difference
 from dcr_daemon.engine.directory import DirectoryEngine
 from dcr_daemon.engine.port import Swapped, TensorClass, Transaction, Verdict
-from dcr_daemon.errors import Corrupt, EngineRefused, Exhausted, Incompatible, Misuse, NotFound
+from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, Exhausted, Incompatible, Misuse, NotFound
 from dcr_daemon.events import Committed, Emit, Waiting, discard
 from dcr_daemon.ledger.ledger import Ledger
-from dcr_daemon.ledger.objects import BelowFloor, Objects
+from dcr_daemon.ledger.objects import BelowFloor, NotYet, Objects
 from dcr_daemon.ledger.records import Seal, Stream
 from dcr_daemon.ledger.route import NoRoute, Route
 from dcr_daemon.store.port import Store
@@ -112,6 +112,16 @@ def _workshop(out: Path) -> Iterator[Path]:
         shutil.rmtree(shop, ignore_errors=True)
 
 
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """From the checkpoint `base`, which is version `start`, or from an anchor that is none of `avoid`."""
+
+    what: str
+    base: Path | None = None
+    start: int | None = None
+    avoid: Collection[int] = ()
+
+
 class _Builder:
     """Builds `shop/out` with everything that it needs below `shop`."""
 
@@ -122,8 +132,11 @@ class _Builder:
         )
         self._transactions = 0
         self._reached: int | None = None  # the version that the engine holds by now
+        self._tried: list[Route] = []
+        self._damaged: set[int] = set()  # versions whose delta cannot be had
 
     async def build(self, target: int, base: Path | None) -> None:
+        """Build `target` by the cheapest way; where that is damaged, by any other that the bucket still has."""
         layout = await self._objects.read_layout(self._ledger.stream)
         write_staged(self._shop / "layout.json", layout.encoded)
         stage = Stage(
@@ -135,11 +148,44 @@ class _Builder:
             workers=self._workers,
             emit=self._emit,
         )
+        held = None if base is None else await self._version_of(base, stage.layout)
+        start = held if held is not None and held <= target else None
+        failed: DcrError | None = None
+        async for way in self._ways(_Way("the cheapest way", base, start), target):
+            if failed:
+                self._emit(Waiting(what=f"{failed.message}; trying {way.what}"))
+            try:
+                await self._build(stage, target, way)
+                return
+            except (Corrupt, NotFound, NotYet) as error:
+                failed = failed or error
+        assert failed is not None
+        raise failed
+
+    async def _ways(self, cheapest: _Way, target: int) -> AsyncIterator[_Way]:
+        """The cheapest way; then each that is another one, and passes no delta that was found damaged."""
+        yield cheapest
+        anchors = {anchor.version for anchor in await self._ledger.history.anchors() if anchor.version <= target}
+        ways = [
+            _Way(f"the anchor of version {version}", avoid=anchors - {version})
+            for version in sorted(anchors, reverse=True)
+        ]
+        if cheapest.start is not None:
+            ways.append(_Way("the base", cheapest.base, cheapest.start, anchors))
+        for way in ways:
+            with contextlib.suppress(NotFound):
+                route = await self._ledger.history.route(way.start, target, avoid=way.avoid)
+                if route not in self._tried and not self._damaged & set(route.hops):
+                    yield way
+
+    async def _build(self, stage: Stage, target: int, way: _Way) -> None:
         facts = await stage.facts()
+        self._reached = None
+        shutil.rmtree(self._shop / "out", ignore_errors=True)
         engine = DirectoryEngine(self._shop / "out", budget=BUDGET)
         try:
             await engine.attach(facts)
-            await self._fill(engine, stage, target, base)
+            await self._fill(engine, stage, target, way)
             if (await engine.attach(facts)).version != target:
                 raise Corrupt(f"what was built does not read back as version {target}", hint="check this disk")
         except EngineRefused as error:
@@ -148,36 +194,37 @@ class _Builder:
             await engine.close()
         shutil.rmtree(self._shop / "out" / ".dcr")
 
-    async def _fill(self, engine: DirectoryEngine, stage: Stage, target: int, base: Path | None) -> None:
+    async def _fill(self, engine: DirectoryEngine, stage: Stage, target: int, way: _Way) -> None:
         """Bring the engine to `target`; planned again whenever the floor rises over the way (must L6)."""
-        held = None if base is None else await self._version_of(base, stage.layout)
-        start = held if held is not None and held <= target else None
         while self._reached != target:
             floor = self._ledger.state.floor
             try:
-                await self._go(engine, stage, target, start, base)
+                await self._go(engine, stage, target, way)
             except BelowFloor as error:
                 if self._ledger.state.floor == floor:  # the same way again would end the same way
                     raise NotFound(error.message, hint="`dcr verify` tells what is missing") from error
                 self._emit(Waiting(what=f"{error.message}; planning again"))
 
-    async def _go(
-        self, engine: DirectoryEngine, stage: Stage, target: int, start: int | None, base: Path | None
-    ) -> None:
-        route = await self._route(start if self._reached is None else self._reached, target)
+    async def _go(self, engine: DirectoryEngine, stage: Stage, target: int, way: _Way) -> None:
+        route = await self._route(way.start if self._reached is None else self._reached, target, way.avoid)
+        self._tried.append(route)
         if route.anchor is not None:
             await self._load_anchor(engine, stage, route.anchor)
-        elif self._reached is None and base is not None and start is not None:
-            files = [str(path) for path in shard_paths(base)]
-            await self._load(engine, stage, start, files, "base")
+        elif self._reached is None and way.base is not None and way.start is not None:
+            files = [str(path) for path in shard_paths(way.base)]
+            await self._load(engine, stage, way.start, files, "base")
         hops = list(route.hops)
         while hops:
-            done = await self._apply(engine, stage, hops)
+            try:
+                done = await self._apply(engine, stage, hops)
+            except (Corrupt, NotYet):
+                self._damaged.add(hops[0])
+                raise
             hops = [version for version in hops if version > done]
 
-    async def _route(self, held: int | None, target: int) -> Route:
+    async def _route(self, held: int | None, target: int, avoid: Collection[int]) -> Route:
         try:
-            return await self._ledger.history.route(held, target)
+            return await self._ledger.history.route(held, target, avoid=avoid)
         except NoRoute as error:
             hint = "give --base with the checkpoint that the stream was created from"
             below = target < self._ledger.state.floor

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from dcr_daemon.errors import Corrupt, Incompatible, Misuse, NotFound
-from dcr_daemon.events import Committed
+from dcr_daemon.events import Committed, Waiting
 from dcr_daemon.subscribe.materialize import materialize
 
 
@@ -108,3 +108,41 @@ async def test_an_interrupted_build_leaves_nothing(make_stream, tmp_path):
         assert not left_over(tmp_path / "out")
         if task.cancelled():
             assert not (tmp_path / f"out-{delay}").exists()
+
+
+class TestDamage:
+    """A version is built as long as anything in the bucket leads to it, as `dcr verify` says."""
+
+    async def make(self, make_stream, tmp_path):
+        stream = await make_stream(6)
+        await stream.anchor(0)
+        await stream.publish(1, 2, 3)
+        await stream.anchor(3)
+        await stream.publish(4, 5)
+        await stream.anchor(5)
+        await stream.publish(6)
+        return stream, stream.versions.save(tmp_path / "base")
+
+    @pytest.mark.parametrize("with_base", [False, True])
+    @pytest.mark.parametrize(
+        ("hurt", "target"),
+        [("anchors/5", 5), ("anchors/5", 6), ("anchors/3", 3), ("data/2", 3), ("data/4", 6), ("data/2", 6)],
+    )
+    async def test_what_is_damaged_is_gone_round(self, make_stream, tmp_path, hurt, target, with_base):
+        stream, base = await self.make(make_stream, tmp_path)
+        for file in sorted((stream.home / hurt).rglob("*.dcr")) + sorted((stream.home / hurt).rglob("*.safetensors")):
+            file.write_bytes(file.read_bytes()[:-1])
+        out, told = tmp_path / "out", []
+        await materialize(stream.store, version=target, out=out, base=base if with_base else None, emit=told.append)
+        assert stream.versions.version_of(out) == target
+        assert not left_over(out)
+
+    async def test_the_first_damage_met_is_the_news_if_nothing_leads_there(self, make_stream, tmp_path):
+        stream, base = await self.make(make_stream, tmp_path)
+        chunk = sorted((stream.home / "data" / "6").rglob("*.dcr"))[0]
+        chunk.write_bytes(b"")
+        told = []
+        with pytest.raises(Corrupt, match="data/6/"):
+            await materialize(stream.store, out=tmp_path / "out", base=base, emit=told.append)
+        waits = [event.what for event in told if isinstance(event, Waiting)]
+        assert not [what for what in waits if "trying" in what], "every way passes it"
