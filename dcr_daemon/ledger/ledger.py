@@ -177,6 +177,8 @@ class Ledger:
         """
         async with self._lock:
             await self._resolve()
+            if self._fresh:
+                self._publish()  # an earlier call took it, and failed to remember it
             settled, self._settled = self._settled, None
             return settled
 

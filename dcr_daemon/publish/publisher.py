@@ -242,9 +242,9 @@ class Publisher:
         except Fenced as fenced:
             error = fenced
         except DcrError:
-            if self._session.ledger.undecided:
+            if self._session.ledger.undecided or self._session.head >= update.version:
                 self._unknown = update
-                error = StoreUnavailable(
+                error = type(error)(
                     f"whether version {update.version} exists is not known: {error.message}",
                     hint="the next publish finds out before it begins; nothing is lost",
                 )

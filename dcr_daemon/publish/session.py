@@ -170,9 +170,7 @@ class Session:
         deadline, what = runtime.monotonic() + self._options.patience, f"the fate of version {attempt.version}"
 
         async def append() -> Seal:
-            if self.ledger.undecided:
-                await self.ledger.settle()
-                await self.ledger.read()
+            await self.ledger.settle()
             return await self._seal_of(attempt) or await self.ledger.append(make)
 
         while True:
@@ -243,9 +241,9 @@ class Session:
     async def _fate(self, attempt: Attempt | None, reason: str) -> Seal | None:
         """The seal of an attempt, or None once nothing in the ledger stands open that could become one."""
         await self.ledger.settle()
-        await self.ledger.read()
         if attempt and (seal := await self._seal_of(attempt)):
-            return seal
+            return seal  # whatever stands after it, and whether or not that can be read now
+        await self.ledger.read()
         self.ledger.check_held()
         if opened := self.ledger.state.open:
             seq, version = opened.seq, opened.version

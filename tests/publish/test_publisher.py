@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import dcr_daemon
-from dcr_daemon.errors import Fenced, Incompatible, Misuse, NotFound, StoreUnavailable
-from dcr_daemon.events import Aborted, AnchorPut, Opened, Rounded
+from dcr_daemon.errors import Exhausted, Fenced, Incompatible, Misuse, NotFound, StoreUnavailable
+from dcr_daemon.events import Aborted, AnchorPut, ChunkPut, Event, Opened, Rounded
 from dcr_daemon.publish.publisher import Publisher
 from dcr_daemon.store.port import Outcome
 
@@ -359,6 +359,59 @@ def test_a_failure_is_told_only_when_it_is_one(
     versions = world.reader.versions()
     assert toolbox.same(versions[1], weights[0])
     assert toolbox.same(versions[2], weights[1])
+
+
+def test_a_seal_that_can_be_read_is_told_although_nothing_after_it_can(
+    world: Any, toolbox: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dcr_daemon.publish import publisher as module
+
+    class Fading(toolbox.WrappedStore):
+        sealed = ""
+
+        async def create(self, key: str, body: bytes | memoryview) -> Outcome:
+            outcome = await self.inner.create(key, body)
+            if self.sealed or b'"kind":"seal"' not in bytes(body):
+                return outcome  # type: ignore[no-any-return]
+            self.sealed = key
+            raise StoreUnavailable("the answer is lost")
+
+        async def get(self, key: str, *, limit: int) -> bytes:
+            if self.sealed and key > self.sealed:
+                raise StoreUnavailable("the bucket is silent")
+            return await self.inner.get(key, limit=limit)  # type: ignore[no-any-return]
+
+    store = Fading(world.store())
+
+    async def open_store(url: str, **options: Any) -> Any:
+        return store
+
+    monkeypatch.setattr(module, "open_store", open_store)
+    with publisher(world, patience=1.0) as target:
+        assert target.publish(world.tensors(toolbox.step_weights(world.weights, seed=1))).wait_sealed().version == 1
+        store.sealed = ""
+
+
+def test_a_sealed_version_that_cannot_be_remembered_is_not_told_as_a_failure(world: Any, toolbox: Any) -> None:
+    """The state directory takes nothing just then: the error says that the fate is open; the next call learns it."""
+    weights = [toolbox.step_weights(world.weights, seed=n) for n in range(2)]
+    in_the_way: list[Path] = []
+
+    def block(event: Event) -> None:
+        """From the first chunk on, so that the seal is what cannot be remembered."""
+        if isinstance(event, ChunkPut) and not in_the_way:
+            (mark,) = world.state.rglob("mark.json")
+            in_the_way.append(mark.with_name(f".{mark.name}.partial"))
+            in_the_way[0].mkdir()
+
+    with publisher(world, emit=block) as target:
+        first = target.publish(world.tensors(weights[0]))
+        with pytest.raises(Exhausted, match="not known"):
+            first.wait_sealed()
+        in_the_way[0].rmdir()
+        assert target.publish(world.tensors(weights[1])).wait_sealed().version == 2
+        assert first.wait_sealed().version == 1
+    assert toolbox.same(world.reader.versions()[1], weights[0])
 
 
 def test_a_dtensor_of_one_rank_is_taken(world: Any, toolbox: Any, tmp_path: Path) -> None:
