@@ -206,7 +206,7 @@ async def second_owner(stage: Stage) -> None:
 
 @scenario
 async def fenced_collector(stage: Stage) -> None:
-    """A publisher is stopped while it plans what to delete; another takes over; then it wakes, and may delete nothing."""
+    """A publisher is stopped while it plans what to delete; another takes over; then it wakes, and deletes nothing."""
     rng = stage.rng
     some_weather(stage)
     stage.trigger(

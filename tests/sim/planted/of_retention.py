@@ -75,7 +75,7 @@ def anchor_record_before_its_files(put: Put) -> None:
     put(anchors, "create_once", create_once)
 
 
-@bug("L5", "fenced_collector")
+@bug("L5", "take_over", "fenced_collector")
 def fenced_collector_goes_on(put: Put) -> None:
     """Whoever planned deletes what it planned, without a look at the ledger and its floor."""
 
