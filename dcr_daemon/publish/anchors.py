@@ -24,6 +24,7 @@ from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.records import Anchor, AnchorIndex, ObjectRef
 from dcr_daemon.publish.baseline import Baseline, check_vector
+from dcr_daemon.publish.restore import total_of
 from dcr_daemon.runtime import Workers
 from dcr_daemon.store.keys import is_key
 from dcr_daemon.store.once import create_once
@@ -52,6 +53,37 @@ class AnchorPolicy:
             return False
         by_count = self.every is not None and versions >= self.every
         return by_count or (self.share is not None and chain_bytes > self.share * dense_bytes)
+
+
+class SinceAnchor:
+    """The versions since the newest anchor, as far as the ledger was read.
+
+    They are asked about after every version, so what they add up to is carried along, and no seal is read twice.
+    """
+
+    def __init__(self, ledger: Ledger, policy: AnchorPolicy, dense_bytes: int) -> None:
+        self._ledger, self._policy, self._dense_bytes = ledger, policy, dense_bytes
+        self._anchor: int | None = None
+        self._version = self._bytes = 0
+        self._after = ""
+        self._broken = False
+
+    async def due(self) -> bool:
+        """Whether they ask for another one: by policy, or because no chain leads over them.
+
+        A version made from a stray baseline says so: its `before` is not the `after` of the version before it.
+        """
+        state, history = self._ledger.state, self._ledger.history
+        anchor = state.anchor.version if state.anchor else 0
+        if anchor != self._anchor:
+            self._anchor = self._version = anchor
+            self._bytes, self._broken = 0, False
+            self._after = total_of(self._ledger.stream if anchor == 0 else await history.seal(anchor))
+        for seal in await history.between(self._version + 1):
+            self._broken |= seal.before != self._after
+            self._version, self._after = seal.version, seal.after
+            self._bytes += seal.bytes
+        return self._broken or self._policy.due(self._version - anchor, self._bytes, self._dense_bytes)
 
 
 async def write_anchor(

@@ -24,11 +24,11 @@ from dcr_daemon.events import Aborted, Alarm, Emit, Opened, Sealed, Waiting
 from dcr_daemon.ledger.ledger import Header, Ledger
 from dcr_daemon.ledger.records import Abort, Open, Seal, show_u64
 from dcr_daemon.ledger.retention import RetentionPolicy
-from dcr_daemon.publish.anchors import AnchorPolicy, write_anchor
+from dcr_daemon.publish.anchors import AnchorPolicy, SinceAnchor, write_anchor
 from dcr_daemon.publish.attempt import Attempt, Contribution
 from dcr_daemon.publish.baseline import Baseline
 from dcr_daemon.publish.options import PublishOptions
-from dcr_daemon.publish.restore import Restorer, total_of
+from dcr_daemon.publish.restore import Restorer
 from dcr_daemon.publish.retention import Retention
 from dcr_daemon.publish.scrub import Scrub
 from dcr_daemon.publish.spool import Spool
@@ -61,9 +61,10 @@ class Session:
         self._options, self._baseline, self._restorer = options, baseline, restorer
         self.workers, self.state, self._emit = workers, state, emit
         self._spool = Spool(state.spool, options.spool_memory, workers)
-        self._policy = AnchorPolicy(options.anchor_every, options.anchor_share)
+        policy = AnchorPolicy(options.anchor_every, options.anchor_share)
+        self._since_anchor = SinceAnchor(ledger, policy, self.layout.nbytes)
         keep = RetentionPolicy.of(options.keep_versions, options.keep_hours)
-        self.retention = Retention(ledger, keep, emit, anchors=self._policy.active)
+        self.retention = Retention(ledger, keep, emit, anchors=policy.active)
         # One value for this incarnation of the process group; a leftover of another one answers to nobody (must P1).
         self._group, self._nonce = runtime.nonce(), runtime.nonce()
         self._call = 0
@@ -306,11 +307,10 @@ class Session:
         if self.ledger.undecided:
             await self._within(self._options.patience, self.ledger.settle(), "the fate of a record")
             await self.ledger.read()
-        state = self.ledger.state
-        newest = state.anchor.version if state.anchor else None
-        if self._attempt or newest == self.head:
+        newest = self.ledger.state.anchor
+        if self._attempt or (newest and newest.version == self.head):
             return
-        if not (at_once or self._owes_anchor) and not await self._due(newest or 0):
+        if not (at_once or self._owes_anchor) and not await self._since_anchor.due():
             return
         if self.ledger.tip.seq == self._spoilt:
             return  # its names are taken by damaged bytes; after the next version it has others (must L0)
@@ -327,19 +327,6 @@ class Session:
             return
         self._owes_anchor = False
         self.retention.anchored()
-
-    async def _due(self, newest: int) -> bool:
-        """Whether the versions since the newest anchor ask for one: by policy, or because no chain leads over them.
-
-        A version made from a stray baseline says so: its `before` is not the `after` of the version before it.
-        """
-        since = await self.ledger.history.between(newest + 1)
-        after = total_of(self.ledger.stream if newest == 0 else await self.ledger.history.seal(newest))
-        for seal in since:
-            if seal.before != after:
-                return True
-            after = seal.after
-        return self._policy.due(len(since), sum(seal.bytes for seal in since), self.layout.nbytes)
 
     async def _prove_baseline(self) -> None:
         """Recompute the baseline's fingerprint; damage is an alarm and a rebuild, never an anchor (must P4)."""

@@ -13,6 +13,9 @@ from histories import HistoryWriter
 from dcr_daemon.canonical.fingerprint import fingerprint
 from dcr_daemon.checkpoint.safetensors import pack_safetensors
 from dcr_daemon.events import Alarm
+from dcr_daemon.ledger.history import KEPT
+from dcr_daemon.ledger.ledger import Ledger
+from dcr_daemon.publish.anchors import AnchorPolicy, SinceAnchor
 from dcr_daemon.publish.opening import open_session
 from dcr_daemon.publish.options import PublishOptions
 from dcr_daemon.publish.published import read_published
@@ -73,3 +76,28 @@ def test_starting_costs_the_same_however_long_the_history(world: Any, long: Memo
     assert warm <= PROBE + 15 + CHAIN, "whether an anchor is due is read from the seals since the last one"
     assert from_nothing <= PROBE + SEARCH + 3 * CHAIN
     assert not world.events.of(Alarm)
+
+
+def test_whether_an_anchor_is_due_reads_each_seal_once() -> None:
+    """After more versions without an anchor than a history keeps in memory, too."""
+    store = MemoryStore()
+    writer = HistoryWriter(store)
+    writer.claim()
+    writer.versions(KEPT + 100)
+
+    async def run() -> tuple[int, int]:
+        ledger = Ledger(store)
+        await ledger.read()
+        heavy = writer.size * (KEPT + 102) / writer.layout.nbytes
+        since = SinceAnchor(ledger, AnchorPolicy(None, heavy), writer.layout.nbytes)
+        assert not await since.due()
+        store.requests.clear()
+        assert not await since.due()
+        again = sum(store.requests.values())
+        writer.versions(3)
+        await ledger.read()
+        store.requests.clear()
+        assert await since.due(), "what was read before still weighs"
+        return again, sum(store.requests.values())
+
+    assert asyncio.run(run()) == (0, 0)
