@@ -83,13 +83,18 @@ async def locate(
         return hint
     if not vector.any():
         return None
+    # What it was proved at is below the floor and its vector gone, so nobody can say that it is that version. Should
+    # version 0 have the same bits it is the older name for them, and no engine goes back to one (must E2, F3).
+    lost = hint is not None and 0 < hint < ledger.state.floor
     looked = 0
     async for record in _newest_first(ledger, highest):
+        if lost and isinstance(record, Stream):
+            break
         if await is_version(record, vector, classes, objects, layout):
             return 0 if isinstance(record, Stream) else record.version
         looked += 1
         if looked == RECENT:
-            if await is_version(ledger.stream, vector, classes, objects, layout):
+            if not lost and await is_version(ledger.stream, vector, classes, objects, layout):
                 return 0
             if not thorough and await _anchored(ledger, highest):
                 return None

@@ -14,7 +14,7 @@ from dcr_daemon.engine.port import TensorClass
 from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import Objects
-from dcr_daemon.ledger.records import ObjectRef, Open, Seal
+from dcr_daemon.ledger.records import Anchor, Floor, ObjectRef, Open, Seal
 from dcr_daemon.subscribe import locate as module
 from dcr_daemon.subscribe.locate import locate
 
@@ -82,3 +82,22 @@ async def test_a_recent_return_to_the_base_is_the_recent_version() -> None:
     store = fakes.MemoryStore()
     await make_history(store, [0, 1, 2, 0, 4, 5])
     assert await found(store, 0) == 3
+
+
+async def test_an_engine_whose_version_was_collected_is_not_called_by_the_older_name_of_the_same_weights() -> None:
+    """Version 1 changed nothing, and its vector is gone: its engine must not be proved at version 0 again (F3)."""
+    store = fakes.MemoryStore()
+    await make_history(store, [0, 0, 1, 2])
+    ledger = Ledger(store)
+    await ledger.claim("trainer")
+    index, sums = ObjectRef("anchors/3/1/index.json", 0, records.digest(b"")), records.show_u64(total(vector_of(2)))
+    await ledger.append(lambda header: Anchor(**header.fields, version=3, index=index, total=sums, bytes=0))
+    await ledger.append(lambda header: Floor(**header.fields, floor=3))
+    seal = await ledger.history.seal(1)
+    objects = Objects(store, floor=lambda: ledger.state.floor)
+    at: dict[str, Any] = {"highest": 3, "emit": lambda _: None}
+    exact = [TensorClass.EXACT] * len(LAYOUT)
+    assert await locate(ledger, objects, LAYOUT, vector_of(0), exact, hint=1, **at) == 1
+    del store.objects[seal.fingerprint.key]
+    assert await locate(ledger, objects, LAYOUT, vector_of(0), exact, hint=1, **at) is None
+    assert await locate(ledger, objects, LAYOUT, vector_of(0), exact, hint=None, **at) == 0
