@@ -25,7 +25,7 @@ import msgspec
 from dcr_daemon.engine import messages
 from dcr_daemon.engine.port import Hop, Prepared, Swapped, Transaction, Verdict
 from dcr_daemon.errors import DcrError, EngineRefused
-from dcr_daemon.vllm_plugin import calls, faults, judge, tables
+from dcr_daemon.vllm_plugin import calls, judge, tables
 from dcr_daemon.vllm_plugin.calls import (
     Begin,
     ComparedRank,
@@ -338,7 +338,6 @@ class Changes:
         core = self._core
         self._begun, core.begun, self._loads = None, None, 0
         core.moving = ""
-        faults.reach("resume")
         core.notice_writes()  # somebody may have written while it was begun: then nobody knows what is live now
         if core.proved is None:
             core.host.halt()

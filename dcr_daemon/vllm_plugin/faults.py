@@ -2,8 +2,8 @@
 
 Names: `placement` (a wrong permutation, at attach), `job` (a job fails), `slow` (`seconds` of sleep after each slice of
 a job), `apply` (a try has written half), `flip` (a written value is corrupted after an apply), `feed` (what the loader
-made does not arrive), `rollback` (a try fails before it writes), `commit` (before a rank commits), `resume` (all ranks
-have committed, the engine is still paused; where workers live in its process).
+made does not arrive), `rollback` (a try fails before it writes), `commit` (before a rank commits), `committed` (after
+it has, and before anybody knows).
 
 A planted point fails, ends its process by SIGKILL (`kill`), or never returns (`hang`); `mark` is a file that is made
 first, so that a test knows. `flip_bit` is a bit that flips by itself.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 ENABLED = os.environ.get("DCR_TEST_FAULTS") == "1"
 
-NAMES = ("placement", "job", "slow", "apply", "flip", "feed", "rollback", "commit", "resume")
+NAMES = ("placement", "job", "slow", "apply", "flip", "feed", "rollback", "commit", "committed")
 ACTIONS = ("fail", "kill", "hang")
 
 

@@ -320,7 +320,9 @@ class Rank:
         faults.reach("commit")
         if not self._applied or (self._background.job is not None and self._background.job.live):
             raise Refusal(Code.REFUSED, f"transaction {arg.txn} is begun but not written")
-        return self._end(arg.txn, "committed")
+        ended = self._end(arg.txn, "committed")
+        faults.reach("committed")
+        return ended
 
     def close(self, arg: calls.TxnRef) -> calls.Status:
         """The old sums are back on all ranks: clean again, at the old version. Repeatable."""
