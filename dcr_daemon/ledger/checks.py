@@ -23,6 +23,7 @@ from dcr_daemon.events import Emit
 from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.objects import BelowFloor, NotYet, Objects
 from dcr_daemon.ledger.records import Anchor, ChunkRef, ObjectRef, Part, Seal, Stream
+from dcr_daemon.ledger.repairs import Damage
 from dcr_daemon.store.port import Store
 
 T = TypeVar("T")
@@ -30,16 +31,6 @@ P = ParamSpec("P")
 AT_ONCE = 4  #: objects in flight
 
 Sums = list[tuple[int, int, int]]  #: of each entry of a file: tensor, elements, sum
-
-
-class Damage(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that is wrong. `repair` says what can be done; `rebuildable` whether its content still exists."""
-
-    key: str
-    version: int | None
-    what: str
-    rebuildable: bool = False
-    repair: str = ""
 
 
 class Check:
@@ -93,6 +84,7 @@ class Check:
         sizes = [ref.size for ref in seal.parts]
         parts = await self._try(place, seal.version, self._reader.read_parts(seal), *sizes)
         changes = await self._changes(seal, parts) if parts is not None else None
+        await self._sums(seal, parts or [])
         before, self._known = self._known, None if vector is None else (seal.version, vector)
         if seal.before != self._totals.get(seal.base, seal.before):
             self._damage(names.record(seal.seq), seal.version, "its sum before is not the sum after the version before")
@@ -108,7 +100,7 @@ class Check:
             )
         if vector is None and records.show_u64(total(reached)) == seal.after:
             self._known = (seal.version, reached)
-            self._rebuildable(seal.fingerprint.key, "its content follows from the version before and the chunks")
+            self._rebuildable(seal.fingerprint.key)
 
     async def anchor(self, anchor: Anchor) -> None:
         """An anchor's index, every file it names, and that the tensors in them are the version (must L5)."""
@@ -150,6 +142,21 @@ class Check:
                 return None
             vector += delta
         return vector
+
+    async def _sums(self, seal: Seal, parts: Iterable[Part]) -> None:
+        """That what the ranks held before adds up to what the seal says they started from (must P3)."""
+        added, key = 0, ""
+        for part in parts:
+            key, size = part.sums.key, part.sums.size
+            reading = self._reader.read(part.sums, seal.version, limit=8 * len(self._layout))
+            body = await self._try(key, seal.version, reading, size)
+            if body is None:
+                return
+            added += total(np.frombuffer(body[: size - size % 8], dtype="<u8").astype(np.uint64))
+        if seal.before != self._totals.get(seal.base, seal.before):
+            return  # told already
+        if key and records.show_u64(added & MASK) != seal.before:
+            self._damage(key, seal.version, "the sums beside the parts do not add up to the seal's sum before")
 
     async def _chunk(self, seal: Seal, part: Part, ref: ChunkRef) -> Vector | None:
         async def read() -> Vector:
@@ -195,10 +202,9 @@ class Check:
     def _damage(self, key: str, version: int, what: str) -> None:
         self.damages.append(Damage(key=key, version=version, what=what))
 
-    def _rebuildable(self, key: str, repair: str) -> None:
-        self.damages = [
-            msgspec.structs.replace(d, rebuildable=True, repair=repair) if d.key == key else d for d in self.damages
-        ]
+    def _rebuildable(self, key: str) -> None:
+        """The content of a damaged vector follows from the version before and the chunks."""
+        self.damages = [msgspec.structs.replace(d, rebuildable=True) if d.key == key else d for d in self.damages]
 
 
 def _chunk_sums(data: bytes, layout: Layout, part: Part, ref: ChunkRef) -> Vector:
@@ -220,27 +226,3 @@ def _file_sums(body: bytes, name: str, layout: Layout) -> Sums:
     """What one file of an anchor holds."""
     found = read_pieces(SafetensorsBytes(body, name), layout)
     return [(t, box.elements, sum_box(bits, box, int(layout.keys[t]))) for t, box, bits in found if box is not None]
-
-
-def with_repair(damage: Damage, damages: list[Damage], anchors: list[Anchor]) -> Damage:
-    """Say what can be done about one damage, knowing all others."""
-    if damage.repair or damage.version is None:
-        return damage
-    hurt = {d.version for d in damages if d.key.startswith("anchors/")}
-    whole = sorted(a.version for a in anchors if a.version not in hurt)
-    broken = {d.version for d in damages if d.key.startswith("data/") and not d.rebuildable}
-    version = damage.version
-    if damage.key.startswith("anchors/"):
-        start = max((a for a in whole if a < version and not broken & set(range(a + 1, version + 1))), default=None)
-        if start is None:
-            return msgspec.structs.replace(damage, repair="lost; replicas need a later anchor")
-        repair = f"`dcr materialize --version {version}` still builds it, from the anchor of version {start}"
-        return msgspec.structs.replace(damage, rebuildable=True, repair=repair)
-    if damage.key.startswith("ledger/"):
-        return msgspec.structs.replace(damage, repair="replicas refuse it: have the publisher write an anchor above it")
-    past = next((a for a in whole if a >= version), None)
-    if past is not None:
-        repair = f"harmless now: replicas below version {version} go by the anchor of version {past}"
-    else:
-        repair = f"replicas below version {version} wait until the publisher writes an anchor at or above it"
-    return msgspec.structs.replace(damage, repair=repair)

@@ -168,8 +168,9 @@ class Objects:
                 if version is not None and version < self._floor():
                     raise BelowFloor(f"{self._name(ref)} is gone: version {version} is below the floor") from None
             if runtime.monotonic() >= deadline:
+                waited = f"did not appear in {self._patience:g} s" if self._patience else "is not there"
                 raise NotYet(
-                    f"{self._name(ref)} is named by the ledger and did not appear in {self._patience:g} s",
+                    f"{self._name(ref)} is named by the ledger and {waited}",
                     hint="if the bucket is a replica, it lags; if something deletes objects, `dcr verify` tells what",
                 )
             tries += 1

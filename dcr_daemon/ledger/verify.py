@@ -15,11 +15,12 @@ from dcr_daemon import runtime
 from dcr_daemon.errors import Corrupt
 from dcr_daemon.events import Emit, discard
 from dcr_daemon.ledger import names
-from dcr_daemon.ledger.checks import Check, Damage, with_repair
+from dcr_daemon.ledger.checks import Check
 from dcr_daemon.ledger.collector import Collector
 from dcr_daemon.ledger.fold import Step
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.records import Anchor, Seal, State, Stream
+from dcr_daemon.ledger.repairs import Damage, Repairs
 from dcr_daemon.ledger.replay import replay
 from dcr_daemon.ledger.retention import Plan, RetentionPolicy
 from dcr_daemon.store.port import Store
@@ -89,6 +90,7 @@ async def verify(
     # Retention may have raised the floor meanwhile: what it may delete is not damage (must L5).
     floor = max(found.state.floor, (await _read_ledger(store)).state.floor) if check.damages else found.state.floor
     damages = [d for d in check.damages if d.version is None or d.version >= floor]
+    repairs = Repairs(damages, anchors, floor=floor, head=found.state.seal.version)
     left = await _left_over(store)
     return Report(
         stream=found.stream.stream,
@@ -100,7 +102,7 @@ async def verify(
         anchors=len(anchors),
         objects=check.objects,
         bytes=check.bytes,
-        damages=[*found.damages, *(with_repair(d, damages, anchors) for d in damages)],
+        damages=[*found.damages, *map(repairs.advise, damages)],
         orphans=len(left.items) if left else None,
         orphan_bytes=left.bytes if left else None,
         unknown=list(left.unknown) if left else [],

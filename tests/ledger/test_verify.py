@@ -132,7 +132,7 @@ class TestWhatCanBeDone:
     def test_a_delta_above_every_anchor_needs_a_new_one(self, stream: StreamWriter) -> None:
         key = self.chunk(stream, 4)
         stream.store.objects[key] = b"spoiled"
-        assert "until the publisher writes an anchor" in damages(stream)[key].repair
+        assert "until the publisher writes a later anchor" in damages(stream)[key].repair
 
     def test_an_anchor_can_be_built_from_the_one_before(self, stream: StreamWriter) -> None:
         key = next(key for key in stream.store.objects if key.startswith("anchors/3/") and "model" in key)
@@ -144,8 +144,8 @@ class TestWhatCanBeDone:
         del stream.store.objects[gone]
         found = damages(stream)
         assert not found[key].rebuildable
-        assert "later anchor" in found[key].repair
-        assert "until the publisher writes an anchor" in found[gone].repair
+        assert "until the publisher writes a later anchor" in found[key].repair
+        assert "until the publisher writes a later anchor" in found[gone].repair
 
     def test_a_vector_follows_from_the_chunks(self, stream: StreamWriter) -> None:
         key = stream.ledger.history.seals[2].fingerprint.key
@@ -153,6 +153,40 @@ class TestWhatCanBeDone:
         found = damages(stream)
         assert list(found) == [key], "and the chain goes on from what was recomputed"
         assert found[key].rebuildable
+
+    def test_a_vector_takes_two_deltas_and_an_anchor_with_it(self, stream: StreamWriter) -> None:
+        """Nobody builds, or goes by, a version whose vector is not there."""
+        del stream.store.objects[stream.ledger.history.seals[3].fingerprint.key]
+        (damage,) = check(stream).damages
+        assert "versions 3 to 4 cannot be built any more; replicas below version 4 wait until" in damage.repair
+        del stream.store.objects[names.vector(0, 0)]
+        base = damages(stream)[names.vector(0, 0)]
+        assert (
+            "version 0 cannot be built any more; replicas below version 1 go by the anchor of version 1" in base.repair
+        )
+
+    def test_versions_between_a_lost_delta_and_the_next_anchor_are_lost(self, stream: StreamWriter) -> None:
+        key = self.chunk(stream, 2)
+        del stream.store.objects[key]
+        assert damages(stream)[key].repair.startswith("version 2 cannot be built any more; ")
+        key = self.chunk(stream, 3)
+        stream.store.objects[key] += b"?"
+        assert damages(stream)[key].repair.startswith("nothing is lost, version 3 has an anchor; ")
+
+    def test_sums_are_checked_and_needed_by_nobody(self, stream: StreamWriter) -> None:
+        key = next(key for key in stream.store.objects if key.startswith("data/2/") and key.endswith(".sums"))
+        whole = stream.store.objects[key]
+        for body in (whole[:-8], bytes(len(whole))):
+            stream.store.objects[key] = body
+            (damage,) = check(stream).damages
+            assert (damage.key, damage.rebuildable) == (key, True)
+            assert "no reader needs it" in damage.repair
+
+    def test_the_first_anchor_can_be_had_from_the_base(self, stream: StreamWriter) -> None:
+        key = next(key for key in stream.store.objects if key.startswith("anchors/1/") and "model" in key)
+        del stream.store.objects[key]
+        assert "`dcr materialize --version 1 --base DIR`" in damages(stream)[key].repair
+        assert "by the anchor of version 3" in damages(stream)[key].repair
 
     def test_a_gap_in_the_ledger_is_beyond_us(self, stream: StreamWriter) -> None:
         del stream.store.objects[names.record(5)]

@@ -17,8 +17,6 @@ from dcr_daemon.ledger.records import Abort, Anchor, AnchorIndex, ChunkRef, Obje
 from dcr_daemon.store import create_once, open_store
 from dcr_daemon.store.port import Store
 
-SUMS = ObjectRef("data/none.sums", 0, records.digest(b""))
-
 
 class StreamWriter:
     """Writes `versions` to the stream at `url`."""
@@ -58,6 +56,8 @@ class StreamWriter:
     async def seal(self, version: int, chunks: list[ChunkRef], *, step: int | None = None) -> Seal:
         """Seal the open attempt with these chunks."""
         changed, size = sum(chunk.changed for chunk in chunks), sum(chunk.size for chunk in chunks)
+        before = self.versions.vector(version - 1).astype("<u8").tobytes()
+        sums = await self._object(names.sums(version, self.attempt, "g", 0, "a0"), before)
         part = Part(
             stream=self.versions.stream,
             group="g",
@@ -68,13 +68,13 @@ class StreamWriter:
             rank=0,
             nonce="a0",
             chunks=chunks,
-            sums=SUMS,
+            sums=sums,
             changed=changed,
             bytes=size,
         )
         place = await self._object(names.part(version, self.attempt, "g", 0, "a0"), records.encode(part))
         vector = self.versions.vector(version).astype("<u8").tobytes()
-        sums = await self._object(names.vector(version, self.attempt), vector)
+        fingerprint = await self._object(names.vector(version, self.attempt), vector)
         total = [records.show_u64(int(self.versions.vector(v).sum(dtype="u8"))) for v in (version - 1, version)]
         return await self.ledger.append(
             lambda header: Seal(
@@ -83,7 +83,7 @@ class StreamWriter:
                 base=version - 1,
                 attempt=self.attempt,
                 parts=[place],
-                fingerprint=sums,
+                fingerprint=fingerprint,
                 before=total[0],
                 after=total[1],
                 previous=header.state.seal.seq,
