@@ -30,6 +30,7 @@ def test_what_tests_did_is_added_up(faults: ModuleType) -> None:
         case.format("b", told.format("site", "publisher disk.mark.write") + told.format("kills", 1), ""),
         case.format("c", told.format("site", "subscriber disk.mark.write"), "<failure/>"),
         case.format("d", told.format("zombies", 1), ""),
+        case.format("e", "", "<skipped/>"),
     ]
     report = f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>"
     assert faults.tested(report) == {
@@ -37,6 +38,7 @@ def test_what_tests_did_is_added_up(faults: ModuleType) -> None:
         "failed": 1,
         "kills": 3,
         "zombies": 1,
+        "skipped": 1,
         "publisher sites": 1,
         "subscriber sites": 1,
     }
