@@ -25,6 +25,7 @@ from dcr_daemon.engine.messages import AnyAnswer, Attach, Pending
 from dcr_daemon.engine.vllm import VllmEngine
 from dcr_daemon.vllm_plugin import faults, loading, tables
 from dcr_daemon.vllm_plugin import rank as rank_module
+from dcr_daemon.vllm_plugin.calls import JobKind, Op
 from dcr_daemon.vllm_plugin.core import Core
 from dcr_daemon.vllm_plugin.jobs import Background, Job
 from dcr_daemon.vllm_plugin.ranks import Ranks
@@ -98,6 +99,8 @@ class SimWire(ToyWire):
         self._engine = engine
 
     def answer(self, rank: int, call: dict[str, Any], one: ToyWorker) -> Any:
+        if call["op"] == Op.START and call["arg"]["kind"] == JobKind.FINGERPRINT:
+            self._engine.summed = len(self._engine.flips)
         fault = self._engine.world.rank_fault(self._engine, rank, str(call["op"]))
         if fault == "half" and call["op"] == "apply":
             faults.plant("apply")
@@ -118,6 +121,7 @@ class SimEngine:
         self.served = -1  #: the highest version that was ever served here
         self.foreign: tuple[int | None] | None = None  #: somebody wrote to the weights, and this was proved then
         self.flips: list[tuple[int, str, int, int]] = []  #: rank, parameter, byte and mask of bits that flipped
+        self.summed = 0  #: how many of them were there when everything was last summed
         self.boots = 0
         self.boot(lanes)
 
@@ -133,7 +137,8 @@ class SimEngine:
         self.host.guard = self.core.why_not_resume
         self.host.busy = self.world.rng.random() < 0.5
         self.tokens = 0
-        self.foreign, self.flips = None, []
+        self.foreign = None
+        self.forget_flips(len(self.flips))
         self.core.awaken()
 
     @property
@@ -189,6 +194,11 @@ class SimEngine:
         memory[place] ^= mask
         self.flips.append((rank, name, place, mask))
         self.world.outcome.faults["bit flipped"] += 1
+
+    def forget_flips(self, count: int) -> None:
+        """The first so many are gone, or known of."""
+        del self.flips[:count]
+        self.summed = 0
 
     def with_flips(self, states: list[dict[str, bytes]]) -> list[dict[str, bytes]]:
         """The same, with the bits that flipped and that nobody can have found yet."""

@@ -264,17 +264,21 @@ class Watch:
         engine.served = max(engine.served, core.proved)
 
     def _noticed(self, engine: SimEngine) -> None:
-        """What others did to the weights excuses them until the engine says anything new of itself."""
+        """What others did to the weights excuses them until the engine says anything new of itself.
+
+        A bit that flipped excuses them until an attach has summed everything: one that flips between that and the
+        proof is for the scrub to find.
+        """
         if engine.foreign and engine.core.proved != engine.foreign[0]:
             engine.foreign = None
         if engine.core.proved is None:
-            engine.flips.clear()
+            engine.forget_flips(engine.summed)
 
     def _is(self, engine: SimEngine, version: int) -> bool:
         """Whether it holds a version. A bit that flipped stays, or is written over by a version that changes it."""
         states, wanted = engine.states(), self.expected(version)
         if states == wanted:
-            engine.flips.clear()
+            engine.forget_flips(len(engine.flips))
         return states == wanted or states == engine.with_flips(wanted)
 
     def _ready(self, engine: SimEngine, version: int) -> None:
