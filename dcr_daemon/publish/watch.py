@@ -82,7 +82,7 @@ class Watcher:
         self._last_look = float("-inf")
         self._current: Taking | None = None
         self._dying: str | None = None
-        self._setbacks = 0
+        self._setbacks: dict[str, int] = {}
         self._newest = -1
         self._published: set[str] = set()
         self._given_up: dict[str, frozenset[FileIdentity]] = {}
@@ -181,13 +181,19 @@ class Watcher:
                 return await self._step(await self._look())
         except SourceChanged as error:
             self._dying = error.message
-            self._setbacks += 1
-            await runtime.sleep(min(self._interval * 2 ** min(self._setbacks, 10), SETBACK_LIMIT))
+            await runtime.sleep(self._setback())
         except StoreUnavailable as error:
             self._emit(Waiting(what=f"the bucket: {error.message}"))
             self._dying = self._dying or (f"StoreUnavailable: {error.message}" if self._current else None)
             await runtime.sleep(STORE_PAUSE)
         return True
+
+    def _setback(self) -> float:
+        """Seconds until the next try. None where a checkpoint fails for the first time: a trainer that keeps its newest
+        few takes away the oldest, and whoever rests then finds the next one gone as well, and never catches up."""
+        name = self._current.relative if self._current else ""
+        tries = self._setbacks[name] = self._setbacks.get(name, -1) + 1
+        return min(self._interval * 2 ** min(tries, 10), SETBACK_LIMIT) if tries else 0.0
 
     async def _step(self, found: dict[str, Found]) -> bool:
         complete = _in_order(self._complete(found), found)
@@ -253,7 +259,7 @@ class Watcher:
 
     async def _seal(self, current: Taking) -> None:
         await current.seal()
-        self._current, self._setbacks = None, 0
+        self._current, self._setbacks = None, {}
         current.close()
         self._remember(current.relative, current.identity)
         runtime.failpoint("publish.remembered")

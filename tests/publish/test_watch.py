@@ -250,6 +250,31 @@ def test_a_checkpoint_nobody_saw_being_closed_is_not_overtaken_by_its_successor(
     assert [toolbox.same(world.reader.versions()[n], chain[n]) for n in (1, 2)] == [True, True]
 
 
+def test_a_trainer_that_takes_away_its_oldest_checkpoints_is_caught_up_with(world: Any, toolbox: Any) -> None:
+    """A publisher that rested over each one that went found the next one gone, too, and never came to the newest."""
+    many = 12
+    new = toolbox.step_weights(world.weights, seed=1)
+    for step in range(1, many + 1):
+        world.write(world.root / f"out/step_{step}", new if step == many else world.weights)
+
+    def emit(event: Any) -> None:
+        world.events(event)
+        if isinstance(event, Opened) and event.step is not None and event.step < many:
+            shutil.rmtree(world.root / f"out/step_{event.step}")
+
+    async def run() -> None:
+        task = asyncio.create_task(run_watch(options(world), world.store(), emit))
+        await until(lambda: world.events.of(Sealed) or task.done())
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())
+    assert sealed(world) == [many]
+    assert len(world.events.of(Aborted)) == many - 1
+    assert toolbox.same(world.reader.versions()[1], new)
+
+
 def test_a_marker_completes_a_checkpoint(world: Any, toolbox: Any) -> None:
     new = toolbox.step_weights(world.weights, seed=1)
 
