@@ -70,7 +70,17 @@ async def materialize(
     workers = runtime.Workers()
     try:
         with _workshop(out) as shop:
-            await _Builder(ledger, shop, workers, emit).build(_version(record), base)
+            builder = _Builder(ledger, shop, workers, emit)
+            while True:
+                try:
+                    await builder.build(_version(record), base)
+                    break
+                except NotFound as error:
+                    if version is not None or _version(record) >= ledger.state.floor:
+                        raise
+                    # What was newest at the start has been collected; nobody asked for that one in particular.
+                    emit(Waiting(what=f"{error.message}; building the newest"))
+                    record = await record_of(ledger, ledger.state.seal.version)
             _give_name(shop / "out", out)
             layout = Layout.decode((shop / "layout.json").read_bytes())
     finally:

@@ -214,6 +214,21 @@ class TestMaterialize:
         assert (await asyncio.wait_for(building, 30)).version == 4
         assert stream.versions.version_of(tmp_path / "out") == 4
 
+    async def test_the_newest_is_whichever_is_newest_once_it_is_built(self, make_stream, tmp_path):
+        """It kept so few versions that the newest one at the start was below the floor before it was read."""
+        stream = await make_stream(4)
+        await stream.publish(1)
+        await stream.anchor(1)
+        held = Held(stream.store, anchor(1))
+        building = asyncio.create_task(materialize(held, out=tmp_path / "out"))
+        await held.reached.wait()
+        await stream.publish(2, 3)
+        await stream.anchor(3)
+        await gc(stream, 1)
+        held.go.set()
+        assert (await asyncio.wait_for(building, 30)).version == 3
+        assert stream.versions.version_of(tmp_path / "out") == 3
+
     @pytest.mark.parametrize("when", ["before", "meanwhile"])
     async def test_a_version_that_was_collected_is_refused_and_says_what_can_be_had(self, when, make_stream, tmp_path):
         stream = await make_stream(4)
