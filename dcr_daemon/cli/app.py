@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,8 +39,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
+
+
+def _help(docstring: str) -> str:
+    """A docstring in paragraphs: typer would keep the line breaks of all but the first, and take [key] for markup."""
+    paragraphs = inspect.cleandoc(docstring).split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs).replace("[", "\\[")
+
+
 for module in (publish, subscribe, log, status, verify, gc, materialize, plan, demo):
-    app.command(module.__name__.rpartition(".")[2])(module.command)
+    app.command(module.__name__.rpartition(".")[2], help=_help(module.command.__doc__ or ""))(module.command)
 
 
 def _show_version(asked: bool) -> None:

@@ -28,6 +28,11 @@ def test_help_explains_every_option(command: str, capsys: pytest.CaptureFixture[
     assert "Usage: dcr " + command in out
 
 
+def test_help_shows_all_that_its_docstring_says(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = outcome(capsys, "gc", "--help")
+    assert "kept, kept_bytes, unknown [key], items [{key, size" in " ".join(out.split())
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_option_has_a_help_text(command: str) -> None:
     import typer.main
