@@ -77,6 +77,7 @@ class Ledger:
         self._tip: Tip | None = None
         self._stream: Stream | None = None
         self._epoch: int | None = None
+        self._ousted: int | None = None
         self._name = ""
         self._sent: _Sent | None = None
         self._settled: Record | None = None
@@ -213,7 +214,9 @@ class Ledger:
             return
         epoch = self.state.epoch
         owner, now = (epoch.name, epoch.seq) if epoch else ("nobody", 0)
-        self._emit(FencedOut(what=self.store.url, by=owner))
+        if self._ousted != self._epoch:  # told once, however many callers run into it
+            self._ousted = self._epoch
+            self._emit(FencedOut(what=self.store.url, by=owner))
         hint = "this publisher must stay down; only one may publish to a stream"
         if owner == self._name:
             hint = (
