@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dcr_daemon.cli.options import EndpointUrl, Json, Profile, Region, StoreOptions, StreamArgument, run_async
-from dcr_daemon.cli.output import print_json, print_table, share, size
+from dcr_daemon.cli.output import clock, print_json, print_table, share, size
 
 if TYPE_CHECKING:
     from dcr_daemon.ledger.ledger import Ledger
@@ -31,31 +31,34 @@ def command(
     changed (elements), elements, bytes, dense_bytes, source, at, reason.
     """
 
-    async def main() -> list[Row]:
+    async def main() -> tuple[list[Row], int]:
         from dcr_daemon.ledger.ledger import Ledger
 
         async with StoreOptions(stream, endpoint_url, region, profile).watched() as store:
-            return await read_rows(Ledger(store), None if everything else limit)
+            ledger = Ledger(store)
+            rows = await read_rows(ledger, None if everything else limit)
+            return rows, ledger.state.floor
 
-    rows = run_async(main())
+    rows, floor = run_async(main())
     if json:
         for row in rows:
             print_json(row)
         return
     columns = ("version ", "step ", "state", "changed ", "payload ", "of dense ", "at", "source")
-    print_table(columns, [_cells(row) for row in rows])
+    print_table(columns, [_cells(row, floor) for row in rows])
 
 
-def _cells(row: Row) -> tuple[Any, ...]:
+def _cells(row: Row, floor: int) -> tuple[Any, ...]:
     built = row["state"] == "sealed" and row["version"] > 0
+    gone = row["state"] == "sealed" and row["version"] < floor
     return (
         row["version"],
         row["step"],
-        row["state"],
+        "below the floor" if gone else row["state"],
         share(row["changed"], row["elements"]) if built else "",
         size(row["bytes"]) if built else "",
         share(row["bytes"], row["dense_bytes"]) if built else "",
-        row["at"][:19].replace("T", " "),
+        clock(row["at"]),
         row["reason"] or (row["source"] or {}).get("path"),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from dcr_daemon.errors import Exhausted
 from dcr_daemon.observe.streams import put
 
 _WIDEST = 250  #: characters of a table
+_PADDING = re.compile(r"[ ]+((?:\x1b\[[0-9;]*m[ ]*)*)$", re.MULTILINE)  #: at the end of a line, inside its colours too
 
 
 def wants_json(arguments: Sequence[str]) -> bool:
@@ -38,7 +40,8 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     console = Console(width=_WIDEST)
     with console.capture() as text:
         console.print(table)
-    _put(text.get())
+    # The last column is padded, too: one long cell would put blank lines after every other row.
+    _put(_PADDING.sub(r"\1", text.get()))
 
 
 def print_fields(fields: dict[str, Any]) -> None:
@@ -76,6 +79,11 @@ def size(count: float) -> str:
         if count < 1000:
             return f"{count:.1f} {unit}"
     return f"{count / 1000:.1f} TB"
+
+
+def clock(at: str | None) -> str:
+    """A time of a record for people, UTC: 2026-01-31 23:59:59; nothing if there is none."""
+    return (at or "")[:19].replace("T", " ")
 
 
 def share(part: float, whole: float) -> str:

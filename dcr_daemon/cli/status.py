@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dcr_daemon.cli.options import EndpointUrl, Json, Profile, Region, StoreOptions, StreamArgument, run_async
-from dcr_daemon.cli.output import print_fields, print_json, print_table, size
+from dcr_daemon.cli.output import clock, print_fields, print_json, print_table, size
 from dcr_daemon.errors import Corrupt, Missing
 
 if TYPE_CHECKING:
@@ -39,10 +39,11 @@ def command(
         return
     head, epoch, attempt = status["head"], status["epoch"], status["open"]
     anchors = ", ".join(f"version {a['version']} ({size(a['bytes'])})" for a in status["anchors"])
+    step = "" if head["step"] is None else f", step {head['step']}"
     print_fields(
         {
             "stream": f"{status['stream']['url']}  id {status['stream']['id']}",
-            "head": f"version {head['version']}, step {head['step']}, sealed {head['at']}",
+            "head": f"version {head['version']}{step}, sealed {clock(head['at'])}",
             "publisher": epoch and f"{epoch['name']}, epoch {epoch['seq']}{', released' if epoch['released'] else ''}",
             "open": attempt and f"version {attempt['version']}, attempt {attempt['seq']}",
             "floor": status["floor"],
@@ -50,9 +51,16 @@ def command(
         }
     )
     if status["replicas"]:
-        columns = ("replica", "version ", "state", "at", "scrubbed", "scrub", "detail")
-        keys = ("id", "version", "state", "at", "scrubbed_at", "scrub", "detail")
-        print_table(columns, [[replica.get(key) for key in keys] for replica in status["replicas"]])
+        print_table(
+            ("replica", "version ", "state", "at", "scrubbed", "scrub", "detail"), map(_cells, status["replicas"])
+        )
+
+
+def _cells(replica: dict[str, Any]) -> list[Any]:
+    """What one replica says; it may say anything (must L7)."""
+    times = {key: clock(str(replica[key])) for key in ("at", "scrubbed_at") if replica.get(key)}
+    shown = replica | times
+    return [shown.get(key) for key in ("id", "version", "state", "at", "scrubbed_at", "scrub", "detail")]
 
 
 async def read_status(store: Store) -> dict[str, Any]:

@@ -87,6 +87,13 @@ def test_a_stream_that_was_collected_still_works(
     assert anchored.publish() == 0, "and its publisher goes on under its name"
 
 
+def test_the_log_does_not_offer_what_is_gone(anchored: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    said(capsys, "gc", anchored.url, "--keep-versions", "1")
+    assert run(["log", anchored.url]) == 0
+    rows = capsys.readouterr().out.splitlines()[1:]
+    assert ["below the floor" in row for row in rows] == [True] * 4 + [False]
+
+
 def test_a_stream_that_is_held_is_its_publishers_to_collect(anchored: Any, capsys: pytest.CaptureFixture[str]) -> None:
     last = max((anchored.home / "ledger").iterdir())
     assert b'"kind":"release"' in last.read_bytes()

@@ -84,6 +84,18 @@ def test_status_tells_head_publisher_and_anchors(streamed: Any, capsys: pytest.C
     assert all(set(replica) >= {"id", "version"} for replica in status["replicas"])
 
 
+def test_a_long_cell_pads_no_other_line_of_a_table(own_stream: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    replicas = own_stream.home / "replicas"
+    replicas.mkdir(exist_ok=True)
+    (replicas / "r1.json").write_text(json.dumps({"id": "r1", "state": "failed", "detail": "why " * 30}))
+    (replicas / "r2.json").write_text(json.dumps({"id": "r2", "at": "2026-01-31T23:59:59.123+00:00"}))
+    capsys.readouterr()
+    assert run(["status", own_stream.url]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line != line.rstrip()] == []
+    assert lines[-1].endswith("2026-01-31 23:59:59")
+
+
 def test_status_shows_a_replica_and_ignores_an_unreadable_one(
     own_stream: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
