@@ -5,11 +5,11 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip -qq --disable-pip-version-check
-SOURCE := $(shell find dcr_daemon -name '*.py' -not -path '*/__pycache__/*') dcr_daemon/py.typed pyproject.toml README.md LICENSE
+SOURCE := $(shell find dcr_daemon -name '*.py' -not -path '*/__pycache__/*' -o -name '*.json') dcr_daemon/py.typed pyproject.toml README.md LICENSE
 PINS   := $(wildcard requirements/*.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup wheel demo test sim faults lint format bench clean
+.PHONY: help setup wheel demo test sim faults lint format bench oracle-megatron clean
 .DELETE_ON_ERROR:
 
 help:
@@ -21,6 +21,7 @@ help:
 	  'make format   rewrite the sources as ruff likes them' \
 	  'make sim      the simulation, many seeds of it                                         (ARGS="--seeds 3000 --jobs 2")' \
 	  'make bench    every benchmark                                                          (ARGS="name")' \
+	  'make oracle-megatron   golden tables from the real library   (MEGATRON_LM=… MEGATRON_BRIDGE=… checkouts)' \
 	  'make wheel    build dist/*.whl' \
 	  'make setup    only the environment; every other verb does it by itself'
 
@@ -95,6 +96,13 @@ sim: $(VENV)/.installed
 
 bench: $(VENV)/.installed
 	@set -e; for file in $(wildcard benchmarks/*$(ARGS)*.py); do echo "== $$file"; $(BIN)/python -P "$$file"; done
+
+# Beside the environment, not in it: vLLM would take triton for a GPU's.
+$(VENV)/megatron: | $(VENV)/.tools
+	@$(PIP) install --no-deps --target $@ megatron-core==0.16.1 triton==3.9.0
+
+oracle-megatron: $(VENV)/.installed $(VENV)/megatron
+	@PYTHONPATH=$(VENV)/megatron $(BIN)/python -W ignore tests/projection/oracle_megatron.py $(ARGS)
 
 clean:
 	rm -rf dist build .demo $(VENV)

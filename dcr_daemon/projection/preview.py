@@ -137,7 +137,7 @@ def _megatron(architecture: Architecture, grid: Grid, rule: Rule, dtype: str | N
         ways = grid.tp if parameter.expert is None else grid.etp
         key = parameter.split, ways
         if key not in splits:
-            shares = 1 if parameter.split.shared else ways
+            shares = 1 if parameter.split.axis is None else ways
             parameter.held(0, ways)  # says what cannot be split, by name
             splits[key] = [held(parameter.split, share, ways).regions for share in range(shares)]
         ranks = [grid.replicas(parameter, stage, local[0] if local else 0, i) for i in range(len(splits[key]))]

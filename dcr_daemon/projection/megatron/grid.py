@@ -110,7 +110,7 @@ class Grid:
             (copy * shards + expert_rank) * tensor + stage * self.stage
             for copy in range(self.stage // (tensor * shards))
         ]
-        if parameter.split.shared:
+        if parameter.split.axis is None:
             return tuple(rank + one for rank in ranks for one in range(tensor))
         return tuple(rank + share for rank in ranks)
 
@@ -122,7 +122,7 @@ class Grid:
         copy, at = divmod(rest, shards)
         if at != expert_rank:
             return None
-        if parameter.split.shared:
+        if parameter.split.axis is None:
             return Holder(rank, share, tensor, copy * tensor + share, copies * tensor)
         return Holder(rank, share, tensor, copy, copies)
 

@@ -31,15 +31,17 @@ class Held:
 
 
 class Split(Protocol):
-    """Frozen and hashable. `sizes` are the elements of each canonical tensor (or slice of one) that it is made of."""
+    """Frozen and hashable.
+
+    `sizes` are the elements of each canonical tensor (or slice of one) that the parameter is made of; `axis` is the
+    local dimension that tensor-parallel ranks share, `None` where every one of them holds everything.
+    """
 
     @property
     def sizes(self) -> tuple[int, ...]: ...
 
     @property
-    def shared(self) -> bool:
-        """Every tensor-parallel rank holds all of it."""
-        ...
+    def axis(self) -> int | None: ...
 
     def held(self, rank: int, ranks: int) -> Held: ...
 
@@ -62,7 +64,7 @@ def share(total: int, ranks: int, what: str) -> int:
 @dataclass(frozen=True, slots=True)
 class Replicated:
     shape: Shape
-    shared: bool = True
+    axis: None = None
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -77,7 +79,7 @@ class Rows:
     """Column parallel, as Megatron calls it: dimension 0."""
 
     shape: Shape
-    shared: bool = False
+    axis: int = 0
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -94,7 +96,7 @@ class Columns:
     """Row parallel: dimension 1 of two."""
 
     shape: tuple[int, int]
-    shared: bool = False
+    axis: int = 1
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -112,7 +114,7 @@ class Padded:
 
     shape: tuple[int, int]
     multiple: int
-    shared: bool = False
+    axis: int = 0
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -148,7 +150,7 @@ class Joined:
 
     sections: tuple[Section, ...]
     tail: Shape
-    shared: bool = False
+    axis: int = 0
 
     @property
     def width(self) -> int:
@@ -227,7 +229,7 @@ class QueryGroups:
     width: int
     gate: bool = False
     bias: bool = False
-    shared: bool = False
+    axis: int = 0
 
     @property
     def rows(self) -> int:
@@ -265,7 +267,7 @@ class InterleavedExpert:
     width: int
     hidden: int
     bias: bool = False
-    shared: bool = False
+    axis: int = 0
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -284,7 +286,7 @@ class TransposedExpert:
 
     width: int
     hidden: int
-    shared: bool = False
+    axis: int = 1
 
     @property
     def sizes(self) -> tuple[int, ...]:

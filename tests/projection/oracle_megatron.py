@@ -1,0 +1,512 @@
+"""Writes golden/*.json: what Megatron's own code does with index tensors. `make oracle-megatron`
+
+    models   real `GPTModel`s of megatron-core, built by real processes over gloo; every parameter is filled with
+             numbers that say rank and place, and exported by Megatron-Bridge's own mappings. Where each number arrives
+             is the map
+    forms    the mappings of blocks that need a GPU to be built (Mamba, delta nets, stacked experts, output gates), fed
+             with bare index tensors
+
+Nothing of dcr takes part but `fit`, which turns number pairs into regions.
+
+    MEGATRON_LM=… MEGATRON_BRIDGE=… python tests/projection/oracle_megatron.py [--out DIRECTORY] [CASE …]
+
+The two are checkouts of NVIDIA/Megatron-LM (without it: the installed megatron-core) and NVIDIA-NeMo/Megatron-Bridge
+(without it: inventories of models alone). Bridge's packages import Transformer Engine on the way; here they are entered
+past their `__init__`, and what only serves to build or load models is a stand-in. The mappings run as they are.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import importlib.util
+import json
+import math
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+GOLDEN = Path(__file__).parent / "golden"
+STRIDE = 1 << 40  #: a number is rank · STRIDE + place
+
+ATTENTION = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4, "hidden_size": 32}
+PLAIN = ATTENTION | {"vocab_size": 301, "intermediate_size": 48, "num_hidden_layers": 2}
+MOE = {"num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
+ROUTED = {"n_routed_experts": 4, "n_shared_experts": 2, "moe_intermediate_size": 16, "num_experts_per_tok": 2,
+          "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}  # fmt: skip
+LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 12}
+
+#: name: (config.json, degrees). The world is tp · cp · dp.
+MODELS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+    "llama-tp4": ({"model_type": "llama"} | PLAIN, {"tp": 4}),
+    "llama-tp4-g2": ({"model_type": "llama"} | PLAIN | {"num_key_value_heads": 2}, {"tp": 4}),
+    "qwen3-tied-tp2": ({"model_type": "qwen3", "tie_word_embeddings": True} | PLAIN, {"tp": 2}),
+    "qwen2-tp2": ({"model_type": "qwen2"} | PLAIN, {"tp": 2}),
+    "qwen3_moe-tp2-ep2": ({"model_type": "qwen3_moe"} | PLAIN | MOE, {"tp": 2, "ep": 2}),
+    "qwen3_moe-tp4-ep2-etp2": ({"model_type": "qwen3_moe"} | PLAIN | MOE, {"tp": 4, "ep": 2, "etp": 2}),
+    "qwen3_moe-tp1-ep4-dp4": ({"model_type": "qwen3_moe"} | PLAIN | MOE, {"ep": 4, "dp": 4}),
+    "deepseek_v3-tp2-ep2": ({"model_type": "deepseek_v3"} | PLAIN | ROUTED | LATENT, {"tp": 2, "ep": 2}),
+    "glm4_moe-tp2-ep2": (
+        {"model_type": "glm4_moe", "attention_bias": True} | PLAIN | ROUTED, {"tp": 2, "ep": 2}
+    ),
+    "glm4_moe-norms-tp4-g2": (
+        {"model_type": "glm4_moe", "use_qk_norm": True} | PLAIN | ROUTED | {"num_key_value_heads": 2},
+        {"tp": 4, "ep": 4},
+    ),
+}  # fmt: skip
+
+#: name: (mapping class, its canonical names, configuration, local shape on a rank by ranks, ranks)
+FORMS: dict[str, dict[str, Any]] = {
+    f"{name}-tp{ranks}": form | {"ranks": ranks}
+    for name, form in {
+        "mamba-in": {"class": "MambaInProjMapping", "mamba": [8, 6, 4, 5], "tail": [10]},
+        "mamba-conv": {"class": "MambaConv1dMapping", "mamba": [8, 6, 4, 5], "tail": [1, 4]},
+        "mamba-conv-bias": {"class": "MambaConv1dMapping", "mamba": [8, 6, 4, 5], "tail": []},
+        "delta-in": {"class": "GDNLinearMapping", "delta": [4, 8, 3, 5], "tail": [10]},
+        "delta-conv": {"class": "GDNConv1dMapping", "delta": [4, 8, 3, 5], "tail": [1, 4]},
+        "gate": {"class": "QKVMapping", "attention": [8, 4, 4], "gate": True, "tail": [10]},
+        "groups": {"class": "QKVMapping", "attention": [8, 2, 4], "gate": False, "tail": [10]},
+        "groups-bias": {"class": "QKVMapping", "attention": [8, 2, 4], "gate": False, "tail": []},
+        "stacked-in": {"class": "GPTOSSMLPGateUpProjMapping", "expert": [6, 10]},
+        "stacked-in-bias": {"class": "GPTOSSMLPGateUpProjMapping", "expert": [6, 1]},
+        "stacked-out": {"class": "GPTOSSMLPDownProjMapping", "expert": [6, 10]},
+        "zero-centred": {"class": "RMSNorm2ZeroCenteredRMSNormMapping", "norm": 6},
+    }.items()
+    for ranks in ((1,) if "stacked" in name or "zero" in name else (1, 2, 4))
+}
+
+
+# --- Bridge without Transformer Engine ---
+
+
+class _Anything(type):
+    """A class that has every attribute and can be called, subscripted, decorated with and inherited from."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_, **__: lambda given: given
+
+    def __getitem__(cls, _: Any) -> Any:
+        return cls
+
+
+class _StandIn(metaclass=_Anything):
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+
+class _Module(types.ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _StandIn
+
+
+_REAL = ("conversion.param_mapping", "conversion.mapping_registry", "conversion.quant_mapping", "conversion.utils",
+         "deepseek.common", "utils.common_utils")  # fmt: skip
+
+
+class _Finder:
+    """Bridge's packages without their `__init__`; its mappings and family files as they are; stand-ins for the rest."""
+
+    def __init__(self, source: Path) -> None:
+        self.source = source
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name.startswith("megatron.training"):
+            return importlib.machinery.ModuleSpec(name, _Empty(), is_package=True)
+        if not name.startswith("megatron.bridge"):
+            return None
+        at = self.source.joinpath(*name.split("."))
+        if at.is_dir():
+            spec = importlib.machinery.ModuleSpec(name, _Empty(), is_package=True)
+            spec.submodule_search_locations = [str(at)]
+            return spec
+        if name.endswith((*_REAL, "_bridge")) and not name.endswith("model_bridge"):
+            return importlib.util.spec_from_file_location(name, at.with_suffix(".py"))
+        return importlib.machinery.ModuleSpec(name, _Empty(), is_package=True)
+
+
+class _Empty:
+    def create_module(self, spec: Any) -> types.ModuleType:
+        return _Module(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None: ...
+
+
+def _prepare() -> None:
+    if "MEGATRON_LM" in os.environ:
+        sys.path[:0] = [os.environ["MEGATRON_LM"]]
+    if not hasattr(typing, "override"):
+        typing.override = lambda given: given  # type: ignore[attr-defined]
+    if "MEGATRON_BRIDGE" in os.environ:
+        sys.meta_path.insert(0, _Finder(Path(os.environ["MEGATRON_BRIDGE"]) / "src"))  # type: ignore[arg-type]
+
+
+BRIDGES = {
+    "llama": "llama.llama_bridge.LlamaBridge",
+    "qwen2": "qwen.qwen2_bridge.Qwen2Bridge",
+    "qwen3": "qwen.qwen3_bridge.Qwen3Bridge",
+    "qwen3_moe": "qwen.qwen3_moe_bridge.Qwen3MoEBridge",
+    "deepseek_v3": "deepseek.deepseek_v3_bridge.DeepSeekV3Bridge",
+    "glm4_moe": "glm.glm45_bridge.GLM45Bridge",
+}
+
+
+def _registry(fields: dict[str, Any]) -> Any:
+    module, _, name = BRIDGES[fields["model_type"]].rpartition(".")
+    bridge = getattr(importlib.import_module(f"megatron.bridge.models.{module}"), name)()
+    bridge.hf_config = types.SimpleNamespace(num_nextn_predict_layers=0, **fields)
+    bridge.hf_pretrained = types.SimpleNamespace(config=bridge.hf_config)
+    return bridge.mapping_registry()
+
+
+# --- real models ---
+
+
+def _groups(degrees: dict[str, int], rank: int, world: int) -> None:
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    parallel_state.initialize_model_parallel(
+        degrees.get("tp", 1),
+        expert_model_parallel_size=degrees.get("ep", 1),
+        expert_tensor_parallel_size=degrees.get("etp", 1),
+    )
+
+
+def _model(fields: dict[str, Any], degrees: dict[str, int]) -> Any:
+    import torch
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    experts = fields.get("num_experts") or fields.get("n_routed_experts")
+    layers, latent = fields["num_hidden_layers"], "kv_lora_rank" in fields
+    dense = fields.get("first_k_dense_replace", 0)
+    options: dict[str, Any] = {
+        "num_layers": layers,
+        "hidden_size": fields["hidden_size"],
+        "num_attention_heads": fields["num_attention_heads"],
+        "ffn_hidden_size": fields["intermediate_size"],
+        "kv_channels": fields["head_dim"],
+        "num_query_groups": None if latent else fields["num_key_value_heads"],
+        "add_bias_linear": False,
+        "add_qkv_bias": fields.get("attention_bias", fields["model_type"] == "qwen2"),
+        "qk_layernorm": fields["model_type"] in ("qwen3", "qwen3_moe") or fields.get("use_qk_norm", latent),
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "normalization": "RMSNorm",
+        "tensor_model_parallel_size": degrees.get("tp", 1),
+        "expert_model_parallel_size": degrees.get("ep", 1),
+        "expert_tensor_parallel_size": degrees.get("etp", 1),
+        "use_cpu_initialization": True,
+    }
+    if experts:
+        options |= {
+            "num_moe_experts": experts,
+            "moe_ffn_hidden_size": fields["moe_intermediate_size"],
+            "moe_router_topk": 2,
+            "moe_layer_freq": [int(i >= dense) for i in range(layers)],
+            "moe_token_dispatcher_type": "allgather",
+            "sequence_parallel": degrees.get("tp", 1) > 1,
+        }
+        if fields.get("n_shared_experts"):
+            options["moe_shared_expert_intermediate_size"] = (
+                fields["n_shared_experts"] * fields["moe_intermediate_size"]
+            )
+            options |= {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    if latent:
+        options |= {
+            "q_lora_rank": fields["q_lora_rank"],
+            "kv_lora_rank": fields["kv_lora_rank"],
+            "qk_head_dim": fields["qk_nope_head_dim"],
+            "qk_pos_emb_head_dim": fields["qk_rope_head_dim"],
+            "v_head_dim": fields["v_head_dim"],
+            "multi_latent_attention": True,
+        }
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]  # rotary tables ask
+    config = (MLATransformerConfig if latent else TransformerConfig)(**options)
+    _plain_norms()
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    if latent:  # Megatron's own core attention, which has no parameters, takes no latent heads
+
+        class Core(torch.nn.Module):
+            def __init__(self, *_: Any, **__: Any) -> None:
+                super().__init__()
+
+        for layer in spec.layer_specs:
+            layer.submodules.self_attention.submodules.core_attention = Core
+    multiple = 128 * degrees.get("tp", 1)
+    return GPTModel(
+        config,
+        spec,
+        vocab_size=-(-fields["vocab_size"] // multiple) * multiple,
+        max_sequence_length=64,
+        position_embedding_type="none" if latent else "rope",
+        share_embeddings_and_output_weights=fields.get("tie_word_embeddings", False),
+    )
+
+
+def _plain_norms() -> None:
+    """The library's own norm without Apex refuses sequence parallelism; a norm is one replicated vector in any case."""
+    import torch
+    from megatron.core.transformer import torch_norm
+
+    class Norm(torch.nn.Module):
+        def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(hidden_size))
+
+    torch_norm.WrappedTorchNorm.__new__ = staticmethod(lambda cls, *a, **k: Norm(*a, **k))  # type: ignore[method-assign]
+
+
+def _export_model(case: str, rank: int) -> dict[str, Any]:
+    """Runs on every rank: {"inventory": this rank's parameters, "export": canonical name -> numbers}."""
+    import torch
+
+    fields, degrees = MODELS[case]
+    model = _model(fields, degrees)
+    registry = _registry(fields) if "MEGATRON_BRIDGE" in os.environ else None
+    experts = fields.get("num_experts") or fields.get("n_routed_experts") or 0
+    first = rank // degrees.get("etp", 1) % degrees.get("ep", 1) * (experts // degrees.get("ep", 1))
+    inventory, exported = [], {}
+    tensors = dict(model.named_parameters())
+    tensors |= {name: b for name, b in model.named_buffers() if name.endswith("expert_bias")}
+    for name, tensor in tensors.items():
+        module = model.get_submodule(name.rpartition(".")[0])
+        inventory.append(
+            {
+                "name": name,
+                "shape": list(tensor.shape),
+                "tensor_model_parallel": bool(getattr(tensor, "tensor_model_parallel", False)),
+                "partition_dim": getattr(tensor, "partition_dim", -1),
+                "expert": not getattr(tensor, "allreduce", True),
+            }
+        )
+        if registry is None or (name == "output_layer.weight" and fields.get("tie_word_embeddings")):
+            continue
+        parts = name.split(".")
+        if "local_experts" in parts:
+            at = parts.index("local_experts") + 1
+            parts[at] = str(int(parts[at]) + first)
+        mapping = _lookup(registry, ".".join(parts))
+        numbers = (torch.arange(tensor.numel(), dtype=torch.int64) + rank * STRIDE).view(tensor.shape)
+        for attribute in ("tensor_model_parallel", "partition_dim"):
+            if hasattr(tensor, attribute):
+                setattr(numbers, attribute, getattr(tensor, attribute))
+        for canonical, value in mapping.megatron_to_hf(numbers, module).items():
+            if canonical.endswith(("embed_tokens.weight", "lm_head.weight")):
+                value = value[: fields["vocab_size"]]
+            exported[canonical] = [name, list(value.shape), value.reshape(-1).tolist()]
+    return {"inventory": inventory, "export": exported}
+
+
+#: Names in Megatron's own layers → in Transformer Engine's, which are all that some bridges know.
+_ENGINE = (
+    (r"input_layernorm\.weight$", "self_attention.linear_qkv.layer_norm_weight"),
+    (r"pre_mlp_layernorm\.weight$", "mlp.linear_fc1.layer_norm_weight"),
+    (r"\.(q|kv)_layernorm\.weight$", r".linear_\1_up_proj.layer_norm_weight"),
+    (r"\.local_experts\.(\d+)\.(\w+)\.weight$", r".\2.weight\1"),
+)
+
+
+def _lookup(registry: Any, name: str) -> Any:
+    spellings = [name, *(re.sub(ours, engine, name) for ours, engine in _ENGINE)]
+    found = next(filter(None, map(registry.megatron_to_hf_lookup, spellings)), None)
+    if found is None:
+        raise SystemExit(f"{name}: Megatron-Bridge has no mapping for it")
+    return found
+
+
+# --- forms ---
+
+
+def _export_form(case: str, rank: int) -> dict[str, Any]:
+    import torch
+    from megatron.core import mpu
+
+    form, ranks = FORMS[case], FORMS[case]["ranks"]
+    source = {"GPTOSS": "gpt_oss.gpt_oss_bridge", "RMSNorm2": "conversion.param_mapping"}
+    module = next((m for start, m in source.items() if form["class"].startswith(start)), "conversion.param_mapping")
+    mapping_class = getattr(importlib.import_module(f"megatron.bridge.models.{module}"), form["class"])
+    config, rows, names = types.SimpleNamespace(), 0, {"hf_param": "c"}
+    tail = form.get("tail", [])
+    if "mamba" in form:
+        heads, head, groups, state = form["mamba"]
+        config.mamba_num_heads, config.mamba_head_dim = heads, head
+        config.mamba_num_groups, config.mamba_state_dim = groups, state
+        rows = heads * head + 2 * groups * state + (heads * head + heads) * (form["class"] == "MambaInProjMapping")
+    elif "delta" in form:
+        keys, values, key, value = form["delta"]
+        config.linear_num_key_heads, config.linear_num_value_heads = keys, values
+        config.linear_key_head_dim, config.linear_value_head_dim = key, value
+        rows = 2 * keys * key + values * value
+        if form["class"] == "GDNLinearMapping":
+            rows, names = rows + values * value + 2 * values, {"qkvz": "qkvz", "ba": "ba"}
+    elif "attention" in form:
+        config.num_attention_heads, config.num_query_groups, config.kv_channels = form["attention"]
+        config.attention_output_gate = form["gate"]
+        rows = (config.num_attention_heads * (1 + form["gate"]) + 2 * config.num_query_groups) * config.kv_channels
+        names = {"q": "q", "k": "k", "v": "v"}
+    elif "expert" in form:
+        width, hidden = form["expert"]
+        into = form["class"] == "GPTOSSMLPGateUpProjMapping"
+        rows, tail = (2 * width, [hidden]) if into else (hidden, [width])
+        tail = [] if hidden == 1 else tail
+        names = {"hf_param": "c_bias" if hidden == 1 else "c"}
+    else:
+        rows = form["norm"]
+    config.hidden_size = tail[0] if len(tail) == 1 else 1
+    shape = [rows // ranks, *tail]
+    expert = "decoder.layers.0.mlp.experts.linear_fc1.weight0"
+    mapping = mapping_class(expert if "expert" in form else "m", **names)
+    holder = torch.nn.Module()
+    holder.config = config
+    numbers = (torch.arange(rows // ranks * math.prod(tail), dtype=torch.int64) + rank * STRIDE).view(shape)
+    holder.weight = types.SimpleNamespace(tensor_model_parallel=True, partition_dim=0)
+    if hasattr(mapping, "_tp_mapping") and type(mapping._tp_mapping).__name__ == "AutoMapping":
+        parallel = "column" if "expert" not in form else "replicated"
+        mapping._tp_mapping = mapping._tp_mapping._get_or_create_mapping(parallel)
+    elif type(mapping).__mro__[1].__name__ == "AutoMapping" or hasattr(mapping, "_get_or_create_mapping"):
+        mapping._detected_type = "replicated"
+        mapping._mapping = mapping._get_or_create_mapping("replicated")
+    assert mpu.get_tensor_model_parallel_world_size() == ranks
+    added = {name: t.unique() for name, t in mapping.megatron_to_hf(torch.zeros_like(numbers), holder).items()}
+    exported = {name: t - added[name] for name, t in mapping.megatron_to_hf(numbers, holder).items()}
+    return {
+        "shape": shape,
+        "added": int(next(iter(added.values()))),
+        "export": {name: ["m", list(t.shape), t.reshape(-1).tolist()] for name, t in exported.items()},
+    }
+
+
+# --- processes ---
+
+
+def _degrees(case: str) -> dict[str, int]:
+    return MODELS[case][1] if case in MODELS else {"tp": FORMS[case]["ranks"]}
+
+
+def _worker(cases: list[str]) -> None:
+    """All of `cases` in one process group: they have the same degrees."""
+    import torch
+
+    torch.set_num_threads(1)
+    _prepare()
+    rank = int(os.environ["RANK"])
+    _groups(_degrees(cases[0]), rank, int(os.environ["WORLD_SIZE"]))
+    for case in cases:
+        found = _export_model(case, rank) if case in MODELS else _export_form(case, rank)
+        Path(os.environ["ORACLE_OUT"], f"{case}.{rank}.json").write_text(json.dumps(found))
+
+
+def _run(cases: list[str]) -> dict[str, list[dict[str, Any]]]:
+    degrees = _degrees(cases[0])
+    world = degrees.get("tp", 1) * degrees.get("dp", 1)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as out:
+        settings = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world), "ORACLE_OUT": out}
+        line = [sys.executable, "-W", "ignore", __file__, "--worker", *cases]
+        errors = [Path(out, f"{rank}.err") for rank in range(world)]
+        ranks = [
+            subprocess.Popen(line, env=os.environ | settings | {"RANK": str(rank)}, stderr=errors[rank].open("w"))
+            for rank in range(world)
+        ]
+        codes = [process.wait() for process in ranks]
+        if any(codes):
+            raise SystemExit(f"{cases}: {errors[codes.index(max(codes))].read_text()[-4000:]}")
+        return {
+            case: [json.loads(Path(out, f"{case}.{rank}.json").read_text()) for rank in range(world)] for case in cases
+        }
+
+
+def _regions(found: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Where the numbers of each rank's parameters arrived, over the exports of all ranks."""
+    import numpy as np
+
+    from dcr_daemon.canonical.fit import fit
+
+    table: dict[str, list[Any]] = {}
+    shapes: dict[str, list[int]] = {}
+    seen: dict[str, Any] = {}
+    for one in found:
+        for canonical, (parameter, shape, numbers) in one["export"].items():
+            if canonical not in seen:
+                seen[canonical] = parameter, np.array(numbers, np.int64)
+                shapes[canonical] = shape
+    for canonical, (parameter, numbers) in sorted(seen.items()):
+        for rank in np.unique(numbers // STRIDE).tolist():
+            at = np.flatnonzero(numbers // STRIDE == rank)
+            for r in fit(canonical, numbers[at] % STRIDE, at):
+                row = [rank, parameter, r.name, list(r.shape), r.src, list(r.src_strides), r.dst, list(r.dst_strides)]
+                table.setdefault(canonical, []).append(row)
+    return {"shapes": shapes, "regions": [row for rows in table.values() for row in rows]}  # type: ignore[dict-item]
+
+
+def main(arguments: list[str]) -> None:
+    if arguments[:1] == ["--worker"]:
+        _worker(arguments[1:])
+        return
+    out = GOLDEN
+    if arguments[:1] == ["--out"]:
+        out, arguments = Path(arguments[1]), arguments[2:]
+    elif "MEGATRON_BRIDGE" not in os.environ:
+        raise SystemExit("golden tables need MEGATRON_BRIDGE, a checkout of NVIDIA-NeMo/Megatron-Bridge")
+    _prepare()
+    from megatron.core import __version__ as core
+
+    out.mkdir(exist_ok=True)
+    origin = {"megatron-core": core} | {
+        name: _commit(variable)
+        for name, variable in (("Megatron-LM", "MEGATRON_LM"), ("Megatron-Bridge", "MEGATRON_BRIDGE"))
+    }
+    batches: dict[str, list[str]] = {}
+    for case in arguments or [*MODELS, *FORMS]:
+        batches.setdefault(str(sorted(_degrees(case).items())), []).append(case)
+    for cases in batches.values():
+        for case, found in _run(cases).items():
+            document: dict[str, Any] = {"written by": "tests/projection/oracle_megatron.py", "from": origin}
+            if case in MODELS:
+                document |= {"config": MODELS[case][0], "degrees": MODELS[case][1]}
+                document |= {"inventory": [one["inventory"] for one in found]}
+            else:
+                document |= {"form": FORMS[case], "shape": found[0]["shape"], "added": found[0]["added"]}
+            document |= _regions(found)
+            (out / f"{case}.json").write_text(_text(document))
+            print(f"{case}: {len(document['regions'])} regions of {len(document['shapes'])} tensors", flush=True)
+
+
+def _text(document: dict[str, Any]) -> str:
+    """JSON with a line for each top-level entry's items, so that a change is a small diff."""
+    parts = []
+    for key, value in document.items():
+        if isinstance(value, list) and value and isinstance(value[0], list):
+            rows = ",\n".join("    " + json.dumps(row) for row in value)
+            parts.append(f"  {json.dumps(key)}: [\n{rows}\n  ]")
+        else:
+            parts.append(f"  {json.dumps(key)}: {json.dumps(value)}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def _commit(variable: str) -> str:
+    if variable not in os.environ:
+        return ""
+    done = subprocess.run(
+        ["git", "-C", os.environ[variable], "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() or os.environ.get(f"{variable}_COMMIT", "")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
