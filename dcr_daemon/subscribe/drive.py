@@ -341,15 +341,18 @@ class Driver:
 
     def _no_way(self, error: NoRoute) -> DcrError:
         """Why there is no route, and what would make one."""
-        hint = "publish an anchor; or give --base with the checkpoint that the stream was created from; or restart the "
-        hint += "engine from a materialised version"
+        hint = (
+            "write an anchor: restart the publisher with --anchor-every 1; or give --base with the checkpoint that the "
+        )
+        hint += "stream was created from; or restart the engine from a materialised version"
         if self._begun:
             return EngineRefused(f"the engine stays paused: {self._begun}, and {error.message}", hint=hint)
         if self._unfed is not None:
             name = self._at.layout[self._at.loaded.tensors[0]].name
             return EngineRefused(
                 f"the engine's loader computes with {name}, whose bytes are not known here: {self._unfed.message}",
-                hint="give --base with the checkpoint that the stream was created from, or publish an anchor",
+                hint="give --base with the checkpoint that the stream was created from; or write an anchor: restart "
+                "the publisher with --anchor-every 1",
             )
         if self.version is None and not self._blank:
             return EngineRefused(

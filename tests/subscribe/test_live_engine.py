@@ -399,7 +399,7 @@ async def test_damage_that_nothing_repairs_is_not_served_and_says_what_to_do(mak
         live.server.engine.workers[0].flip("scale")
         await live.until(lambda: live.events.of(Blocked), task)
         assert not live.server.running
-        assert "publish an anchor" in live.health.status
+        assert "--anchor-every 1" in live.health.status
         await live.stream.publish(2)
         await live.stream.anchor(2)
         await live.until(live.serves(2), task)
