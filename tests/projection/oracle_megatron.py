@@ -43,7 +43,7 @@ ROUTED = {"n_routed_experts": 4, "n_shared_experts": 2, "moe_intermediate_size":
           "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}  # fmt: skip
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 12}
 
-#: name: (config.json, degrees). The world is tp · cp · dp.
+#: name: (config.json, degrees). The world is tp · dp · pp.
 MODELS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "llama-tp4": ({"model_type": "llama"} | PLAIN, {"tp": 4}),
     "llama-tp4-g2": ({"model_type": "llama"} | PLAIN | {"num_key_value_heads": 2}, {"tp": 4}),
@@ -60,6 +60,9 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
         {"model_type": "glm4_moe", "use_qk_norm": True} | PLAIN | ROUTED | {"num_key_value_heads": 2},
         {"tp": 4, "ep": 4},
     ),
+    "llama-tp2-pp2-vpp2": ({"model_type": "llama"} | PLAIN | {"num_hidden_layers": 4}, {"tp": 2, "pp": 2, "vpp": 2}),
+    "qwen3-tied-pp2": ({"model_type": "qwen3", "tie_word_embeddings": True} | PLAIN, {"pp": 2}),
+    "qwen3_moe-pp2-ep2-dp2": ({"model_type": "qwen3_moe"} | PLAIN | MOE, {"pp": 2, "ep": 2, "dp": 2}),
 }  # fmt: skip
 
 #: name: (mapping class, its canonical names, configuration, local shape on a rank by ranks, ranks)
@@ -162,6 +165,8 @@ BRIDGES = {
 
 def _registry(fields: dict[str, Any]) -> Any:
     module, _, name = BRIDGES[fields["model_type"]].rpartition(".")
+    mappings = importlib.import_module("megatron.bridge.models.conversion.param_mapping")
+    mappings.MegatronParamMapping.pp_size = 1  # each stage exports what it has, and waits for no other
     bridge = getattr(importlib.import_module(f"megatron.bridge.models.{module}"), name)()
     bridge.hf_config = types.SimpleNamespace(num_nextn_predict_layers=0, **fields)
     bridge.hf_pretrained = types.SimpleNamespace(config=bridge.hf_config)
@@ -178,13 +183,21 @@ def _groups(degrees: dict[str, int], rank: int, world: int) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=world)
     parallel_state.initialize_model_parallel(
         degrees.get("tp", 1),
+        degrees.get("pp", 1),
+        degrees.get("vpp"),
         expert_model_parallel_size=degrees.get("ep", 1),
         expert_tensor_parallel_size=degrees.get("etp", 1),
     )
 
 
-def _model(fields: dict[str, Any], degrees: dict[str, int]) -> Any:
+def _chunks(fields: dict[str, Any], degrees: dict[str, int]) -> list[Any]:
+    """This rank's model, as its virtual stages."""
+    return [_model(fields, degrees, stage) for stage in (range(degrees["vpp"]) if "vpp" in degrees else [None])]
+
+
+def _model(fields: dict[str, Any], degrees: dict[str, int], stage: int | None) -> Any:
     import torch
+    from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -209,6 +222,9 @@ def _model(fields: dict[str, Any], degrees: dict[str, int]) -> Any:
         "expert_model_parallel_size": degrees.get("ep", 1),
         "expert_tensor_parallel_size": degrees.get("etp", 1),
         "use_cpu_initialization": True,
+        "pipeline_model_parallel_size": degrees.get("pp", 1),
+        "virtual_pipeline_model_parallel_size": degrees.get("vpp"),
+        "pipeline_dtype": torch.float32,
     }
     if experts:
         options |= {
@@ -234,9 +250,10 @@ def _model(fields: dict[str, Any], degrees: dict[str, int]) -> Any:
             "multi_latent_attention": True,
         }
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]  # rotary tables ask
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]  # tied copies are moved to be summed
     config = (MLATransformerConfig if latent else TransformerConfig)(**options)
     _plain_norms()
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=stage)
     if latent:  # Megatron's own core attention, which has no parameters, takes no latent heads
 
         class Core(torch.nn.Module):
@@ -253,6 +270,9 @@ def _model(fields: dict[str, Any], degrees: dict[str, int]) -> Any:
         max_sequence_length=64,
         position_embedding_type="none" if latent else "rope",
         share_embeddings_and_output_weights=fields.get("tie_word_embeddings", False),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+        vp_stage=stage,
     )
 
 
@@ -274,39 +294,33 @@ def _export_model(case: str, rank: int) -> dict[str, Any]:
     import torch
 
     fields, degrees = MODELS[case]
-    model = _model(fields, degrees)
+    chunks = _chunks(fields, degrees)
     registry = _registry(fields) if "MEGATRON_BRIDGE" in os.environ else None
-    experts = fields.get("num_experts") or fields.get("n_routed_experts") or 0
-    first = rank // degrees.get("etp", 1) % degrees.get("ep", 1) * (experts // degrees.get("ep", 1))
     inventory, exported = [], {}
-    tensors = dict(model.named_parameters())
-    tensors |= {name: b for name, b in model.named_buffers() if name.endswith("expert_bias")}
-    for name, tensor in tensors.items():
-        module = model.get_submodule(name.rpartition(".")[0])
-        inventory.append(
-            {
-                "name": name,
-                "shape": list(tensor.shape),
-                "tensor_model_parallel": bool(getattr(tensor, "tensor_model_parallel", False)),
-                "partition_dim": getattr(tensor, "partition_dim", -1),
-                "expert": not getattr(tensor, "allreduce", True),
-            }
-        )
-        if registry is None or (name == "output_layer.weight" and fields.get("tie_word_embeddings")):
-            continue
-        parts = name.split(".")
-        if "local_experts" in parts:
-            at = parts.index("local_experts") + 1
-            parts[at] = str(int(parts[at]) + first)
-        mapping = _lookup(registry, ".".join(parts))
-        numbers = (torch.arange(tensor.numel(), dtype=torch.int64) + rank * STRIDE).view(tensor.shape)
-        for attribute in ("tensor_model_parallel", "partition_dim"):
-            if hasattr(tensor, attribute):
-                setattr(numbers, attribute, getattr(tensor, attribute))
-        for canonical, value in mapping.megatron_to_hf(numbers, module).items():
-            if canonical.endswith(("embed_tokens.weight", "lm_head.weight")):
-                value = value[: fields["vocab_size"]]
-            exported[canonical] = [name, list(value.shape), value.reshape(-1).tolist()]
+    for number, model in enumerate(chunks):
+        tensors = dict(model.named_parameters())
+        tensors |= {name: b for name, b in model.named_buffers() if name.endswith("expert_bias")}
+        for name, tensor in tensors.items():
+            called = f"{number}.{name}" if len(chunks) > 1 else name
+            inventory.append(
+                {
+                    "name": called,
+                    "shape": list(tensor.shape),
+                    "tensor_model_parallel": bool(getattr(tensor, "tensor_model_parallel", False)),
+                    "partition_dim": getattr(tensor, "partition_dim", -1),
+                    "expert": not getattr(tensor, "allreduce", True),
+                }
+            )
+            repeated = fields.get("tie_word_embeddings") and name == "output_layer.weight"
+            if registry is None or repeated:
+                continue
+            module = model.get_submodule(name.rpartition(".")[0])
+            mapping = _lookup(registry, _global(model, name, fields, degrees, rank))
+            numbers = (torch.arange(tensor.numel(), dtype=torch.int64) + rank * STRIDE).view(tensor.shape)
+            for canonical, value in mapping.megatron_to_hf(numbers, module).items():
+                if canonical.endswith(("embed_tokens.weight", "lm_head.weight")):
+                    value = value[: fields["vocab_size"]]
+                exported[canonical] = [called, list(value.shape), value.reshape(-1).tolist()]
     return {"inventory": inventory, "export": exported}
 
 
@@ -317,6 +331,18 @@ _ENGINE = (
     (r"\.(q|kv)_layernorm\.weight$", r".linear_\1_up_proj.layer_norm_weight"),
     (r"\.local_experts\.(\d+)\.(\w+)\.weight$", r".\2.weight\1"),
 )
+
+
+def _global(model: Any, name: str, fields: dict[str, Any], degrees: dict[str, int], rank: int) -> str:
+    """A parameter's name in the whole model. The library itself says which layer of the model one is."""
+    experts = fields.get("num_experts") or fields.get("n_routed_experts") or 0
+    parts = name.split(".")
+    if parts[:2] == ["decoder", "layers"]:
+        parts[2] = str(model.get_submodule(".".join(parts[:3])).layer_number - 1)
+    if "local_experts" in parts:
+        at, ways = parts.index("local_experts") + 1, degrees.get("ep", 1)
+        parts[at] = str(int(parts[at]) + rank // degrees.get("etp", 1) % ways * (experts // ways))
+    return ".".join(parts)
 
 
 def _lookup(registry: Any, name: str) -> Any:
@@ -411,7 +437,7 @@ def _worker(cases: list[str]) -> None:
 
 def _run(cases: list[str]) -> dict[str, list[dict[str, Any]]]:
     degrees = _degrees(cases[0])
-    world = degrees.get("tp", 1) * degrees.get("dp", 1)
+    world = degrees.get("tp", 1) * degrees.get("dp", 1) * degrees.get("pp", 1)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -53,9 +53,9 @@ def observed(found: Any) -> Pairs:
 
 def grid(found: Any) -> Grid:
     degrees = {"etp": 1} | found["degrees"]
-    dense = degrees.get("tp", 1) * degrees.get("dp", 1)
-    assert len(found["inventory"]) == dense
-    return Grid(**degrees)
+    grid = Grid(**degrees)
+    assert len(found["inventory"]) == grid.world
+    return grid
 
 
 @pytest.mark.parametrize("case", MODELS)
@@ -64,7 +64,7 @@ def test_every_rank_of_a_real_model_has_the_parameters_that_are_predicted(case: 
     architecture, degrees = read_architecture(found["config"]), grid(found)
     for rank, inventory in enumerate(found["inventory"]):
         live = {row["name"]: tuple(row["shape"]) for row in inventory}
-        answer = shards_of(_Stand(inventory), architecture, degrees, rank, vocabulary_multiple=128)
+        answer = shards_of(stand_ins(inventory, degrees.vpp), architecture, degrees, rank)
         assert not answer.map.residual
         assert not answer.unknown
         tied = {"output_layer.weight"} if found["config"].get("tie_word_embeddings") else set()
@@ -81,7 +81,8 @@ def test_index_tensors_exported_by_the_real_code_arrive_where_the_closed_forms_s
     for rank, inventory in enumerate(found["inventory"]):
         shapes = {row["name"]: tuple(row["shape"]) for row in inventory}
         for spot in spots(architecture, degrees, rank):
-            name = next(name for name in spot.names if name in shapes)
+            chunk = f"{spot.chunk}." if degrees.vpp > 1 else ""
+            name = next(chunk + name for name in spot.names if chunk + name in shapes)
             parameter = spot.parameter
             if shapes[name] != parameter.held(spot.holder.share, spot.holder.shares).shape:
                 assert shapes[name][0] * spot.holder.shares == parameter.split.held(0, 1).shape[0]
@@ -194,7 +195,14 @@ def _by_rows(parameter: Parameter) -> Parameter:
     return replace(parameter, split=Rows(parameter.targets[0].spec.shape))
 
 
-class _Stand:
+def stand_ins(inventory: list[dict[str, Any]], chunks: int) -> list[StandIn]:
+    if chunks == 1:
+        return [StandIn(inventory)]
+    rows = [[r | {"name": r["name"][2:]} for r in inventory if r["name"].startswith(f"{i}.")] for i in range(chunks)]
+    return [StandIn(part) for part in rows]
+
+
+class StandIn:
     """A module with the names, shapes and marks of an inventory."""
 
     def __init__(self, inventory: list[dict[str, Any]]) -> None:
