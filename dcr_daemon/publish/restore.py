@@ -38,6 +38,7 @@ class Restorer:
     ) -> None:
         self._ledger, self._objects, self._baseline = ledger, objects, baseline
         self._base, self._workers, self._emit = base, workers, emit
+        self._missing: set[int] = set()  # versions of which a delta did not appear
 
     async def restore(self) -> None:
         """Bring the baseline to the newest sealed version.
@@ -53,16 +54,22 @@ class Restorer:
         head = self._ledger.state.seal.version
         if self._baseline.version == head:
             return
+        self._missing.clear()
         have = await self._cached(head)
         if have == head:
             return
         self._emit(Waiting(what=f"the baseline: building version {head} from {_start(have)}"))
+        with contextlib.suppress(Corrupt):
+            await self.vector(head)  # as long as it is not there, nothing that is built can be proved
         failed: list[DcrError] = []
         for start, avoid, what in await self._ways(have):
-            if failed:
-                self._emit(Waiting(what=f"the baseline: {failed[-1].message}; trying {what}"))
             try:
-                await self._build(await self._route(start, head, avoid), head)
+                route = await self._route(start, head, avoid)
+                if self._missing & set(route.hops):
+                    continue  # it was waited for once
+                if failed:
+                    self._emit(Waiting(what=f"the baseline: {failed[-1].message}; trying {what}"))
+                await self._build(route, head)
             except (Corrupt, NotFound, NotYet) as error:
                 failed.append(error)
             else:
@@ -97,7 +104,11 @@ class Restorer:
                 await self.load_base()
                 runtime.failpoint("publish.restore.base")
             for version in route.hops:
-                await self._baseline.apply(self._chunks(await self._ledger.history.seal(version)))
+                try:
+                    await self._baseline.apply(self._chunks(await self._ledger.history.seal(version)))
+                except NotYet:
+                    self._missing.add(version)
+                    raise
                 runtime.failpoint("publish.restore.version")
             await self._prove(head, f"version {head} built from {self._ledger.store.url}")
         except BaseException:
