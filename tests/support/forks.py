@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from leash import leash
 
 WARM = (
     "dcr_daemon.cli.app",
@@ -162,6 +163,7 @@ def _start(request: dict) -> int:
 
 
 def _child(request: dict) -> int:
+    leash()
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (log, 1), (log, 2)):

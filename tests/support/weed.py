@@ -14,6 +14,7 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
+from leash import leash_here
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,8 @@ class Weed:
         ]
         keys = {"AWS_ACCESS_KEY_ID": "dcr-key", "AWS_SECRET_ACCESS_KEY": "dcr-secret"}
         with (self.place / "log").open("ab") as log:
-            self._process = subprocess.Popen(arguments, env={**os.environ, **keys}, stdout=log, stderr=log)
+            environ = {**os.environ, **keys}
+            self._process = subprocess.Popen(arguments, env=environ, stdout=log, stderr=log, preexec_fn=leash_here())
         self.server = Seaweed(f"http://127.0.0.1:{s3}", "dcr-key", "dcr-secret", "dcr", self._process.pid)
         return _answers(self._process, self.server)
 
