@@ -93,6 +93,12 @@ PARTS: dict[str, Callable[[Length, int], Part]] = {
     "servers": servers,
     "bytes": fuzz,
 }
+ABOUT = {
+    "simulation": "seed after seed; silent unless one fails",
+    "processes": "daemons killed at every named instant; about a minute of collecting, then a dot per test",
+    "servers": "real vLLM servers killed, one at a time; minutes per dot",
+    "bytes": "every parser fuzzed, one line each",
+}
 
 
 def pytest(marks: str, options: Sequence[object], **environ: str) -> tuple[int, dict[str, float]]:
@@ -177,8 +183,9 @@ def main() -> int:
     parser.add_argument("--page", type=Path, metavar="FILE", help="put the table between the marks of this page")
     options = parser.parse_args()
     parts = []
-    for name in options.only or PARTS:
-        print(f"== {name}", flush=True)
+    chosen = options.only or list(PARTS)
+    for n, name in enumerate(chosen, start=1):
+        print(f"== {name}: part {n} of {len(chosen)}, {ABOUT[name]}", flush=True)
         began = time.monotonic()
         part = PARTS[name](LENGTHS[options.length], options.jobs)
         part.seconds = time.monotonic() - began
@@ -194,4 +201,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:  # told to the whole group: what it had started ends by itself
+        sys.exit("interrupted: no table")
