@@ -12,6 +12,7 @@ time.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -70,6 +71,7 @@ class Session:
         self._call = 0
         self._scrub = Scrub(baseline, options.scrub_rate)
         self._look_at = runtime.monotonic() + options.look
+        self._looking: asyncio.Future[object] | None = None
         self._owes_anchor = False
         self._spoilt: int | None = None
         self._attempt: Attempt | None = None
@@ -272,9 +274,8 @@ class Session:
         """
         while True:
             if runtime.monotonic() >= self._look_at:
+                await self._look()
                 self._look_at = runtime.monotonic() + self._options.look * (0.75 + runtime.jitter() / 2)
-                with contextlib.suppress(StoreUnavailable):
-                    await self.ledger.read()
                 self.ledger.check_held()
             # While the fate of an attempt is open the map is ahead of its version, and has sums for none.
             scrub_at = float("inf") if self._attempt else self._scrub.due
@@ -282,6 +283,13 @@ class Session:
                 self._found_damage(f"in {tensor}")
                 return
             await runtime.sleep(max(0.0, min(self._look_at, scrub_at) - runtime.monotonic()))
+
+    async def _look(self) -> None:
+        """Read the ledger on. A look goes on when `tend` is cancelled, or none would ever end in a slow bucket."""
+        self._looking = self._looking or asyncio.ensure_future(self.ledger.read())
+        with contextlib.suppress(StoreUnavailable):
+            await asyncio.shield(self._looking)
+        self._looking = None
 
     def _found_damage(self, where: str) -> None:
         """The baseline is not what it should be: rebuilt before anything is diffed from it, and anchored (must P4)."""
@@ -348,6 +356,9 @@ class Session:
         the ledger does not answer in `CLOSE_PATIENCE` seconds is left to the next claim, which voids it."""
         patience = min(self._options.patience, CLOSE_PATIENCE)
         try:
+            if self._looking:
+                self._looking.cancel()
+                await asyncio.wait((self._looking,))
             await self.retention.close()
             with contextlib.suppress(StoreUnavailable, Fenced):
                 await self.settle("the publisher closed", patience=patience)

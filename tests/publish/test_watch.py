@@ -533,6 +533,29 @@ def test_a_watcher_with_nothing_to_do_notices_a_newer_claim_and_ends(world: Any)
     asyncio.run(check())
 
 
+def test_a_newer_claim_is_noticed_in_a_bucket_that_is_slower_than_the_looks_at_the_directory(world: Any) -> None:
+    store = world.store()
+    right = store.get
+
+    async def slow(key: str, *, limit: int) -> bytes:
+        await asyncio.sleep(0.3 if key.startswith("ledger/") else 0)
+        return bytes(await right(key, limit=limit))
+
+    store.get = slow
+
+    async def check() -> None:
+        idle = asyncio.create_task(run_watch(options(world, name="a", look=0.1), store, world.events))
+        await until(lambda: any("a checkpoint below" in event.what for event in world.events.of(Waiting)))
+        other = await open_session(
+            options(world, name="b", take_over=True, state=world.root / "b"), world.store(), discard
+        )
+        with pytest.raises(Fenced, match="publisher b has claimed"):
+            await asyncio.wait_for(idle, DEADLINE)
+        await other.close()
+
+    asyncio.run(check())
+
+
 def test_two_publishers_of_one_name_are_told_so(world: Any) -> None:
     async def check() -> None:
         first = asyncio.create_task(run_watch(options(world, name="a", look=0.1), world.store(), world.events))
