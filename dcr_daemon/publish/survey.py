@@ -143,6 +143,7 @@ class Survey:
         self._exclude = {path.resolve() for path in exclude}
         self._notices: deque[tuple[Path, str]] = deque()
         self._versions: dict[frozenset[FileIdentity], set[str]] = {}
+        self._places: dict[str, frozenset[FileIdentity]] = {}
         self._closed: dict[Path, FileIdentity] = {}
         self._looked: dict[Path, tuple[FileIdentity, int]] = {}
         self._written: dict[Path, None] = {}
@@ -153,6 +154,7 @@ class Survey:
     def published(self, relative: str, identity: frozenset[FileIdentity]) -> None:
         """A checkpoint is a version now, and is not to be found again."""
         self._versions.setdefault(identity, set()).add(relative)
+        self._places[relative] = _elsewhere(identity)
 
     def _is_version(self, relative: str, identity: frozenset[FileIdentity]) -> bool:
         """Whether the very files at `relative` are a version. A directory that was renamed since is that version still,
@@ -160,7 +162,8 @@ class Survey:
         somebody may be waiting for its number."""
         places = self._versions.get(identity)
         if not places:
-            return False
+            # Moved to another disk with their times, as `rsync -a` does, files have other inodes and are the same.
+            return bool(identity) and self._places.get(relative) == _elsewhere(identity)
         if relative not in places and any((self._root / place).is_dir() for place in places):
             return False
         places.add(relative)
@@ -284,6 +287,11 @@ class Survey:
             found.waiting[path.name] = header
         else:
             found.files[path.name] = CompleteFile(path, identity, header)
+
+
+def _elsewhere(identity: frozenset[FileIdentity]) -> frozenset[FileIdentity]:
+    """What is left of it on another file system."""
+    return frozenset(msgspec.structs.replace(file, inode=0) for file in identity)
 
 
 def _only_attributes(known: FileIdentity, now: FileIdentity) -> bool:

@@ -492,6 +492,24 @@ def test_a_checkpoint_renamed_after_it_was_published_is_no_new_version(world: An
     assert sealed(world) == ([40] if restart else [40, 41])
 
 
+def test_checkpoints_moved_to_another_disk_with_their_times_are_no_new_versions(world: Any, toolbox: Any) -> None:
+    """A publisher on another machine sent the fleet back to the first step, and through all of them again."""
+    old, new = (toolbox.step_weights(world.weights, seed=n) for n in (1, 2))
+    world.write(world.root / "out/step_1", old)
+    once(world)
+    (world.root / "out").rename(world.root / "gone")
+    shutil.copytree(world.root / "gone", world.root / "out")
+    shutil.rmtree(world.root / "gone")
+    shutil.rmtree(world.state)
+    world.write(world.root / "out/step_2", new)
+    once(world, take_over=True)
+    assert sealed(world) == [1, 2]
+    shutil.rmtree(world.root / "out/step_1")
+    world.write(world.root / "out/step_1", new)
+    once(world)
+    assert sealed(world) == [1, 2, 1], "what was rewritten in its place is another checkpoint"
+
+
 def test_links_to_a_published_checkpoint_are_one_of_their_own(world: Any, toolbox: Any) -> None:
     """A controller may wait for its number; it costs a version without a change."""
     world.write(world.root / "out/checkpoint-40", toolbox.step_weights(world.weights, seed=1))
