@@ -73,7 +73,7 @@ demo: $(VENV)/.installed
 # Servers need the machine for themselves, so they come last, one at a time.
 test: $(VENV)/.installed
 	DCR_TEST_INSTALLED=1 $(BIN)/pytest -m 'not vllm and not slow and not faults' -n 2 --dist worksteal $(ARGS)
-	DCR_TEST_INSTALLED=1 $(BIN)/pytest -m 'slow and not vllm and not faults' $(ARGS)
+	DCR_TEST_INSTALLED=1 $(BIN)/pytest -m 'slow and not vllm and not faults' -n 2 --dist worksteal $(ARGS)
 	DCR_TEST_INSTALLED=1 $(BIN)/pytest -m 'vllm and not faults' -p no:randomly $(ARGS)
 
 # The longest of all: simulation, every crash site, real servers killed, fuzzing. Ends with a table of what was tried.

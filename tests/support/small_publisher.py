@@ -273,8 +273,8 @@ def small_world() -> Iterator[SmallWorld]:
 
 
 def parts(of: int, quick: int) -> Any:
-    """Cut a loop over all requests into `of` parts: part `quick` always runs, the others only with the slow tests."""
-    marked = [pytest.param(n, marks=[] if n == quick else pytest.mark.slow) for n in range(of)]
+    """Cut a loop over all requests into `of` parts: part `quick` always runs, the others in `make faults`."""
+    marked = [pytest.param(n, marks=[] if n == quick else pytest.mark.faults) for n in range(of)]
     return [pytest.param((part.values[0], of), marks=part.marks, id=f"{part.values[0]}/{of}") for part in marked]
 
 
