@@ -58,6 +58,7 @@ class S3Store:
         self._root = f"{prefix}/"
         self._patience = patience
         self._emit = emit
+        self._accepted = False  # whether the store has accepted our credentials before
         self._large = asyncio.Semaphore(concurrency)
         self._small = asyncio.Semaphore(SMALL_LANE)
 
@@ -227,9 +228,14 @@ class S3Store:
             try:
                 async with asyncio.timeout(seconds) as clock:
                     try:
-                        return await call(Try(request, clock, seconds))
+                        result = await call(Try(request, clock, seconds))
                     except SDK_ERRORS as error:
-                        raise translate(error, key=key, where=f"{operation} {self.url}/{key}") from error
+                        where = f"{operation} {self.url}/{key}"
+                        meant = translate(error, key=key, where=where, accepted=self._accepted)
+                        self._accepted = self._accepted or isinstance(meant, Missing | Occupied)
+                        raise meant from error
+                    self._accepted = True
+                    return result
             except TimeoutError:
                 request.outcome = "unknown" if operation == "create" else "transient"
                 raise Transient(f"no answer within {seconds:.1f} s") from None

@@ -87,6 +87,8 @@ _HINTS = {
     "RequestTimeTooSkewed": "set this machine's clock: signatures are dated",
     "SignatureDoesNotMatch": "check the secret key, the region, and that no proxy rewrites requests",
 }
+#: what a store says of credentials that it does not know now; they may be known again, or renew themselves
+_CREDENTIALS = {"ExpiredToken", "InvalidAccessKeyId", "InvalidToken", "RequestTimeTooSkewed", "SignatureDoesNotMatch"}
 _NO_CREDENTIALS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or run where a role is attached"
 
 
@@ -98,15 +100,17 @@ class Unranged(Exception):
     """416 Range Not Satisfiable: the object is shorter than what we already have of it."""
 
 
-def translate(error: BaseException, *, key: str, where: str) -> Exception:
+def translate(error: BaseException, *, key: str, where: str, accepted: bool = False) -> Exception:
     """The exception to raise for `error`, one of `SDK_ERRORS`.
 
     Args:
         key: the key that was asked for, for `Missing`.
         where: bucket and key (or prefix) in words, for people.
+        accepted: this client's credentials were accepted before. Then their refusal may pass: a daemon that served for
+            weeks must not end because a token ran out for a minute.
     """
     if isinstance(error, ClientError):
-        return _from_answer(error, key, where)
+        return _from_answer(error, key, where, accepted=accepted)
     if isinstance(error, NoCredentialsError | PartialCredentialsError):
         return Incompatible(f"{where}: no usable AWS credentials: {error}", hint=_NO_CREDENTIALS)
     if isinstance(error, SSOError | TokenRetrievalError):
@@ -122,7 +126,7 @@ def translate(error: BaseException, *, key: str, where: str) -> Exception:
     return Transient(said)
 
 
-def _from_answer(error: ClientError, key: str, where: str) -> Exception:
+def _from_answer(error: ClientError, key: str, where: str, *, accepted: bool) -> Exception:
     status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     details = error.response.get("Error", {})
     code, message = str(details.get("Code", status)), str(details.get("Message", ""))
@@ -133,6 +137,8 @@ def _from_answer(error: ClientError, key: str, where: str) -> Exception:
         return Occupied(where)
     if status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
         return Unranged(where)
+    if accepted and code in _CREDENTIALS:
+        return Transient(f"{said}; {_HINTS[code]}; a restart reads static credentials anew")
     if code in _THROTTLED or status == HTTPStatus.TOO_MANY_REQUESTS:
         return Transient(said, throttled=True)
     refused = code in _HINTS or status == HTTPStatus.NOT_IMPLEMENTED

@@ -342,3 +342,25 @@ async def test_every_try_is_told(fake_s3) -> None:
         ("create", "lost", 3),
         ("get", "incompatible", 0),
     ]
+
+
+@pytest.mark.parametrize("fault", ["bad-key", "expired"])
+async def test_credentials_that_were_good_may_be_good_again(fake_s3, fault: str) -> None:
+    async with fake_s3(patience=BRIEF, objects={"run/data/1": b"one"}) as (server, store):
+        assert await store.get("data/1", limit=9) == b"one"
+        server.faults.extend([fault, fault])
+        assert await store.get("data/1", limit=9) == b"one"
+        server.faults.append(fault)
+        assert await store.create("ledger/1", b"x") is Outcome.UNKNOWN
+        server.faults.extend([fault] * 1000)
+        with pytest.raises(StoreUnavailable, match="a restart reads static credentials anew"):
+            await store.get("data/1", limit=9)
+
+
+async def test_a_missing_key_shows_that_the_credentials_are_good(fake_s3) -> None:
+    async with fake_s3(patience=BRIEF) as (server, store):
+        with pytest.raises(Missing):
+            await store.get("ledger/0", limit=9)
+        server.faults.append("expired")
+        with pytest.raises(Missing):
+            await store.get("ledger/0", limit=9)
