@@ -31,7 +31,7 @@ def anybody_may_resume(put: Put) -> None:
     put(Changes, "_still_begun", still_begun)
 
 
-@bug("E2", "first", "engine_dies")
+@bug("E2 (elsewhere: a recovered engine served what it had booted with)", "first", "engine_dies")
 def born_running(put: Put) -> None:
     """An engine takes requests before anybody has looked at its weights."""
 
@@ -61,7 +61,7 @@ def every_subscriber_is_the_owner(put: Put) -> None:
     put(Rank, "fence", lambda self, token: None)
 
 
-@bug("E4", "flipped_bits")
+@bug("E4 (elsewhere: the checksum of the delta passed, the weights were wrong)", "flipped_bits")
 def every_rank_judges_for_itself(put: Put) -> None:
     """Nobody adds up what the ranks found before, and nobody looks after the write either."""
     put(judge, "judge_chain", lambda *_: None)
@@ -106,7 +106,11 @@ def old_values_are_not_kept(put: Put) -> None:
     put(Transaction, "rollback", rollback)
 
 
-@bug("E6", "rank_fails_again", "subscriber_dies")
+@bug(
+    "E6 (elsewhere: a failed transfer left the server in the middle of an update)",
+    "rank_fails_again",
+    "subscriber_dies",
+)
 def begun_is_forgotten_at_attach(put: Put) -> None:
     """The next owner finds a change that was begun, and goes on as if the weights were what they summed to before."""
     right_attach, right_sum = Rank.attach, Core.fingerprint
@@ -132,7 +136,7 @@ def prepared_outlives_its_base(put: Put) -> None:
     put(Rank, "_forget", lambda self: None)
 
 
-@bug("E7", "rank_fails_again", "rank_fails")
+@bug("E7 (elsewhere: a killed XOR apply toggled the finished tensors at each retry)", "rank_fails_again", "rank_fails")
 def change_is_applied_as_a_difference(put: Put) -> None:
     """The change is added to what is there: a second try adds it twice, and nobody looks."""
 
@@ -150,7 +154,7 @@ def change_is_applied_as_a_difference(put: Put) -> None:
     put(Transaction, "apply", apply)
 
 
-@bug("F1", "foreign_write")
+@bug("F1 (elsewhere: a reload brought back cached weights)", "foreign_write")
 def foreign_writes_are_not_noticed(put: Put) -> None:
     """Somebody reloads other weights, and the engine goes on as if they were its own."""
     put(Core, "notice_writes", lambda self: None)

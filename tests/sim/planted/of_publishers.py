@@ -16,7 +16,7 @@ from dcr_daemon.publish.session import Session
 from dcr_daemon.publish.uploads import Uploads
 
 
-@bug("L3", "answer_is_lost", "take_over", "publisher_dies")
+@bug("L3 (elsewhere: a resumed run mixed leftovers into its files)", "answer_is_lost", "take_over", "publisher_dies")
 def attempts_share_their_names(put: Put) -> None:
     """Chunks are named by version alone: a second attempt finds the first one's objects under its names."""
     right = names.chunk
@@ -27,7 +27,7 @@ def attempts_share_their_names(put: Put) -> None:
     put(names, "chunk", chunk)
 
 
-@bug("L4", "first", "publisher_dies", "answer_is_lost")
+@bug("L4 (elsewhere: marked stable although a copy had failed)", "first", "publisher_dies", "answer_is_lost")
 def seal_does_not_wait_for_chunks(put: Put) -> None:
     """The seal is written while chunks that it names are still on their way."""
     right = Uploads.admit
@@ -86,7 +86,7 @@ def other_bytes_under_my_name_are_mine(put: Put) -> None:
     put(attempt, "create_once", create_once)
 
 
-@bug("P5", "power_cut", "publisher_dies")
+@bug("P5 (elsewhere: pages that a crash lost went unnoticed)", "power_cut", "publisher_dies")
 def cache_is_believed(put: Put) -> None:
     """A restarted publisher takes its cache for what a small file beside it says, without summing it."""
 
@@ -98,7 +98,7 @@ def cache_is_believed(put: Put) -> None:
     put(Baseline, "prove", prove)
 
 
-@bug("P4", "damaged_baseline")
+@bug("P4 (elsewhere: a periodic full copy could not repair)", "damaged_baseline")
 def anchor_of_a_damaged_baseline(put: Put) -> None:
     """An anchor is written from memory without asking whether it is still the version."""
 

@@ -14,7 +14,7 @@ from dcr_daemon.subscribe.drive import Driver
 from dcr_daemon.subscribe.stage import Stage
 
 
-@bug("E2", "engine_dies", "late_replica")
+@bug("E2 (elsewhere: routable before it was current)", "engine_dies", "late_replica")
 def ready_at_any_version(put: Put) -> None:
     """An engine that is proved at some version serves it, and catches up afterwards."""
     right = Driver._step
@@ -43,7 +43,7 @@ def oldest_of_equal_versions_is_meant(put: Put) -> None:
     put(drive, "locate", locate)
 
 
-@bug("F1", "first", "anything")
+@bug("F1 (elsewhere: what was missing was skipped with a warning)", "first", "anything")
 def a_chunk_is_left_out(put: Put) -> None:
     """A replica stages what it happens to have, and nobody compares that with the seal."""
     from dcr_daemon.engine import compose
@@ -79,7 +79,7 @@ def directory_without_a_mark(put: Put) -> None:
     put(Checkout, "_hide", lambda self: None)
 
 
-@bug("E8", "power_cut")
+@bug("E8 (elsewhere: an untouched tensor was old after a host crash)", "power_cut")
 def data_is_not_synced(put: Put) -> None:
     """The version is written before what it speaks of is durable."""
     put(safetensors, "sync_file", lambda *_, **__: None)

@@ -15,7 +15,7 @@ from dcr_daemon.ledger.retention import FloorPlan, Plan, Why
 from dcr_daemon.publish import anchors
 
 
-@bug("L5", "late_replica", "operator")
+@bug("L5 (elsewhere: a slow reader lost what it was reading)", "late_replica", "operator")
 def deleted_before_the_floor(put: Put) -> None:
     """Objects go before the record that says so."""
     right_raise = Collector.raise_floor
@@ -27,7 +27,7 @@ def deleted_before_the_floor(put: Put) -> None:
     put(Collector, "raise_floor", raise_floor)
 
 
-@bug("L5", "late_replica", "operator")
+@bug("L5 (elsewhere: early deltas were pruned and nothing led past them)", "late_replica", "operator")
 def floor_above_the_anchor(put: Put) -> None:
     """The floor is the oldest version to keep, whether or not an anchor leads there."""
     right = fold.judge
@@ -60,7 +60,7 @@ def whatever_is_not_sealed_is_rubbish(put: Put) -> None:
     put(retention._Judge, "_data", data)
 
 
-@bug("L5", "late_replica", "publisher_dies", "operator")
+@bug("L5 (elsewhere: a full copy was not whole)", "late_replica", "publisher_dies", "operator")
 def anchor_record_before_its_files(put: Put) -> None:
     """The anchor is recorded, and its last file is put afterwards."""
     right = anchors.create_once
