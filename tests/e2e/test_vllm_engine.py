@@ -316,7 +316,7 @@ async def test_a_route_over_the_cap_stops_at_a_version_boundary(dense: Rig) -> N
 async def test_a_version_over_the_cap_alone_is_refused_as_exhausted(dense: Rig) -> None:
     await dense.own()
     draft = dense.draft(rate=0.9)
-    with pytest.raises(DcrError, match="cap"):
+    with pytest.raises(DcrError, match="DCR_STAGE_CAP"):
         await dense.engine.prepare(draft.transaction(draft.newest))
     assert (await dense.engine.status()).serving
 
