@@ -121,7 +121,8 @@ def apply(value: Value, tensor: Any) -> Any:
 
 
 @cache
-def _names() -> dict[Any, str]:
+def dtype_names() -> dict[Any, str]:
+    """torch dtype -> safetensors dtype."""
     import torch
 
     return {getattr(torch, name): dtype for dtype, name in TORCH_NAMES.items() if hasattr(torch, name)}
@@ -130,7 +131,7 @@ def _names() -> dict[Any, str]:
 def dtype_of(name: str, tensor: Any) -> str:
     """The safetensors dtype of a torch tensor; `Incompatible` for one that no checkpoint holds."""
     try:
-        return _names()[tensor.dtype]
+        return dtype_names()[tensor.dtype]
     except KeyError:
         raise Incompatible(f"{name} has dtype {tensor.dtype}, which no safetensors checkpoint holds") from None
 

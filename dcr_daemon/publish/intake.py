@@ -16,7 +16,7 @@ from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.codec.chunk import SEGMENT_BYTES
 from dcr_daemon.errors import Incompatible
-from dcr_daemon.publish.cast import castable, rounds
+from dcr_daemon.projection.values import castable, rounds
 from dcr_daemon.publish.sources import Source
 
 LISTED = 100  #: names of one kind in an error

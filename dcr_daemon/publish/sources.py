@@ -14,7 +14,8 @@ from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import TensorSpec
 from dcr_daemon.checkpoint.safetensors import SafetensorsFile
 from dcr_daemon.errors import Corrupt, Incompatible
-from dcr_daemon.publish.cast import cast_lanes, dtype_names, torch_dtype
+from dcr_daemon.projection.values import dtype_names, torch_dtype
+from dcr_daemon.publish.cast import cast_lanes
 from dcr_daemon.runtime import ThreadLocal
 
 

@@ -10,8 +10,13 @@ import torch
 from dcr_daemon.canonical.dtypes import ITEM_SIZE
 from dcr_daemon.errors import Incompatible
 from dcr_daemon.projection.values import Add, Bits, Cast, apply, between, castable, dtype_of, rounds, torch_dtype
-from dcr_daemon.publish import cast
 
+ROUNDED = {("F64", "F32"), ("F64", "BF16"), ("F64", "F16"), ("F32", "BF16"), ("F32", "F16")}
+WIDENED = {
+    ("BF16", "F32"), ("F16", "F32"), ("BF16", "F64"), ("F16", "F64"), ("F32", "F64"),
+    ("I8", "I16"), ("I8", "I32"), ("I8", "I64"), ("I16", "I32"), ("I16", "I64"), ("I32", "I64"),
+    ("U8", "U16"), ("U8", "U32"), ("U8", "U64"), ("U16", "U32"), ("U16", "U64"), ("U32", "U64"),
+}  # fmt: skip
 PATTERNS = [0x0000, 0x8000, 0x3F80, 0xC040, 0x7FC1, 0xFF81, 0x0001, 0x8001, 0x7F80]  # -0, NaN payloads, denormals, inf
 
 
@@ -19,10 +24,10 @@ def bf16(patterns: list[int]) -> torch.Tensor:
     return torch.tensor(patterns, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
 
 
-def test_the_rule_is_the_publishers_own() -> None:
-    for given, canonical in itertools.product(ITEM_SIZE, ITEM_SIZE):
-        assert castable(given, canonical) == cast.castable(given, canonical), (given, canonical)
-        assert rounds(given, canonical) == cast.rounds(given, canonical), (given, canonical)
+def test_what_is_rounded_and_what_is_widened_is_exactly_this() -> None:
+    for pair in itertools.product(ITEM_SIZE, ITEM_SIZE):
+        assert castable(*pair) == (pair[0] == pair[1] or pair in ROUNDED or pair in WIDENED), pair
+        assert rounds(*pair) == (pair in ROUNDED), pair
 
 
 def test_bits_are_the_very_tensor() -> None:
