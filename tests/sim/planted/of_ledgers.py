@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 from sim.planted.bug import Put, bug
 
 from dcr_daemon import runtime
+from dcr_daemon.events import discard
 from dcr_daemon.ledger import fold, names, records, slot
 from dcr_daemon.ledger import ledger as ledgers
-from dcr_daemon.ledger.fold import Tip
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.records import Epoch
 from dcr_daemon.publish.restore import Restorer
@@ -23,14 +24,9 @@ def occupied_slot_is_taken_for_mine(put: Put) -> None:
     """Whatever stands in the slot after a lost race, a writer believes that its own record is there."""
 
     async def occupy(store: Any, seq: int, body: bytes, **_: Any) -> bytes:
-        return (
-            body
-            if await store.create(names.record(seq), body) is not Outcome.UNKNOWN
-            else await right(store, seq, body)
-        )
-
-    async def right(store: Any, seq: int, body: bytes) -> bytes:
-        return await slot.occupy(store, seq, body, emit=lambda event: None)
+        if await store.create(names.record(seq), body) is not Outcome.UNKNOWN:
+            return body
+        return await slot.occupy(store, seq, body, emit=discard)
 
     put(ledgers, "occupy", occupy)
 
@@ -43,14 +39,10 @@ def writer_appends_without_reading(put: Put) -> None:
     def take(self: Ledger, step: Any, body: bytes | None = None) -> None:
         sent = self._sent
         if sent and sent.seq == step.tip.seq and sent.body != body:
-            step = msgspec_replace(step, Tip(step.tip.stream, step.tip.seq, step.tip.digest, self.tip.state))
+            step = fold.Step(replace(step.tip, state=self.tip.state), None, "not read", step.foreign)
         right(self, step, body)
 
     put(Ledger, "_take", take)
-
-
-def msgspec_replace(step: fold.Step, tip: Tip) -> fold.Step:
-    return fold.Step(tip, None, "not read", step.foreign)
 
 
 @bug("L1", "late_seal", "answer_is_lost")
