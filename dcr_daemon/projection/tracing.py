@@ -42,11 +42,14 @@ class Conversion:
         regions: of each local tensor, by its name; a tensor that goes nowhere has an empty list.
         tensors: canonical name -> (safetensors dtype, shape), as the export gave them.
         opaque: canonical names whose elements are computed, not moved, with the operation that computes.
+        sources: canonical name -> the local tensors that it is made of, computed or moved: what the residual path has
+            to gather to construct it.
     """
 
     regions: Mapping[str, list[Region]]
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
     opaque: Mapping[str, str] = field(default_factory=dict)
+    sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def trace(export: Callable[[dict[str, Any]], Mapping[str, Any]], tensors: Mapping[str, Any]) -> Conversion:
@@ -62,31 +65,51 @@ def trace(export: Callable[[dict[str, Any]], Mapping[str, Any]], tensors: Mappin
         }
         exported = export(dict(given))
     regions: dict[str, list[Region]] = {name: [] for name in given}
-    shapes, opaque = {}, {}
+    shapes, opaque, sources = {}, {}, {}
     for name, tensor in exported.items():
         if not isinstance(tensor, Traced):
             opaque[name] = "it comes from no parameter"
             continue
         shapes[name] = dtype_of(name, tensor), tuple(tensor.shape)
+        sources[name] = tuple(sorted(tensor.sources))
         if tensor.opaque:
             opaque[name] = tensor.opaque
             continue
         for piece in tensor.pieces:
             regions[piece.name].append(replace(piece, name=name))
-    return Conversion(regions, shapes, opaque)
+    return Conversion(regions, shapes, opaque, sources)
 
 
 class Traced(torch.Tensor):  # type: ignore[misc]
-    """A dense tensor without elements; `pieces` lead from source tensors (by name) to places in this one."""
+    """A dense tensor without elements; `pieces` lead from source tensors (by name) to places in this one.
+
+    An opaque one has no pieces, and `made_of` says which source tensors went into it.
+    """
 
     pieces: list[Region]
     opaque: str
+    made_of: frozenset[str]
 
     @staticmethod
-    def __new__(cls, shape: tuple[int, ...], dtype: Any, pieces: list[Region], opaque: str = "") -> Traced:
+    def __new__(
+        cls,
+        shape: tuple[int, ...],
+        dtype: Any,
+        pieces: list[Region],
+        opaque: str = "",
+        made_of: frozenset[str] = frozenset(),
+    ) -> Traced:
         made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
-        made.pieces, made.opaque = pieces, opaque
+        made.pieces, made.opaque, made.made_of = pieces, opaque, made_of
         return made
+
+    @property
+    def sources(self) -> frozenset[str]:
+        return self.made_of.union(piece.name for piece in self.pieces)
+
+    def hidden(self, out: Any, why: str) -> Traced:
+        """What an operation made of this tensor without saying how its elements moved."""
+        return Traced(tuple(out.shape), out.dtype, [], why, self.sources)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Traced({tuple(self.shape)}, {self.opaque or self.pieces})"
@@ -104,8 +127,9 @@ class Traced(torch.Tensor):  # type: ignore[misc]
 
         on_meta = tree_map(stand_in, kwargs | {"": args})
         result = func(*on_meta.pop(""), **{key: "meta" if key == "device" else value for key, value in on_meta.items()})
+        together = frozenset[str]().union(*(tensor.sources for tensor in stand_ins))
         if opaque := next((tensor.opaque for tensor in stand_ins if tensor.opaque), ""):
-            return _each(result, lambda out: Traced(tuple(out.shape), out.dtype, [], opaque))
+            return _each(result, lambda out: Traced(tuple(out.shape), out.dtype, [], opaque, together))
         if func in (_aten.cat.default, _aten.stack.default):
             axis = args[1] if len(args) > 1 else kwargs.get("dim", 0)
             return _joined(stand_ins, result, axis % result.ndim, stacked=func is _aten.stack.default)
@@ -114,7 +138,7 @@ class Traced(torch.Tensor):  # type: ignore[misc]
             return Traced(tuple(result.shape), result.dtype, source.pieces)
         if not others and _is_view(func):
             return _each(result, lambda out: _viewed(source, out, str(func)))
-        return _each(result, lambda out: Traced(tuple(out.shape), out.dtype, [], f"{func} computes it"))
+        return _each(result, lambda out: Traced(tuple(out.shape), out.dtype, [], f"{func} computes it", together))
 
 
 def _each(result: Any, made: Callable[[Any], Traced]) -> Any:
@@ -144,9 +168,9 @@ def _viewed(source: Traced, out: Any, func: str) -> Traced:
             row_major(shape),
         )
     except ValueError:
-        return Traced(shape, out.dtype, [], f"{func} repeats elements")
+        return source.hidden(out, f"{func} repeats elements")
     if out.dtype != source.dtype:
-        return Traced(shape, out.dtype, [], f"{func} reinterprets its bits")
+        return source.hidden(out, f"{func} reinterprets its bits")
     return Traced(shape, out.dtype, _through(source, box))
 
 
@@ -163,7 +187,8 @@ def _joined(parts: list[Traced], out: Any, axis: int, *, stacked: bool) -> Trace
         pieces += [moved for box in slab("", shape, starts, sizes) for moved in _through(part, box)]
         at += sizes[axis]
     if any(part.dtype != out.dtype for part in parts):
-        return Traced(shape, out.dtype, [], "it joins tensors of several dtypes")
+        made_of = frozenset(piece.name for piece in pieces)
+        return Traced(shape, out.dtype, [], "it joins tensors of several dtypes", made_of)
     return Traced(shape, out.dtype, pieces)
 
 

@@ -107,3 +107,27 @@ def test_what_computes_is_opaque_and_says_why(compute: Callable[[Any], Any], why
     assert why in traced.opaque["out"]
     assert traced.regions["c"] == []
     assert [r.name for r in traced.regions["b"]] == ["moved"]
+
+
+def test_what_is_computed_still_names_the_tensors_that_it_is_made_of() -> None:
+    """So the residual path knows what to gather, and no more."""
+
+    def export(table: dict[str, Any]) -> Mapping[str, Any]:
+        scale = table["c"].abs().max()
+        merged = table["a"] + table["b"].reshape(4, 6)
+        return {
+            "scaled": table["a"] / scale,
+            "scale": scale,
+            "view of computed": merged[1:].t(),
+            "moved": torch.cat([table["c"], table["a"][0]]),
+            "none": torch.zeros(3),
+        }
+
+    traced = trace(export, {name: torch.empty(shape) for name, shape in SHAPES.items()})
+    assert set(traced.opaque) == {"scaled", "scale", "view of computed", "none"}
+    assert traced.sources == {
+        "scaled": ("a", "c"),
+        "scale": ("c",),
+        "view of computed": ("a", "b"),
+        "moved": ("a", "c"),
+    }
