@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dcr_daemon.canonical.coverage import Finding, exactly_once
 from dcr_daemon.canonical.layout import Layout
@@ -58,6 +58,19 @@ class Map:
     @property
     def elements(self) -> int:
         return sum(shard.elements for shard in self.shards)
+
+    def without(self, residual: Mapping[str, str]) -> Map:
+        """The same map, but the source of none of these canonical tensors, which are residual for the reasons given.
+
+        Shards stay, if need be without regions: they name what the rank holds.
+        """
+        shards = tuple(
+            replace(shard, regions=tuple(region for region in shard.regions if region.name not in residual))
+            if any(region.name in residual for region in shard.regions)
+            else shard
+            for shard in self.shards
+        )
+        return Map(shards, {**self.residual, **residual})
 
     def baseline_bytes(self, layout: Layout) -> int:
         """Bytes of the baseline that this rank keeps: what it owns, in the canonical dtype."""

@@ -24,6 +24,34 @@ _REPEATED = ("embedding.word_embeddings.weight", "output_layer.weight")  #: on l
 
 
 @dataclass(frozen=True, slots=True)
+class Megatron:
+    """A Megatron run as one of its ranks sees it.
+
+    Attributes:
+        grid: degrees of the run.
+        rank: this process in the grid's own order.
+        vocabulary_multiple: Megatron's `make-vocab-size-divisible-by`.
+    """
+
+    architecture: Architecture
+    grid: Grid
+    rank: int
+    vocabulary_multiple: int = VOCABULARY_MULTIPLE
+
+    @classmethod
+    def of_process(
+        cls,
+        architecture: Architecture,
+        layers: Sequence[int] | None = None,
+        *,
+        vocabulary_multiple: int = VOCABULARY_MULTIPLE,
+    ) -> Megatron:
+        """Degrees and rank as Megatron's own process groups have them; see `grid_of_process`."""
+        grid, rank = grid_of_process(layers)
+        return cls(architecture, grid, rank, vocabulary_multiple)
+
+
+@dataclass(frozen=True, slots=True)
 class Found:
     """Attributes:
     map: shards in the order of the model; `residual` names canonical tensors that this rank should hold and does not

@@ -1,0 +1,82 @@
+"""What a trainer hands over and the stream's layout has no place for, collected so that one error lists it all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+
+from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.errors import Incompatible
+
+LISTED = 100  #: names of one kind in an error
+
+
+class Misfits:
+    """Names that do not fit, by kind: "added", "missing", "retyped", "reshaped", …
+
+    Args:
+        what: the update in words.
+        ignore: globs of names outside the layout that are no misfits.
+    """
+
+    def __init__(self, what: str, layout: Layout, ignore: Sequence[str] = ()) -> None:
+        self._what, self._layout, self._ignore = what, layout, ignore
+        self._kinds: dict[str, list[str]] = {}
+
+    def ignores(self, name: str) -> bool:
+        return any(fnmatchcase(name, glob) for glob in self._ignore)
+
+    def note(self, kind: str, name: str) -> None:
+        self._kinds.setdefault(kind, []).append(name)
+
+    def __contains__(self, kind: str) -> bool:
+        return kind in self._kinds
+
+    def check(self) -> None:
+        """Raise `Incompatible` if anything was noted."""
+        if self._kinds:
+            raise self._error()
+
+    def _error(self) -> Incompatible:
+        texts = [f"{kind}: {listed(sorted(names))}" for kind, names in sorted(self._kinds.items())]
+        hint = "nothing of it is published; correct it, or start a new stream from a base that has this layout"
+        added = self._kinds.get("added", [])
+        if why := _prefixed(added, self._layout) or _fused(added, self._layout):
+            hint = f"{why}; nothing of it is published"
+        elif added and "missing" in self._kinds:
+            hint = f"were tensors renamed? {hint}"
+        elif added:
+            hint = f"--ignore GLOB drops names that no server needs; {hint}"
+        return Incompatible(f"{self._what} does not fit the stream's layout: {'; '.join(texts)}", hint=hint)
+
+
+def _prefixed(added: list[str], layout: Layout) -> str:
+    """What to do if most of these names are the layout's behind one prefix, as a wrapper of the model leaves them."""
+    cuts = ((name[: dot + 1], name[dot + 1 :]) for name in added for dot in _dots(name))
+    counts = Counter(prefix for prefix, rest in cuts if rest in layout)
+    prefix, count = max(counts.items(), key=lambda item: item[1], default=("", 0))
+    if 2 * count <= len(added):
+        return ""
+    return f"the names begin with {prefix!r}, those of the base do not: give the model inside the wrapper"
+
+
+def _fused(added: list[str], layout: Layout) -> str:
+    """What to do if one of these tensors stands for numbered ones of the layout: transformers 5 trains experts so."""
+    parents = {name.rpartition(".")[0] + ".0." for name in added if "." in name}
+    if not any(spec.name.startswith(tuple(parents)) for spec in layout):
+        return ""
+    return (
+        "the model holds tensors together that its checkpoint has one by one: give what it would save, in transformers "
+        "`core_model_loading.revert_weight_conversion(model, model.state_dict())`"
+    )
+
+
+def _dots(name: str) -> Iterable[int]:
+    return (i for i, c in enumerate(name) if c == ".")
+
+
+def listed(names: list[str]) -> str:
+    """The first hundred, and how many more."""
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(names[:LISTED]) + more
