@@ -7,12 +7,25 @@ a contiguous one. A whole or row-sharded tensor is a box of rank 1.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 MAX_RANK = 4
+
+
+def nested(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether, sorted by stride, each axis steps over all that the finer axes span: no place is visited twice."""
+    span = 0
+    for stride, n in sorted(zip(strides, shape, strict=True)):
+        if n == 1:
+            continue
+        if stride <= span:
+            return False
+        span += (n - 1) * stride
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +63,10 @@ class Box:
     def fits(self, elements: int) -> bool:
         """Whether the box lies inside a tensor of `elements` and visits no element twice.
 
-        Sorted by stride, an axis must step over everything the finer axes span. Every piece of a dense tensor
-        does, transposed or interleaved; what does not could name one element under two positions.
+        Every piece of a dense tensor does, transposed or interleaved; what does not could name one element under
+        two positions.
         """
-        span = 0
-        for stride, n in sorted(zip(self.strides, self.shape, strict=True)):
-            if n == 1:
-                continue
-            if stride <= span:
-                return False
-            span += (n - 1) * stride
-        return self.dst + span < elements
+        return self.last < elements and nested(self.shape, self.strides)
 
     def canonical(self, ordinals: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Canonical element index of each ordinal (int64, same length)."""
@@ -71,3 +77,20 @@ class Box:
             rest, place = np.divmod(rest, n)
             index += place * stride
         return index
+
+    def ordinals(self, canonical: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
+        """Which of `canonical` lie in the box (bool, same length), and the ordinals of those that do (int64).
+
+        The inverse of `canonical`, for boxes that `fits` accepts: their strides are nested.
+        """
+        rest, ordinal = canonical - self.dst, np.zeros_like(canonical)
+        inside = rest >= 0
+        weights = [math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))]
+        for stride, n, weight in sorted(zip(self.strides, self.shape, weights, strict=True), reverse=True):
+            if n == 1:
+                continue
+            place, rest = np.divmod(rest, stride)
+            inside &= place < n
+            ordinal += place * weight
+        inside &= rest == 0
+        return inside, ordinal[inside]

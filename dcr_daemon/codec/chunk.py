@@ -81,6 +81,10 @@ class Changes:
     positions: npt.NDArray[np.int64]
     operands: npt.NDArray[Any]
 
+    def only(self, which: npt.NDArray[np.bool_]) -> Changes:
+        """Some of them, by a mask [k]."""
+        return Changes(self.segment, self.positions[which], self.operands[which])
+
     def resolve(self, old: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """New bits [k] from old bits [k] (same unsigned lanes)."""
         match self.segment.operation:

@@ -6,30 +6,29 @@ handed out beside the chunk.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 
 from dcr_daemon.canonical.dtypes import lane_dtype
 from dcr_daemon.canonical.fingerprint import Bits, sum_at
-from dcr_daemon.codec.chunk import Operation
+from dcr_daemon.codec.chunk import Operation, Segment
 from dcr_daemon.codec.decode import Chunk
 from dcr_daemon.errors import Corrupt
 
-
-class Baseline(Protocol):
-    """Flat unsigned lanes of each whole canonical tensor, by layout index; a list or a dict will do."""
-
-    def __getitem__(self, tensor: int, /) -> Bits: ...
+#: a segment and ordinals in its box (int64) -> a writable array of lanes, and where in it (int64) they lie
+Locate = Callable[[Segment, npt.NDArray[np.int64]], tuple[Bits, npt.NDArray[np.int64]]]
 
 
-def undo_chunk(chunk: Chunk, undo: bytes | memoryview, baseline: Baseline) -> None:
+def undo_chunk(chunk: Chunk, undo: bytes | memoryview, locate: Locate) -> None:
     """Put back, in place, the bits that the elements of `chunk` had before it.
 
     Chunks of an attempt may be undone in any order: a writer never covers an element twice.
 
     Args:
         undo: `EncodedChunk.undo` of the same chunk.
+        locate: where the baseline holds what a segment changed.
 
     Raises:
         Corrupt: `undo` has the wrong length, or the baseline does not hold what the chunk wrote. Nothing of the
@@ -39,8 +38,7 @@ def undo_chunk(chunk: Chunk, undo: bytes | memoryview, baseline: Baseline) -> No
     saved = memoryview(undo)
     for i, segment in enumerate(chunk.segments):
         changes = chunk.changes(i)
-        bits = baseline[segment.tensor]
-        where = segment.box.canonical(changes.positions)
+        bits, where = locate(segment, changes.positions)
         if segment.operation is Operation.OVERWRITE:
             size = segment.changed * bits.itemsize
             if len(saved) < size:
@@ -51,7 +49,7 @@ def undo_chunk(chunk: Chunk, undo: bytes | memoryview, baseline: Baseline) -> No
         else:
             old, current = changes.revert(bits[where]), True
         key = int(chunk.layout.keys[segment.tensor])
-        if not current or sum_at(old, where, key) != segment.before:
+        if not current or sum_at(old, segment.box.canonical(changes.positions), key) != segment.before:
             name = chunk.layout[segment.tensor].name
             raise Corrupt(f"the baseline of {name} is not what the chunk left", hint="rebuild the baseline")
         bits[where] = old

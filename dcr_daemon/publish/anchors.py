@@ -184,7 +184,7 @@ def _file_name(n: int, count: int) -> str:
 def _pack(baseline: Baseline, pieces: list[Piece]) -> tuple[bytearray, list[tuple[int, int]]]:
     """The bytes of one file, and `(tensor, sum)` of each piece, read back from those bytes."""
     layout = baseline.layout
-    items = [(p.entry, baseline[p.tensor][p.start : p.start + p.count]) for p in pieces]
+    items = [(p.entry, baseline.read(p.tensor, p.start, p.count)) for p in pieces]
     body = pack_safetensors(items, piece_metadata(layout, pieces))
     packed = SafetensorsBytes(body, "anchor")
     return body, [(p.tensor, _sum(packed, p, layout)) for p in pieces]

@@ -13,21 +13,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from dcr_daemon import runtime
-from dcr_daemon.canonical.box import Box
-from dcr_daemon.canonical.fingerprint import Vector, advance
-from dcr_daemon.canonical.layout import Layout
-from dcr_daemon.codec.chunk import SEGMENT_BYTES, ChunkId, Codec, Segment
+from dcr_daemon.canonical.fingerprint import Bits, Vector, advance
+from dcr_daemon.codec.chunk import ChunkId, Codec, Segment
 from dcr_daemon.codec.decode import open_chunk
 from dcr_daemon.codec.encode import ChunkEncoder, EncodedChunk
 from dcr_daemon.codec.undo import undo_chunk
 from dcr_daemon.errors import DcrError, Exhausted
 from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.records import ChunkRef, ObjectRef, Open, Part
-from dcr_daemon.publish.baseline import Baseline, Slice, slices
+from dcr_daemon.publish.baseline import Baseline
+from dcr_daemon.publish.share import Block, block_bytes
 from dcr_daemon.publish.sources import Source
 from dcr_daemon.publish.spool import Spool
 from dcr_daemon.publish.uploads import Uploads
@@ -37,6 +37,9 @@ from dcr_daemon.store.port import Store
 from dcr_daemon.store.retry import Patience
 
 RANK = 0  #: this writer's; a process group of one
+
+
+Batch = list[tuple[int, Callable[[], Bits]]]  #: numbers of blocks, and what reads their new lanes
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +74,7 @@ class Attempt:
         self._nonce, self._baseline, self._spool = nonce, baseline, spool
         self._uploads, self._workers = uploads, workers
         self._encoders = [ChunkEncoder(baseline.layout, codec=codec, target=chunk_bytes) for _ in range(workers.count)]
-        # Weights that are diffed at one go: small against a chunk once encoded, large against a hop to a thread.
-        # A power of two: so no segment reaches over two of the slices that the baseline keeps sums of.
-        self._stride = 1 << (min(SEGMENT_BYTES, 4 * chunk_bytes).bit_length() - 1)
+        self._batch_bytes = block_bytes(chunk_bytes)
         self._number = itertools.count()
         self.segments: list[Segment] = []
         self._stopped = self._torn = False
@@ -88,9 +89,16 @@ class Attempt:
             Exhausted: the spool's disk is full.
             StoreUnavailable, Corrupt: an upload failed; the attempt is to be cancelled and undone.
         """
-        layout, stride = self._baseline.layout, self._stride
-        pieces = ((piece, source) for t, source in inputs for piece in slices(t, layout[t], stride))
-        work = _batches(pieces, layout, stride)
+        share, layout = self._baseline.share, self._baseline.layout
+
+        def read(source: Source, block: Block) -> Bits:
+            return source.read(block.box.dst, block.box.elements, layout[block.tensor].dtype)
+
+        await self.diff_blocks((n, partial(read, source, share[n])) for t, source in inputs for n in share.of(t))
+
+    async def diff_blocks(self, inputs: Iterable[tuple[int, Callable[[], Bits]]]) -> None:
+        """Take up blocks of the share, by number, each with what reads its new lanes, on any thread; as `diff`."""
+        work = self._batches(inputs)
         await self._on_all_lanes([self._lane(encoder, work) for encoder in self._encoders])
 
     async def finish(self) -> None:
@@ -126,13 +134,24 @@ class Attempt:
         if encoder.changed:
             await self._admit(*await self._workers.run(self._close, encoder))
 
+    def _batches(self, inputs: Iterable[tuple[int, Callable[[], Bits]]]) -> Iterator[Batch]:
+        """Small blocks together, so that a hop to a worker thread pays."""
+        batch, size = [], 0
+        for number, read in inputs:
+            batch.append((number, read))
+            size += self._baseline.share.nbytes(number)
+            if size >= self._batch_bytes:
+                yield batch
+                batch, size = [], 0
+        if batch:
+            yield batch
+
     def _take(self, encoder: ChunkEncoder, batch: Batch) -> list[tuple[EncodedChunk, ChunkRef]]:
-        layout, full = self._baseline.layout, []
-        for piece, source in batch:
-            new = source.read(piece.start, piece.count, layout[piece.tensor].dtype)
-            base = self._baseline[piece.tensor][piece.start : piece.start + piece.count]
+        share, full = self._baseline.share, []
+        for number, read in batch:
+            block, new = share[number], read()
             try:
-                encoder.add(piece.tensor, Box.flat(piece.start, piece.count), base, new)
+                encoder.add(block.tensor, block.box, self._baseline[number], new)
             except BaseException:
                 self._torn = True  # the baseline may have moved without a segment that says so
                 raise
@@ -211,27 +230,11 @@ class Attempt:
         return undone
 
     def _undo(self, data: bytes, old: bytes) -> None:
-        undo_chunk(open_chunk(data, self._baseline.layout), old, self._baseline)
+        undo_chunk(open_chunk(data, self._baseline.layout), old, self._baseline.locate)
 
     def forget(self) -> None:
         """The version is sealed: nothing will be undone."""
         self._spool.clear()
-
-
-Batch = list[tuple[Slice, Source]]
-
-
-def _batches(pieces: Iterable[tuple[Slice, Source]], layout: Layout, stride: int) -> Iterator[Batch]:
-    """Small tensors together, so that a hop to a worker thread pays."""
-    batch, size = [], 0
-    for piece, source in pieces:
-        batch.append((piece, source))
-        size += piece.count * layout[piece.tensor].width
-        if size >= stride:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 async def _put(store: Store, key: str, body: bytes, patience: float) -> ObjectRef:

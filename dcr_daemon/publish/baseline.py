@@ -1,10 +1,11 @@
-"""The canonical values of the last sealed version, in one file-backed map.
+"""The canonical values of the last sealed version that one rank is the source of, in one file-backed map.
 
-The map outlives the process, but nobody believes it: at start it counts only if its full fingerprint is that of a
-sealed version (must P3). While an attempt is being diffed the map runs ahead of its version; only `commit` moves the
-version, only undo brings the bytes back. The JSON beside it is a hint written at clean points.
+What it holds is a share: block after block, each in its own row-major order. The map outlives the process, but nobody
+believes it: at start it counts only if its fingerprint is that of a sealed version (must P3). While an attempt is being
+diffed the map runs ahead of its version; only `commit` moves the version, only undo brings the bytes back. The JSON
+beside it is a hint written at clean points.
 
-One sum per slice is carried along with the vector, so that any slice can be checked on its own at any quiet time (must
+One sum per block is carried along with the vector, so that any block can be checked on its own at any quiet time (must
 P4). A *stray* baseline holds bytes of which only the fingerprint is known: they are not what the ledger names for its
 version, which cannot be built from the bucket any more. The next version is diffed from them all the same, and brings
 every element to its true value.
@@ -16,43 +17,29 @@ import asyncio
 import contextlib
 import mmap
 import os
-from collections.abc import AsyncIterable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterable, Iterable
 from pathlib import Path
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from dcr_daemon import runtime
+from dcr_daemon.canonical.box import Box
 from dcr_daemon.canonical.dtypes import lane_dtype
-from dcr_daemon.canonical.fingerprint import MASK, Bits, Vector, advance, sum_run
-from dcr_daemon.canonical.layout import Layout, TensorSpec
+from dcr_daemon.canonical.fingerprint import MASK, Bits, Vector, advance, sum_box
+from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.directory import Checkpoint
-from dcr_daemon.codec.chunk import SEGMENT_BYTES, Segment
+from dcr_daemon.codec.chunk import Segment
 from dcr_daemon.codec.decode import Chunk
 from dcr_daemon.disk import exhausted, write_whole
 from dcr_daemon.errors import Corrupt, Incompatible
 from dcr_daemon.publish.intake import differences
+from dcr_daemon.publish.share import Block, Share, gather, transfer
 from dcr_daemon.runtime import Workers
 from dcr_daemon.untrusted import decode_json
 
-ALIGNMENT = 64  #: bytes; every tensor begins on a cache line of its own
-
-
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """`count` consecutive elements of one tensor from number `start`; at most `SEGMENT_BYTES` of weights."""
-
-    tensor: int
-    start: int
-    count: int
-
-
-def slices(tensor: int, spec: TensorSpec, limit: int = SEGMENT_BYTES) -> Iterator[Slice]:
-    """Cut a tensor into pieces of at most `limit` bytes, which one segment may span; none for an empty tensor."""
-    step = max(1, limit // spec.width)
-    for start in range(0, spec.elements, step):
-        yield Slice(tensor, start, min(step, spec.elements - start))
+ALIGNMENT = 64  #: bytes; every block begins on a cache line of its own
 
 
 class _Clean(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +47,7 @@ class _Clean(msgspec.Struct, frozen=True, kw_only=True):
 
     stream: str
     layout: str
+    share: str
     version: int
     vector: str
 
@@ -72,7 +60,7 @@ class Baseline:
 
     Args:
         directory: of the state; `baseline.bin` and `baseline.json` lie in it.
-        layout: the stream's.
+        share: what is kept of the stream's layout.
         stream: its random id.
         workers: for passes over all bytes.
 
@@ -80,45 +68,48 @@ class Baseline:
         Exhausted: the disk cannot hold a dense copy of the model.
     """
 
-    def __init__(self, directory: Path, layout: Layout, stream: str, workers: Workers) -> None:
-        self.layout = layout
+    def __init__(self, directory: Path, share: Share, stream: str, workers: Workers) -> None:
+        self.share, self.layout = share, share.layout
         self.version: int | None = None
         self.stray = False
         self.stream, self._workers = stream, workers
         self._hint = directory / "baseline.json"
-        self._pieces = [piece for tensor, spec in enumerate(layout) for piece in slices(tensor, spec)]
-        self._number = {(piece.tensor, piece.start): n for n, piece in enumerate(self._pieces)}
-        self._sums = [0] * len(self._pieces)
-        self._vector = np.zeros(len(layout), dtype=np.uint64)
-        offsets, size = _offsets(layout)
+        self._sums = [0] * len(share)
+        self._vector = np.zeros(len(self.layout), dtype=np.uint64)
+        offsets, size = _offsets(share)
         #: the file is new: there is nothing in it to be proved
         self.new, self._map = _map_file(directory / "baseline.bin", max(size, mmap.PAGESIZE))
         self._bits = [
-            np.frombuffer(self._map, dtype=lane_dtype(spec.width), count=spec.elements, offset=offset)
-            for spec, offset in zip(layout, offsets, strict=True)
+            np.frombuffer(self._map, dtype=lane_dtype(self.layout[b.tensor].width), count=b.box.elements, offset=offset)
+            for b, offset in zip(share.blocks, offsets, strict=True)
         ]
 
-    def __getitem__(self, tensor: int) -> Bits:
-        """Unsigned lanes [elements] of a tensor by layout index; writable, shared with the file."""
-        return self._bits[tensor]
+    def __getitem__(self, number: int) -> Bits:
+        """Unsigned lanes [elements] of a block by its number; writable, shared with the file."""
+        return self._bits[number]
+
+    def name(self, number: int) -> str:
+        """The tensor that a block is of."""
+        return self.layout[self.share[number].tensor].name
+
+    def locate(self, segment: Segment, ordinals: npt.NDArray[np.int64]) -> tuple[Bits, npt.NDArray[np.int64]]:
+        """The lanes of the block that a segment of ours changed, in which its ordinals are the places."""
+        return self[self.share.number[Block(segment.tensor, segment.box)]], ordinals
+
+    def read(self, tensor: int, start: int, count: int) -> Bits:
+        """A run of a tensor of which all is held, as unsigned lanes [count]; a copy."""
+        out = np.empty(count, dtype=lane_dtype(self.layout[tensor].width))
+        if not count:
+            return out
+        box = Box.flat(start, count)
+        held = sum(transfer(self[n], self.share[n].box, out, box) for n in self.share.touching(tensor, box))
+        assert held == count
+        return out
 
     @property
     def vector(self) -> Vector:
-        """Fingerprint of what the map holds at `version`, carried along by commits. A copy."""
+        """Fingerprint of what the map holds at `version`, over the share alone, carried along by commits. A copy."""
         return self._vector.copy()
-
-    @property
-    def slices(self) -> int:
-        """How many slices `intact` can be asked about."""
-        return len(self._pieces)
-
-    def slice_bytes(self, number: int) -> int:
-        piece = self._pieces[number]
-        return piece.count * self.layout[piece.tensor].width
-
-    def slice_name(self, number: int) -> str:
-        """The tensor that it is a slice of."""
-        return self.layout[self._pieces[number].tensor].name
 
     def hint(self) -> tuple[int, Vector] | None:
         """Version and vector the map last held cleanly, if a hint says so. To be proved by `fingerprint`."""
@@ -127,7 +118,8 @@ class Baseline:
             vector = np.frombuffer(bytes.fromhex(clean.vector), dtype="<u8")
         except (OSError, ValueError):
             return None
-        if (clean.stream, clean.layout, vector.size) != (self.stream, self.layout.digest, len(self.layout)):
+        known = self.stream, self.layout.digest, self.share.digest, len(self.layout)
+        if (clean.stream, clean.layout, clean.share, vector.size) != known:
             return None
         return clean.version, vector
 
@@ -136,18 +128,14 @@ class Baseline:
         self._hint.unlink(missing_ok=True)
 
     def commit(self, version: int, segments: Iterable[Segment]) -> None:
-        """The map holds `version`, which was sealed with exactly these segments, each within one slice."""
+        """The map holds `version`, which was sealed with exactly these segments of the share's blocks."""
         segments = list(segments)
         for segment in segments:
-            self._move(segment)
+            number = self.share.number[Block(segment.tensor, segment.box)]
+            self._sums[number] = (self._sums[number] + segment.after - segment.before) & MASK
         self.version, self.stray = version, False
         self._vector = advance(self._vector, segments)
         self._write_hint()
-
-    def _move(self, segment: Segment) -> None:
-        step = max(1, SEGMENT_BYTES // self.layout[segment.tensor].width)
-        number = self._number[segment.tensor, segment.box.dst // step * step]
-        self._sums[number] = (self._sums[number] + segment.after - segment.before) & MASK
 
     async def prove(self, *candidates: tuple[int, Vector]) -> Vector:
         """The fingerprint of the bytes as they are. From now on they are the first version whose vector that is."""
@@ -175,13 +163,15 @@ class Baseline:
         return True
 
     async def intact(self, number: int) -> bool:
-        """Whether a slice has the sum it should have. No attempt may be under way."""
-        return await self._workers.run(self._sum, self._pieces[number]) == self._sums[number]
+        """Whether a block has the sum it should have. No attempt may be under way."""
+        return await self._workers.run(self._sum, number) == self._sums[number]
 
     def _write_hint(self) -> None:
         assert self.version is not None
         body = self._vector.astype("<u8").tobytes().hex()
-        clean = _Clean(stream=self.stream, layout=self.layout.digest, version=self.version, vector=body)
+        clean = _Clean(
+            stream=self.stream, layout=self.layout.digest, share=self.share.digest, version=self.version, vector=body
+        )  # fmt: skip
         with contextlib.suppress(OSError):  # without the hint the next start rebuilds: slower, never wrong
             write_whole(self._hint, msgspec.json.encode(clean), what="hint", durable=False)
 
@@ -195,17 +185,17 @@ class Baseline:
         return self._by_tensor(await self._measure())
 
     async def _measure(self) -> list[int]:
-        return await asyncio.gather(*(self._workers.run(self._sum, piece) for piece in self._pieces))
+        return await asyncio.gather(*(self._workers.run(self._sum, number) for number in range(len(self.share))))
 
     def _by_tensor(self, sums: list[int]) -> Vector:
         vector = [0] * len(self.layout)
-        for piece, value in zip(self._pieces, sums, strict=True):
-            vector[piece.tensor] = (vector[piece.tensor] + value) & MASK
+        for block, value in zip(self.share.blocks, sums, strict=True):
+            vector[block.tensor] = (vector[block.tensor] + value) & MASK
         return np.array(vector, dtype=np.uint64)
 
-    def _sum(self, piece: Slice) -> int:
-        bits = self._bits[piece.tensor][piece.start : piece.start + piece.count]
-        return sum_run(bits, int(self.layout.keys[piece.tensor]), piece.start)
+    def _sum(self, number: int) -> int:
+        block = self.share[number]
+        return sum_box(self._bits[number], block.box, int(self.layout.keys[block.tensor]))
 
     async def load(self, checkpoint: Checkpoint) -> None:
         """Copy a checkpoint into the map; no version is claimed by that.
@@ -220,15 +210,20 @@ class Baseline:
                 f"{checkpoint.path} does not have the stream's layout: {differences(self.layout, checkpoint.layout)}",
                 hint="give the checkpoint that the stream was created from",
             )
-        jobs = [self._workers.run_whole(self._copy, checkpoint, piece) for piece in self._pieces]
+        jobs = [self._workers.run_whole(self._copy, checkpoint, number) for number in range(len(self.share))]
         for result in await asyncio.gather(*jobs, return_exceptions=True):  # none writes on after the first failure
             if isinstance(result, BaseException):
                 raise result
 
-    def _copy(self, checkpoint: Checkpoint, piece: Slice) -> None:
-        name = self.layout[piece.tensor].name
-        bits = checkpoint.file(name).read(name, piece.start, piece.count)
-        self._bits[piece.tensor][piece.start : piece.start + piece.count] = bits
+    def _copy(self, checkpoint: Checkpoint, number: int) -> None:
+        block = self.share[number]
+        name = self.layout[block.tensor].name
+        file = checkpoint.file(name)
+        self._bits[number][:] = gather(lambda start, count: file.read(name, start, count), block.box)
+
+    def place(self, tensor: int, box: Box, bits: Bits) -> int:
+        """Take what the share has of a box of canonical elements; how many they are. No version is claimed by that."""
+        return sum(transfer(bits, box, self[n], self.share[n].box) for n in self.share.touching(tensor, box))
 
     async def apply(self, chunks: AsyncIterable[Chunk]) -> None:
         """Move the map one version forward; `chunks` are all of that version's, verified and decoded.
@@ -242,9 +237,15 @@ class Baseline:
 
     def _apply(self, chunk: Chunk) -> None:
         for i, segment in enumerate(chunk.segments):
-            changes, bits = chunk.changes(i), self._bits[segment.tensor]
-            where = segment.box.canonical(changes.positions)
-            bits[where] = changes.resolve(bits[where])
+            changes, elements = None, None
+            for number in self.share.touching(segment.tensor, segment.box):
+                changes = changes or chunk.changes(i)
+                if elements is None:
+                    elements = segment.box.canonical(changes.positions)
+                inside, where = self.share[number].box.ordinals(elements)
+                if where.size:
+                    bits = self._bits[number]
+                    bits[where] = changes.only(inside).resolve(bits[where])
 
     def close(self) -> None:
         """Unmap. The kernel writes the pages back; after a crash of the host the fingerprint tells."""
@@ -253,11 +254,11 @@ class Baseline:
             self._map.close()
 
 
-def _offsets(layout: Layout) -> tuple[list[int], int]:
+def _offsets(share: Share) -> tuple[list[int], int]:
     offsets, place = [], 0
-    for spec in layout:
+    for number in range(len(share)):
         offsets.append(place)
-        place += -(-spec.nbytes // ALIGNMENT) * ALIGNMENT
+        place += -(-share.nbytes(number) // ALIGNMENT) * ALIGNMENT
     return offsets, place
 
 

@@ -18,6 +18,7 @@ from dcr_daemon.publish.intake import differences
 from dcr_daemon.publish.options import PublishOptions, stream_state
 from dcr_daemon.publish.restore import Restorer
 from dcr_daemon.publish.session import CLOSE_PATIENCE, Session
+from dcr_daemon.publish.share import Share, block_bytes
 from dcr_daemon.publish.state import StateDirectory
 from dcr_daemon.publish.waits import within
 from dcr_daemon.runtime import Workers
@@ -52,7 +53,8 @@ async def open_session(options: PublishOptions, store: Store, emit: Emit) -> Ses
         _check_base(options, layout, store.url)
         await _claim(ledger, state, options)
         if baseline is None:
-            baseline = Baseline(state.path, layout, ledger.stream.stream, workers)
+            share = Share.whole(layout, block_bytes(options.chunk_bytes))
+            baseline = Baseline(state.path, share, ledger.stream.stream, workers)
         restorer = Restorer(ledger, objects, baseline, options.base, workers, emit)
         await restorer.restore()
         runtime.failpoint("publish.restored")
@@ -97,7 +99,8 @@ async def _create(options: PublishOptions, ledger: Ledger, state: StateDirectory
     if options.base is None:
         raise Misuse("a stream is created from a base checkpoint", hint="give --base DIR with --create")
     with Checkpoint(options.base) as checkpoint:
-        baseline = Baseline(state.path, checkpoint.layout, "", workers)
+        share = Share.whole(checkpoint.layout, block_bytes(options.chunk_bytes))
+        baseline = Baseline(state.path, share, "", workers)
         await baseline.load(checkpoint)
     runtime.failpoint("publish.base.loaded")
     vector = await baseline.fingerprint()

@@ -10,8 +10,6 @@ import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import numpy as np
-
 from dcr_daemon import runtime
 from dcr_daemon.canonical.fingerprint import Vector, total
 from dcr_daemon.checkpoint.directory import Checkpoint
@@ -183,7 +181,8 @@ class Restorer:
             for tensor, elements in await self._workers.run_whole(self._place, body, ref.key):
                 filled[tensor] += elements
             runtime.failpoint("publish.restore.anchor")
-        short = [s.name for s, n in zip(self._baseline.layout, filled, strict=True) if n != s.elements]
+        share = self._baseline.share
+        short = [s.name for t, (s, n) in enumerate(zip(share.layout, filled, strict=True)) if n != share.elements(t)]
         if short:
             raise Corrupt(f"the anchor of version {version} does not hold all of {', '.join(short[:10])}")
 
@@ -191,12 +190,7 @@ class Restorer:
         placed = []
         for tensor, box, bits in read_pieces(SafetensorsBytes(body, name), self._baseline.layout):
             if box is not None:
-                target = self._baseline[tensor]
-                if box.contiguous:
-                    target[box.dst : box.dst + box.elements] = bits
-                else:
-                    target[box.canonical(np.arange(box.elements, dtype=np.int64))] = bits
-                placed.append((tensor, box.elements))
+                placed.append((tensor, self._baseline.place(tensor, box, bits)))
         return placed
 
     async def _chunks(self, seal: Seal) -> AsyncIterator[Chunk]:

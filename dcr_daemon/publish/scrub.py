@@ -1,6 +1,6 @@
 """A slow pass over the baseline, again and again, in the quiet between updates (must P4).
 
-One slice at a time, on a worker, which does nothing but read: whoever wants to diff cancels the wait and goes ahead.
+One block at a time, on a worker, which does nothing but read: whoever wants to diff cancels the wait and goes ahead.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ class Scrub:
 
     @property
     def due(self) -> float:
-        """When the next slice may be read, on `runtime.monotonic`."""
-        idle = not self._rate or not self._baseline.slices or self._baseline.version is None
+        """When the next block may be read, on `runtime.monotonic`."""
+        idle = not self._rate or not len(self._baseline.share) or self._baseline.version is None
         return float("inf") if idle else self._due
 
     async def step(self) -> str:
-        """Check one slice. The name of its tensor if it is damaged, else empty."""
+        """Check one block. The name of its tensor if it is damaged, else empty."""
         number = self._next
         if number == 0:
             self._began = runtime.monotonic()
-        self._due = runtime.monotonic() + self._baseline.slice_bytes(number) / self._rate
+        self._due = runtime.monotonic() + self._baseline.share.nbytes(number) / self._rate
         intact = await self._baseline.intact(number)
-        self._next = (number + 1) % self._baseline.slices
+        self._next = (number + 1) % len(self._baseline.share)
         if self._next == 0:
             self._due = max(self._due, self._began + ROUND)
-        return "" if intact else self._baseline.slice_name(number)
+        return "" if intact else self._baseline.name(number)

@@ -84,7 +84,7 @@ class Session:
 
     def read(self, tensor: int, start: int, count: int) -> Bits:
         """The bits of a layout tensor as the attempt under way has left them."""
-        return self._baseline[tensor][start : start + count]
+        return self._baseline.read(tensor, start, count)
 
     async def begin(self, *, step: int | None = None) -> Attempt:
         """Open an attempt at the next version; an undecided one is settled first (must P7).

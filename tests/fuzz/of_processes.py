@@ -22,6 +22,7 @@ from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, Misuse
 from dcr_daemon.ledger.memory import Memory
 from dcr_daemon.publish import published
 from dcr_daemon.publish.baseline import Baseline
+from dcr_daemon.publish.share import Share
 from dcr_daemon.runtime import Workers
 from dcr_daemon.subscribe.status import decode_report
 from dcr_daemon.vllm_plugin import calls
@@ -137,7 +138,7 @@ def baseline_hint(data: bytes) -> None:
 
 @functools.cache
 def _baseline() -> Baseline:
-    return Baseline(scratch(), samples.LAYOUT, samples.STREAM, Workers(1))
+    return Baseline(scratch(), Share.whole(samples.LAYOUT), samples.STREAM, Workers(1))
 
 
 @target

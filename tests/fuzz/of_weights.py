@@ -10,6 +10,7 @@ import samples
 from aiming import REFUSED, as_file, target
 from dice import Dice
 from forged import Forged, reseal
+from whole_tensors import in_whole
 
 from dcr_daemon.canonical.fingerprint import advance, fingerprint
 from dcr_daemon.checkpoint import safetensors
@@ -44,7 +45,7 @@ def _check_chunk(body: bytes, undo: bytes = b"") -> None:
         assert 0 <= int(where.min()) <= int(where.max()) < spec.elements
     bits = [array.copy() for array in samples.values()]
     with contextlib.suppress(Corrupt):
-        undo_chunk(chunk, undo, bits)
+        undo_chunk(chunk, undo, in_whole(bits))
 
 
 @target

@@ -28,6 +28,7 @@ from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.publish.baseline import Baseline
 from dcr_daemon.publish.restore import Restorer
+from dcr_daemon.publish.share import Share
 from dcr_daemon.runtime import Workers
 from dcr_daemon.store import open_store
 from dcr_daemon.store.file import FileStore
@@ -162,12 +163,14 @@ async def restored(stream: StreamWriter, state: Path) -> list[Alarm]:
     ledger, workers, events = Ledger(stream.store), Workers(1), Events()
     await ledger.read()
     objects = Objects(stream.store, floor=lambda: 0, patience=0)
-    baseline = Baseline(state, stream.versions.layout, ledger.stream.stream, workers)
+    baseline = Baseline(state, Share.whole(stream.versions.layout), ledger.stream.stream, workers)
     try:
         await Restorer(ledger, objects, baseline, None, workers, events).restore()
         values = stream.versions.values[ledger.state.seal.version]
         layout = stream.versions.layout
-        whole = all(np.array_equal(baseline[t], values[spec.name]) for t, spec in enumerate(layout))
+        whole = all(
+            np.array_equal(baseline.read(t, 0, spec.elements), values[spec.name]) for t, spec in enumerate(layout)
+        )
         assert baseline.stray or whole
         return events.of(Alarm)
     finally:

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from dcr_daemon.canonical.fingerprint import fingerprint
-from dcr_daemon.canonical.layout import Layout, TensorSpec
+from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.directory import Checkpoint
 from dcr_daemon.errors import Exhausted
-from dcr_daemon.publish.baseline import Baseline, slices
+from dcr_daemon.publish.baseline import Baseline
+from dcr_daemon.publish.share import Share
 from dcr_daemon.runtime import Workers
 
 
@@ -26,7 +27,7 @@ def workers() -> Any:
 
 def test_what_was_loaded_survives_the_process_with_its_hint(world: Any, workers: Workers, tmp_path: Path) -> None:
     async def load() -> Any:
-        baseline = Baseline(tmp_path, world.layout, "s", workers)
+        baseline = Baseline(tmp_path, Share.whole(world.layout), "s", workers)
         with Checkpoint(world.base) as checkpoint:
             await baseline.load(checkpoint)
         assert baseline.version is None
@@ -39,7 +40,7 @@ def test_what_was_loaded_survives_the_process_with_its_hint(world: Any, workers:
 
     vector = asyncio.run(load())
     assert np.array_equal(vector, fingerprint(world.layout, [world.weights[s.name] for s in world.layout]))
-    again = Baseline(tmp_path, world.layout, "s", workers)
+    again = Baseline(tmp_path, Share.whole(world.layout), "s", workers)
     hint = again.hint()
     assert hint is not None
     assert hint[0] == 7
@@ -50,22 +51,12 @@ def test_what_was_loaded_survives_the_process_with_its_hint(world: Any, workers:
 
 
 def test_a_hint_of_another_stream_or_layout_counts_for_nothing(world: Any, workers: Workers, tmp_path: Path) -> None:
-    baseline = Baseline(tmp_path, world.layout, "s", workers)
+    baseline = Baseline(tmp_path, Share.whole(world.layout), "s", workers)
     baseline.commit(1, [])
-    assert Baseline(tmp_path, world.layout, "other", workers).hint() is None
-    assert Baseline(tmp_path, Layout(world.layout.specs[1:]), "s", workers).hint() is None
+    assert Baseline(tmp_path, Share.whole(world.layout), "other", workers).hint() is None
+    assert Baseline(tmp_path, Share.whole(Layout(world.layout.specs[1:])), "s", workers).hint() is None
     (tmp_path / "baseline.json").write_text("{")
     assert baseline.hint() is None
-
-
-def test_slices_cover_a_tensor_once_within_the_limit() -> None:
-    spec = TensorSpec("x", "BF16", (3, 7, 11))
-    for limit in (2, 3, 100, 461, 462, 1 << 20):
-        pieces = list(slices(5, spec, limit))
-        assert [piece.start for piece in pieces] == list(np.cumsum([0, *(p.count for p in pieces)])[:-1])
-        assert sum(piece.count for piece in pieces) == spec.elements
-        assert all(piece.count * 2 <= max(limit, 2) for piece in pieces)
-    assert not list(slices(0, TensorSpec("none", "BF16", (0, 4))))
 
 
 def test_a_disk_that_cannot_hold_the_model_is_said_at_the_start(
@@ -76,4 +67,4 @@ def test_a_disk_that_cannot_hold_the_model_is_said_at_the_start(
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(Exhausted, match=r"baseline\.bin"):
-        Baseline(tmp_path, world.layout, "s", workers)
+        Baseline(tmp_path, Share.whole(world.layout), "s", workers)

@@ -70,7 +70,7 @@ def test_a_scrub_of_a_sound_baseline_finds_nothing_whatever_was_published_or_und
             await world.publish(session, world.draw(seed))
             await world.diff(session, world.draw(90 + seed))
             await session.settle("given up")
-            assert all([await session._baseline.intact(n) for n in range(session._baseline.slices)])
+            assert all([await session._baseline.intact(n) for n in range(len(session._baseline.share))])
         await session.close()
         assert alarms(world) == []
 

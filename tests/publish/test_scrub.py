@@ -12,16 +12,20 @@ from dcr_daemon import runtime
 from dcr_daemon.publish.scrub import ROUND, Scrub
 
 
-class Slices:
-    """A baseline of `slices` sound slices."""
+class Blocks:
+    """A baseline of `count` sound blocks; its own share as well."""
 
     version = 3
 
-    def __init__(self, slices: int, size: int) -> None:
-        self.slices, self._size = slices, size
+    def __init__(self, count: int, size: int) -> None:
+        self._count, self._size = count, size
+        self.share = self
         self.read: list[int] = []
 
-    def slice_bytes(self, number: int) -> int:
+    def __len__(self) -> int:
+        return self._count
+
+    def nbytes(self, number: int) -> int:
         return self._size
 
     async def intact(self, number: int) -> bool:
@@ -37,19 +41,19 @@ def still() -> Iterator[StillRuntime]:
     runtime.install(runtime.SystemRuntime())
 
 
-async def go_on(scrub: Scrub, slices: int) -> None:
-    for _ in range(slices):
+async def go_on(scrub: Scrub, blocks: int) -> None:
+    for _ in range(blocks):
         await runtime.sleep(max(0.0, scrub.due - runtime.monotonic()))
         assert await scrub.step() == ""
 
 
 def test_a_small_baseline_is_not_read_over_and_over(still: StillRuntime) -> None:
-    baseline = Slices(4, 100)
+    baseline = Blocks(4, 100)
     asyncio.run(go_on(Scrub(baseline, 1e9), 40))
     assert still.clock >= 9 * ROUND
     assert baseline.read == [0, 1, 2, 3] * 10
 
 
 def test_a_large_one_is_read_at_its_rate(still: StillRuntime) -> None:
-    asyncio.run(go_on(Scrub(Slices(50, 1000), 1000.0), 101))
+    asyncio.run(go_on(Scrub(Blocks(50, 1000), 1000.0), 101))
     assert still.clock == pytest.approx(100.0)

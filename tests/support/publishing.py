@@ -14,6 +14,7 @@ from dcr_daemon.checkpoint.directory import Checkpoint, write_checkpoint
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.publish.baseline import Baseline
 from dcr_daemon.publish.options import stream_state
+from dcr_daemon.publish.share import Share
 from dcr_daemon.publish.watch import WatchOptions, run_watch
 from dcr_daemon.runtime import Workers
 from dcr_daemon.store.file import FileStore
@@ -74,7 +75,9 @@ class Publishing:
             with Checkpoint(out) as checkpoint:
                 assert all(np.array_equal(checkpoint.bits(name), bits) for name, bits in self.chain[version].items())
         workers = Workers(1)
-        baseline = Baseline(stream_state(self.root / "state", store.url), LAYOUT, ledger.stream.stream, workers)
+        baseline = Baseline(
+            stream_state(self.root / "state", store.url), Share.whole(LAYOUT), ledger.stream.stream, workers
+        )
         proved = fingerprint(LAYOUT, [self.chain[2][spec.name] for spec in LAYOUT])
         hint = baseline.hint()
         assert np.array_equal(await baseline.fingerprint(), proved)

@@ -1,0 +1,91 @@
+"""Every element is in one block of a share, and whatever has canonical coordinates finds it there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcr_daemon.canonical.box import Box
+from dcr_daemon.canonical.layout import Layout, TensorSpec
+from dcr_daemon.publish.share import Block, Share, block_bytes, gather, runs, transfer
+
+SHAPE = (6, 4, 10)
+SPEC = TensorSpec("x", "BF16", SHAPE)
+
+
+def test_runs_cover_a_tensor_once_within_the_limit() -> None:
+    spec = TensorSpec("x", "BF16", (3, 7, 11))
+    for limit in (2, 3, 100, 461, 462, 1 << 20):
+        boxes = [block.box for block in runs(5, spec, limit)]
+        assert [box.dst for box in boxes] == list(np.cumsum([0, *(box.elements for box in boxes)])[:-1])
+        assert sum(box.elements for box in boxes) == spec.elements
+        assert all(box.elements * 2 <= max(limit, 2) for box in boxes)
+    assert not list(runs(0, TensorSpec("none", "BF16", (0, 4)), 1 << 20))
+
+
+@pytest.mark.parametrize("chunk", [1, 1000, 4 << 20, 64 << 20])
+def test_blocks_are_a_power_of_two_and_fit_a_segment(chunk: int) -> None:
+    size = block_bytes(chunk)
+    assert size & (size - 1) == 0
+    assert size <= 16 << 20
+
+
+@st.composite
+def boxes(draw: Any) -> Box:
+    """A slab of a tensor of `SHAPE`, its axes in any order."""
+    starts = [draw(st.integers(0, n - 1)) for n in SHAPE]
+    shape = [draw(st.integers(1, n - a)) for n, a in zip(SHAPE, starts, strict=True)]
+    strides = [40, 10, 1]
+    order = draw(st.permutations(range(3)))
+    dst = sum(a * s for a, s in zip(starts, strides, strict=True))
+    return Box(dst, tuple(shape[i] for i in order), tuple(strides[i] for i in order))
+
+
+def places(box: Box) -> Any:
+    return box.canonical(np.arange(box.elements, dtype=np.int64))
+
+
+@given(boxes())
+def test_ordinals_invert_canonical(box: Box) -> None:
+    inside, ordinals = box.ordinals(np.arange(240, dtype=np.int64))
+    assert np.array_equal(np.flatnonzero(inside), np.sort(places(box)))
+    assert np.array_equal(box.canonical(ordinals), np.flatnonzero(inside))
+
+
+@given(boxes(), boxes())
+def test_a_transfer_moves_what_two_boxes_share_and_nothing_else(source: Box, target: Box) -> None:
+    tensor = np.arange(240, dtype=np.uint16)
+    into = np.full(target.elements, 999, dtype=np.uint16)
+    moved = transfer(tensor[places(source)], source, into, target)
+    shared = np.isin(places(target), places(source))
+    assert moved == shared.sum()
+    assert np.array_equal(into, np.where(shared, tensor[places(target)], 999))
+
+
+@given(boxes())
+def test_gathered_runs_are_the_box(box: Box) -> None:
+    tensor = np.arange(240, dtype=np.uint16)
+    assert np.array_equal(gather(lambda first, count: tensor[first : first + count], box), tensor[places(box)])
+
+
+def test_far_apart_rows_are_read_one_by_one() -> None:
+    held = []
+
+    def read(first: int, count: int) -> Any:
+        held.append(count)
+        return np.zeros(count, dtype=np.uint16)
+
+    assert gather(read, Box(5, (1000, 8), (1 << 20, 1))).size == 8000
+    assert max(held) < 1 << 17
+
+
+def test_two_shares_have_one_digest_exactly_if_they_are_laid_out_alike() -> None:
+    layout = Layout([SPEC])
+    whole = Share.whole(layout)
+    assert whole.digest == Share(layout, [Block(0, Box.flat(0, 240))]).digest
+    assert whole.digest != Share.whole(layout, 64).digest
+    assert whole.elements(0) == Share.whole(layout, 64).elements(0) == 240
