@@ -131,7 +131,7 @@ class TorchMemory(HostTables):
             index=up([g.target.astype(np.int64) + row.base for g, row in zip(chosen, rows, strict=True)]),
             old=up([g.old.view(signed) for g in chosen]),
             new=up([g.new.view(signed) for g in chosen]),
-            element=up([g.element.astype(np.int64) + row.start for g, row in zip(chosen, rows, strict=True)]),
+            element=up([g.element.astype(np.int64) + row.region.dst for g, row in zip(chosen, rows, strict=True)]),
             key=up([np.full(size, keys[row.tensor]) for size, row in zip(sizes, rows, strict=True)]),
             width=width,
             numbers=numbers,
@@ -162,9 +162,9 @@ class TorchMemory(HostTables):
             if tensors is not None and row.tensor not in tensors:
                 continue
             key, width = int(self._layout.keys.view(np.int64)[row.tensor]), self._layout[row.tensor].width
-            for first in range(0, row.elements, SLICE):
+            for first in range(0, row.region.elements, SLICE):
                 with self._aside():
-                    element, target = self._walk(number, row, first, min(SLICE, row.elements - first))
+                    element, target = self._walk(number, row, first, min(SLICE, row.region.elements - first))
                     lanes = self._views[row.parameter][target]
                     boxes[row.box] += int(summands(lanes, element, key, width).sum().item())
                 faults.slice_done()
@@ -175,9 +175,9 @@ class TorchMemory(HostTables):
         signed = lanes.view(f"<i{lanes.itemsize}")
         for number in self._by_tensor.get(tensor, []):
             row = self._rows[number]
-            for first in range(0, row.elements, SLICE):
+            for first in range(0, row.region.elements, SLICE):
                 with self._aside():
-                    element, target = self._walk(number, row, first, min(SLICE, row.elements - first))
+                    element, target = self._walk(number, row, first, min(SLICE, row.region.elements - first))
                     values = torch.from_numpy(signed[element.cpu().numpy()]).to(self._device)
                     self._views[row.parameter][target] = values
                 tick(element.numel() * lanes.itemsize)
@@ -185,8 +185,8 @@ class TorchMemory(HostTables):
     def _walk(self, number: int, row: Row, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Canonical element and live storage element of ordinals [first, first + count) of a row."""
         rest = torch.arange(first, first + count, dtype=torch.int64, device=self._device)
-        element, local = torch.full_like(rest, row.start), torch.zeros_like(rest)
-        for n, source, target in reversed(list(zip(row.shape, row.src_strides, row.dst_strides, strict=True))):
+        element, local = torch.full_like(rest, row.region.dst), torch.zeros_like(rest)
+        for n, target, source in reversed(row.region.axes):
             place = rest % n
             rest = rest // n
             element += place * source

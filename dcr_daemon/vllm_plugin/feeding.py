@@ -70,7 +70,7 @@ def plan_loaded(
     names = [name for name in recording.rejected if name in layout]
     if "" in alone.rejected:
         return {}, {name: f"{recording.rejected[name]}; {alone.rejected['']}" for name in names}
-    exact = {piece.parameter for piece in recording.pieces if piece.tensor not in recording.rejected}
+    exact = {copy.parameter for copy in recording.copies if copy.tensor not in recording.rejected}
     fills: dict[str, set[str]] = {name: set() for name in names}
     for parameter, writers in alone.written.items():
         for name in writers or names:

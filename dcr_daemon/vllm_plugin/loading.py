@@ -19,7 +19,7 @@ from dcr_daemon.vllm_plugin import eligibility
 from dcr_daemon.vllm_plugin.calls import Held
 from dcr_daemon.vllm_plugin.feeding import plan_loaded, record_alone
 from dcr_daemon.vllm_plugin.permutation import expert_repacks
-from dcr_daemon.vllm_plugin.placement import Piece, Placement, Repack, Unplaceable
+from dcr_daemon.vllm_plugin.placement import Copy, Placement, Repack, Unplaceable, coincide
 from dcr_daemon.vllm_plugin.recorder import Recording, record
 from dcr_daemon.vllm_plugin.settings import Settings
 
@@ -123,28 +123,28 @@ def _shape_refusal(name: str, form: LoadFormat) -> str | None:
 
 def place(recording: Recording, form: LoadFormat, layout: Layout) -> Placement:
     """Join what was recorded with what is live into a placement, every tensor classed, every refusal named."""
-    by_tensor: dict[str, list[Piece]] = {}
-    for piece in recording.pieces:
-        by_tensor.setdefault(piece.tensor, []).append(piece)
+    by_tensor: dict[str, list[Copy]] = {}
+    for copy in recording.copies:
+        by_tensor.setdefault(copy.tensor, []).append(copy)
     placement = Placement(held=[])
     refusals = _plan(placement, recording, form, layout)
     whole = recording.rejected.get("")
     if whole is not None:
         placement.refusals[""] = whole
     for index, spec in enumerate(layout):
-        pieces = by_tensor.get(spec.name, [])
+        copies = by_tensor.get(spec.name, [])
         if index in placement.loaded:
             placement.held.append(Held.LOADED)
             continue
         reason = refusals.get(spec.name) or recording.rejected.get(spec.name)
-        for piece in pieces:
-            reason = reason or form.refusals.get(piece.parameter) or _shape_refusal(piece.parameter, form)
+        for copy in copies:
+            reason = reason or form.refusals.get(copy.parameter) or _shape_refusal(copy.parameter, form)
         if reason is None:
-            reason = _add(placement, index, pieces, form)
+            reason = _add(placement, index, copies, form)
         if reason is not None:
             placement.refusals[spec.name] = reason
             placement.held.append(Held.REFUSED)
-        elif pieces:
+        elif copies:
             placement.held.append(Held.PLACED)
         else:
             placement.held.append(Held.SKIPPED)
@@ -162,7 +162,7 @@ def _plan(placement: Placement, recording: Recording, form: LoadFormat, layout: 
 
     Nothing is fed to a model of which nothing is copied (a checkpoint in another dtype): its version could not be told.
     """
-    copied = {piece.parameter for piece in recording.pieces if piece.tensor not in recording.rejected}
+    copied = {copy.parameter for copy in recording.copies if copy.tensor not in recording.rejected}
     if form.alone is None or not copied:
         return {}
     homes: dict[int, set[str]] = {}
@@ -186,7 +186,7 @@ def _unfilled(recording: Recording, form: LoadFormat, skipped: set[str], fed: It
 
     So would a buffer whose tensor the loader passed over; one that has no tensor is the model's own constant.
     """
-    filled = {id(form.live[name]) for name in (*fed, *(piece.parameter for piece in recording.pieces))}
+    filled = {id(form.live[name]) for name in (*fed, *(copy.parameter for copy in recording.copies))}
     wanted = {name.rpartition(".")[2] for name in skipped}
     return [
         name
@@ -198,17 +198,13 @@ def _unfilled(recording: Recording, form: LoadFormat, skipped: set[str], fed: It
     ]
 
 
-def _add(placement: Placement, index: int, pieces: list[Piece], form: LoadFormat) -> str | None:
+def _add(placement: Placement, index: int, copies: list[Copy], form: LoadFormat) -> str | None:
     """Add a tensor's copies; the reason if one cannot be followed."""
-    for piece in pieces:
-        live = form.live[piece.parameter]
-        inside = piece.dst - form.loading[piece.parameter].storage_offset()
-        local = Piece(
-            piece.tensor, piece.src, piece.shape, piece.src_strides, piece.parameter, inside, piece.dst_strides
-        )
+    for copy in copies:
+        name = copy.parameter
+        inside = Copy(name, copy.region.shifted(src=-form.loading[name].storage_offset()))
         try:
-            repack = form.repacks.get(piece.parameter)
-            placement.add(local, tensor=index, offset=live.storage_offset(), repack=repack)
+            placement.add(inside, tensor=index, offset=form.live[name].storage_offset(), repack=form.repacks.get(name))
         except Unplaceable as error:
             return str(error)
     return None
@@ -222,7 +218,7 @@ def _refuse_shared(placement: Placement, layout: Layout, form: LoadFormat) -> No
     memory = {row.parameter: form.live[row.parameter].untyped_storage()._cdata for row in placement.rows}
     for number, twin_number in placement.overlaps(memory):
         row, other = placement.rows[number], placement.rows[twin_number]
-        if row.coincides(other) and layout[row.tensor].shape == layout[other.tensor].shape:
+        if coincide(row.in_storage(), other.in_storage()) and layout[row.tensor].shape == layout[other.tensor].shape:
             placement.twins.append((number, twin_number))
             continue
         a, b = layout[row.tensor].name, layout[other.tensor].name

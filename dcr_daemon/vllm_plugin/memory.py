@@ -130,11 +130,11 @@ def row_table(rows: Sequence[Row], layout: Layout, base: Callable[[Row], int]) -
     table = np.zeros((len(rows), k.ROW_COLUMNS), dtype=np.int64)
     for line, row in zip(table, rows, strict=True):
         width = layout[row.tensor].width
-        missing = 4 - len(row.shape)
-        line[k.ADDRESS], line[k.START], line[k.WIDTH] = base(row) + row.base * width, row.start, width
-        line[k.SHAPE : k.SHAPE + 4] = (1,) * missing + row.shape
-        line[k.SOURCE : k.SOURCE + 4] = (1 << 62,) * missing + row.src_strides
-        line[k.TARGET : k.TARGET + 4] = (0,) * missing + row.dst_strides
+        region, missing = row.region, 4 - len(row.region.shape)
+        line[k.ADDRESS], line[k.START], line[k.WIDTH] = base(row) + row.base * width, region.dst, width
+        line[k.SHAPE : k.SHAPE + 4] = (1,) * missing + region.shape
+        line[k.SOURCE : k.SOURCE + 4] = (1 << 62,) * missing + region.dst_strides
+        line[k.TARGET : k.TARGET + 4] = (0,) * missing + region.src_strides
         line[k.TABLE] = row.repack.table.ctypes.data if row.repack is not None else 0
         line[k.INNER] = row.inner
         line[k.KEY] = layout.keys[row.tensor : row.tensor + 1].view(np.int64)[0]
@@ -244,9 +244,10 @@ def _window(elements: I64, row: Row) -> tuple[int, int]:
     """The part of `elements` that may lie in a row: by bisection if they ascend, else all."""
     if elements.size == 0:
         return 0, 0
-    if elements[0] >= row.start and elements[-1] <= row.last:
+    start, last = row.region.dst, row.region.dst_last
+    if elements[0] >= start and elements[-1] <= last:
         return 0, elements.size
-    lo, hi = np.searchsorted(elements, [row.start, row.last + 1])
+    lo, hi = np.searchsorted(elements, [start, last + 1])
     return int(lo), int(hi)
 
 

@@ -2,7 +2,7 @@
 
 A view needs no help: its offset and strides say it all. A concatenation of views, or a reshape of a transposed one,
 makes new memory. The same operation, done on the elements' numbers instead of the elements, tells what lies where; a
-copy out of it is then cut into the strided boxes that it consists of. Nothing is assumed about the operation but that
+copy out of it is then fitted with the regions that it consists of. Nothing is assumed about the operation but that
 it moves elements.
 """
 
@@ -11,11 +11,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
+
+from dcr_daemon.canonical.fit import fit
+from dcr_daemon.canonical.region import Indices, Region
+from dcr_daemon.errors import Incompatible
+from dcr_daemon.vllm_plugin.placement import copied
 
 aten = torch.ops.aten
 
@@ -24,17 +29,6 @@ RESHAPES = (aten.view.default, aten._unsafe_view.default)
 JOINS = (aten.cat.default, aten.stack.default)
 LIMIT = 1 << 28  #: elements of one tensor; their numbers take 4 bytes each, for a moment
 BOXES = 4096  #: of one copy; more is no reordering of blocks
-
-
-@dataclass(frozen=True, slots=True)
-class Box:
-    """`shape` elements from number `src` to place `dst`, with one stride per axis on either side."""
-
-    src: int
-    dst: int
-    shape: tuple[int, ...]
-    src_strides: tuple[int, ...]
-    dst_strides: tuple[int, ...]
 
 
 class Moves:
@@ -86,11 +80,14 @@ def _elements(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage().nbytes() // tensor.element_size())
 
 
-def boxes(numbers: torch.Tensor, strides: tuple[int, ...]) -> list[Box] | None:
-    """A copy of elements `numbers` to places `strides` apart, as strided boxes from place 0 on.
+def regions(tensor: str, numbers: torch.Tensor, strides: tuple[int, ...]) -> list[Region] | None:
+    """A copy of a checkpoint tensor's elements `numbers` to places `strides` apart, as regions from place 0 on.
 
-    None if it is not made of at most `BOXES`. An axis may be cut into runs only if all others go on alike at each of
-    its places, which is so where blocks were reordered.
+    None if it is not made of at most `BOXES`. Each axis is fitted by itself, which is right only if all others go on
+    alike at each of its places; that is so where blocks were reordered, and spares a fit over all elements.
+
+    Raises:
+        Unplaceable: elements or places overlap.
     """
     origin = numbers[(0,) * numbers.dim()]
     profiles = [numbers[tuple(slice(None) if a == axis else 0 for a in range(numbers.dim()))] - origin
@@ -100,43 +97,40 @@ def boxes(numbers: torch.Tensor, strides: tuple[int, ...]) -> list[Box] | None:
         total = total + profile.reshape([-1 if a == axis else 1 for a in range(numbers.dim())])
     if not torch.equal(total, numbers):
         return None
-    axes = [_groups(profile.tolist(), stride) for profile, stride in zip(profiles, strides, strict=True)]
+    try:
+        axes = [
+            _along(profile.numpy().astype(np.int64), stride) for profile, stride in zip(profiles, strides, strict=True)
+        ]
+    except Incompatible:
+        return None
     if math.prod(map(len, axes)) > BOXES:
         return None
+    lowest = int(origin) + sum(int(profile.min()) for profile in profiles)
     return [
-        Box(
-            int(origin) + sum(part.src for part in parts),
-            sum(part.dst for part in parts),
-            tuple(n for part in parts for n in part.shape),
-            tuple(n for part in parts for n in part.src_strides),
-            tuple(n for part in parts for n in part.dst_strides),
+        copied(
+            tensor,
+            sum(part.src for part in parts),
+            lowest + sum(part.dst for part in parts),
+            [axis for part in parts for axis in part.axes],
         )
         for parts in itertools.product(*axes)
     ]
 
 
-def _groups(profile: list[int], stride: int) -> list[Box]:
-    """One axis as runs of equal steps, equal runs that are equally far apart taken together."""
-    runs: list[tuple[int, int, int]] = []  # place, length, step
-    at = 0
-    while at < len(profile):
-        step = profile[at + 1] - profile[at] if at + 1 < len(profile) else 0
-        end = at + 1
-        while step > 0 and end < len(profile) and profile[end] - profile[end - 1] == step:
-            end += 1
-        runs.append((at, end - at, step if end - at > 1 else 1))
-        at = end
-    found = []
-    first = 0
-    while first < len(runs):
-        at, length, step = runs[first]
-        count, gap = 1, 0
-        for place, *alike in runs[first + 1 :]:
-            gap = gap or profile[place] - profile[at]
-            if alike != [length, step] or gap <= 0 or profile[place] - profile[at] != count * gap:
-                break
-            count += 1
-        steps = (gap, step) if count > 1 else (step, step)
-        found.append(Box(profile[at], at * stride, (count, length), steps, (length * stride, stride)))
-        first += count
-    return found
+def _along(profile: Indices, stride: int) -> list[Region]:
+    """One axis: its places, and the elements there counted from the lowest.
+
+    A loader may place an element several times, as it does for heads that it shares out to more ranks than there are:
+    the first copies are fitted together, then the second ones, so that each is as whole as on a rank that has one.
+    """
+    order = np.argsort(profile, kind="stable")
+    ordered = profile[order]
+    fresh = np.flatnonzero(np.diff(ordered, prepend=ordered[0] - 1))
+    copy = np.empty_like(order)
+    copy[order] = np.arange(order.size) - np.repeat(fresh, np.diff(fresh, append=order.size))
+    if int(copy.max()) >= BOXES:
+        raise Incompatible("an element is placed too often")
+    places = np.arange(profile.size, dtype=np.int64) * stride
+    elements = profile - ordered[0]
+    layers = [copy == number for number in range(int(copy.max()) + 1)]
+    return [region for layer in layers for region in fit("", places[layer], elements[layer], limit=BOXES)]

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.vllm_plugin import moves
-from dcr_daemon.vllm_plugin.placement import Piece
+from dcr_daemon.vllm_plugin.placement import Copy, Unplaceable, copied
 
 aten = torch.ops.aten
 
@@ -34,13 +34,13 @@ DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(slots=True)
 class Recording:
-    """`fed` tensors were offered; `rejected` maps names ("" for the model) to reasons; `pieces` were copied as bits.
+    """`fed` tensors were offered; `rejected` maps names ("" for the model) to reasons; `copies` moved bits.
 
     `written` names for every parameter that was written, by copy or otherwise, the tensors that had a part in it.
     """
 
     fed: list[str] = field(default_factory=list)
-    pieces: list[Piece] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
     rejected: dict[str, str] = field(default_factory=dict)
     written: dict[str, set[str]] = field(default_factory=dict)
 
@@ -198,17 +198,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped her
 
     def _record(self, name: str, source: torch.Tensor, parameter: str, target: torch.Tensor) -> None:
         self._wrote(target, frozenset({name}))
-        dst, strides = target.storage_offset(), tuple(target.stride())
-        add = self.recording.pieces.append
-        if source not in self._moves:
-            shape = tuple(source.shape)
-            add(Piece(name, source.storage_offset(), shape, tuple(source.stride()), parameter, dst, strides))
+        start, strides = target.storage_offset(), tuple(target.stride())
+        try:
+            if source in self._moves:
+                regions = moves.regions(name, self._moves.numbers(source), strides)
+            else:
+                axes = zip(source.shape, strides, source.stride(), strict=True)
+                regions = [copied(name, 0, source.storage_offset(), axes)]
+        except Unplaceable as error:
+            self._reject([name], str(error))
             return
-        found = moves.boxes(self._moves.numbers(source), strides)
-        if found is None:
+        if regions is None:
             self._reject([name], "the loader reorders single elements of it")
-        for b in found or ():
-            add(Piece(name, b.src, b.shape, b.src_strides, parameter, dst + b.dst, b.dst_strides))
+        self.recording.copies += [Copy(parameter, region.shifted(src=start)) for region in regions or ()]
 
 
 def record(

@@ -199,8 +199,8 @@ class Preparation:
 
     def _meet(self, segment: Segment, row: int) -> bool:
         """Whether a segment may hold elements of a row: else it is not even decoded."""
-        place = self._placement.rows[row]
-        return segment.box.dst <= place.last and place.start <= segment.box.last
+        place = self._placement.rows[row].region
+        return segment.box.dst <= place.dst_last and place.dst <= segment.box.last
 
     def _change(
         self, hop: int, row: int, changes: Changes, elements: npt.NDArray[np.int64]

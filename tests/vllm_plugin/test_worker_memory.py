@@ -7,15 +7,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from regions import dense_regions
 from toy_model import LAYOUT, heldless, loaded, placed
 from worker_rig import join_boxes, random_lanes, step, vector
 
 from dcr_daemon.canonical.fingerprint import sum_at
 from dcr_daemon.canonical.layout import Layout, TensorSpec
+from dcr_daemon.canonical.region import Region, normalise
 from dcr_daemon.vllm_plugin.calls import Held
 from dcr_daemon.vllm_plugin.device import TorchMemory
 from dcr_daemon.vllm_plugin.memory import Group, Homes, HostMemory, Side, holders_of
-from dcr_daemon.vllm_plugin.placement import Piece, Placement, Repack
+from dcr_daemon.vllm_plugin.placement import Copy, Placement, Repack
 
 CPU = torch.device("cpu")
 
@@ -65,7 +67,7 @@ def test_locate_gather_scatter_and_sums_agree_with_the_rows(which: int) -> None:
         values = np.empty(picked.size, dtype=old[row.tensor].dtype)
         memory.gather(number, target, values)
         assert (values == old[row.tensor][changed[picked]]).all()
-        assert (element.astype(np.int64) + row.start == changed[picked]).all()
+        assert (element.astype(np.int64) + row.region.dst == changed[picked]).all()
         groups.append(Group(number, 0, element, target, values, new[row.tensor][changed[picked]]))
     memory.stage(groups)
     for side, wanted in (
@@ -119,50 +121,36 @@ def test_absent_tensors_are_in_no_row() -> None:
     assert LAYOUT.index("head") not in placement.by_tensor
 
 
-@st.composite
-def strided_copies(draw: st.DrawFn) -> tuple[str, Piece]:
-    """Any nested view of a canonical tensor onto any nested view of a parameter, of any width."""
-    rank = draw(st.integers(1, 4))
-    shape = tuple(draw(st.lists(st.integers(1, 4), min_size=rank, max_size=rank)))
-
-    def strides() -> tuple[int, ...]:
-        out, step = [0] * rank, draw(st.integers(1, 2))
-        for axis in draw(st.permutations(range(rank))):
-            out[axis] = step
-            step *= shape[axis] + draw(st.integers(0, 1))
-        return tuple(out)
-
-    dtype = draw(st.sampled_from(["U8", "BF16", "F32", "I64"]))
-    return dtype, Piece("t", draw(st.integers(0, 5)), shape, strides(), "p", draw(st.integers(0, 5)), strides())
-
-
 @settings(max_examples=150, deadline=None)
-@given(strided_copies(), st.booleans(), st.integers(0, 1 << 30))
-def test_any_strided_copy_is_read_and_written_where_it_lies(copy: tuple[str, Piece], permuted: bool, seed: int) -> None:
-    dtype, piece = copy
+@given(st.sampled_from(["U8", "BF16", "F32", "I64"]), dense_regions(), st.booleans(), st.integers(0, 1 << 30))
+def test_any_strided_copy_is_read_and_written_where_it_lies(
+    dtype: str, region: Region, permuted: bool, seed: int
+) -> None:
     rng = np.random.default_rng(seed)
-    layout = Layout([TensorSpec("t", dtype, (piece.src + piece.src_span + 3,))])
+    layout = Layout([TensorSpec("t", dtype, (region.dst_last + 3,))])
     width, block = layout[0].width, int(rng.integers(3, 40))
-    blocks = (piece.dst + piece.dst_span) // block + 1
+    blocks = region.src_last // block + 1
     repack = Repack(block, block + 2, rng.permutation(block + 2)[:block].astype(np.uint32)) if permuted else None
-    size = blocks * (block + 2) if permuted else piece.dst + piece.dst_span + 1
+    size = blocks * (block + 2) if permuted else region.src_last + 1
     lane = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32, 8: torch.int64}[width]
     module = torch.nn.Module()
     module.register_buffer("p", torch.from_numpy(rng.integers(0, 256, size * width, dtype=np.uint8)).view(lane))
     placement = Placement(held=[Held.PLACED])
-    placement.add(piece, tensor=0, offset=0, repack=repack)
+    placement.add(Copy("p", normalise(region)), tensor=0, offset=0, repack=repack)
     homes = Homes({"p": module.p}, holders_of(module))
     live = module.p.view(torch.uint8).numpy().view(f"<u{width}")
     where = {}
     for row in placement.rows:
-        elements = np.arange(row.start, row.last + 1)
+        elements = np.arange(row.region.dst, row.region.dst_last + 1)
         for memory in (HostMemory(placement, homes, layout), TorchMemory(placement, homes, layout, CPU)):
             picked, element, target = memory.locate(placement.rows.index(row), elements)
             values = np.empty(picked.size, dtype=live.dtype)
             memory.gather(placement.rows.index(row), target, values)
             assert sorted(target + row.base) == sorted(row.targets())
             assert (values == live[target.astype(np.int64) + row.base]).all()
-        where |= dict(zip((element.astype(np.int64) + row.start).tolist(), (target + row.base).tolist(), strict=True))
+        where |= dict(
+            zip((element.astype(np.int64) + row.region.dst).tolist(), (target + row.base).tolist(), strict=True)
+        )
     canonical = np.array(sorted(where), dtype=np.int64)
     places = np.array([where[e] for e in canonical.tolist()])
     wanted = sum_at(live[places], canonical, int(layout.keys[0]))

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from regions import pairs
 
 from dcr_daemon.canonical.layout import Layout, TensorSpec
+from dcr_daemon.canonical.region import box
 from dcr_daemon.vllm_plugin import moves
-from dcr_daemon.vllm_plugin.placement import simplify
 from dcr_daemon.vllm_plugin.recorder import Recording, record
 
 HEADS, INNER, WIDTH = 4, 6, 8
@@ -49,6 +50,10 @@ def packed(w: torch.Tensor) -> torch.Tensor:
     return w.t().contiguous().view(SHAPE)
 
 
+def scattered(w: torch.Tensor) -> torch.Tensor:
+    return torch.cat([w[7:11], w[0:2], w[30:72], w[11:30], w[2:7]])
+
+
 def recording_of(reorder: Reorder, shard: slice = slice(None)) -> tuple[Recording, torch.Tensor]:
     layout = Layout([TensorSpec("w", "BF16", SHAPE)])
     parameter = torch.empty(reorder(torch.empty(SHAPE))[shard].shape, dtype=torch.bfloat16, device="meta")
@@ -60,30 +65,28 @@ def recording_of(reorder: Reorder, shard: slice = slice(None)) -> tuple[Recordin
 
 
 @pytest.mark.parametrize("shard", [slice(None), slice(0, 36), slice(36, 72), slice(6, 11)])
-@pytest.mark.parametrize("reorder", [interleaved, grouped, rotary, stacked, twice, packed])
+@pytest.mark.parametrize("reorder", [interleaved, grouped, rotary, stacked, twice, packed, scattered])
 def test_every_element_of_a_reordered_tensor_is_found(reorder: Reorder, shard: slice) -> None:
     recording, parameter = recording_of(reorder, shard)
     assert recording.rejected == {}
     found = np.full(parameter.numel(), -1)
-    for piece in map(simplify, recording.pieces):
-        grids = np.meshgrid(*[np.arange(n) for n in piece.shape], indexing="ij")
-        source = piece.src + sum(g * s for g, s in zip(grids, piece.src_strides, strict=True))
-        target = piece.dst + sum(g * s for g, s in zip(grids, piece.dst_strides, strict=True))
-        assert (found[target] == -1).all()
-        found[target] = source
+    for place, element in pairs(copy.region for copy in recording.copies):
+        assert found[place] == -1
+        found[place] = element
     assert (found == reorder(torch.arange(np.prod(SHAPE)).view(SHAPE))[shard].flatten().numpy()).all()
 
 
-def test_blocks_take_few_pieces() -> None:
-    assert len(recording_of(interleaved)[0].pieces) == 3
-    assert len(recording_of(grouped)[0].pieces) == 3
+def test_blocks_take_few_regions() -> None:
+    assert len(recording_of(interleaved)[0].copies) == 1
+    assert len(recording_of(grouped)[0].copies) == 1
+    assert len(recording_of(rotary)[0].copies) == 1
 
 
 def test_a_scattered_order_is_refused_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = torch.tensor([[0, 5, 3], [4, 2, 1]], dtype=torch.int32)
-    assert moves.boxes(numbers, (3, 1)) is None
+    assert moves.regions("w", numbers, (3, 1)) is None
     monkeypatch.setattr(moves, "BOXES", 2)
-    assert "single elements" in recording_of(rotary)[0].rejected["w"]
+    assert "single elements" in recording_of(scattered)[0].rejected["w"]
     monkeypatch.setattr(moves, "LIMIT", 2)
     assert "reorders more than 2" in recording_of(grouped)[0].rejected["w"]
 
@@ -92,11 +95,14 @@ def test_a_scattered_order_is_refused_not_guessed(monkeypatch: pytest.MonkeyPatc
 @given(st.permutations(range(24)), st.integers(1, 3))
 def test_any_order_of_one_axis_comes_back_whole(order: list[int], stride: int) -> None:
     numbers = torch.tensor(order, dtype=torch.int32)
-    found: dict[int, int] = {}
-    for box in moves.boxes(numbers, (stride,)) or []:
-        for i in range(box.shape[0]):
-            for j in range(box.shape[1]):
-                place = box.dst + i * box.dst_strides[0] + j * box.dst_strides[1]
-                assert place not in found
-                found[place] = box.src + i * box.src_strides[0] + j * box.src_strides[1]
-    assert found == {place * stride: number for place, number in enumerate(order)}
+    found = moves.regions("w", numbers, (stride,)) or []
+    assert pairs(found) == [(place * stride, number) for place, number in enumerate(order)]
+
+
+def test_heads_placed_twice_are_placed_whole_each_time() -> None:
+    """What a rank holds twice must be called as another rank calls what it holds once."""
+    heads = torch.arange(24, dtype=torch.int32).view(4, 6)
+    together = moves.regions("w", heads.repeat_interleave(2, 0), (6, 1)) or []
+    one_by_one = moves.regions("w", torch.cat([heads, heads]), (6, 1)) or []
+    assert len(together) == len(one_by_one) == 2
+    assert {(region.dst, box(region).shape) for region in (*together, *one_by_one)} == {(0, (24,))}

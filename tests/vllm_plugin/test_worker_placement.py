@@ -2,116 +2,116 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from regions import dense_regions
+from regions import pairs as pairs_of
 
+from dcr_daemon.canonical.region import Region, indices, normalise
 from dcr_daemon.vllm_plugin import placement
 from dcr_daemon.vllm_plugin.calls import Held
-from dcr_daemon.vllm_plugin.placement import Piece, Placement, Repack, Unplaceable, identity, rows_of, simplify
+from dcr_daemon.vllm_plugin.placement import Copy, Placement, Repack, Row, Unplaceable, copied, identity
 
 
-@st.composite
-def pieces(draw: st.DrawFn) -> Piece:
-    """A strided view of one tensor onto a strided view of another, axes in any order."""
-    rank = draw(st.integers(1, 4))
-    shape = tuple(draw(st.lists(st.integers(1, 5), min_size=rank, max_size=rank)))
-    order = draw(st.permutations(range(rank)))
-    other = draw(st.permutations(range(rank)))
-
-    def strides(axes: list[int]) -> tuple[int, ...]:
-        out, step = [0] * rank, draw(st.integers(1, 3))
-        for axis in reversed(axes):
-            out[axis] = step
-            step *= shape[axis] + draw(st.integers(0, 2))
-        return tuple(out)
-
-    return Piece("t", draw(st.integers(0, 9)), shape, strides(order), "p", draw(st.integers(0, 9)), strides(other))
-
-
-def pairs(piece: Piece) -> dict[int, int]:
+def pairs(regions: Iterable[Region]) -> dict[int, int]:
     """Canonical element -> place, by brute force."""
-    index = np.indices(piece.shape).reshape(len(piece.shape), -1)
-    src = piece.src + (index.T * piece.src_strides).sum(axis=1)
-    dst = piece.dst + (index.T * piece.dst_strides).sum(axis=1)
-    return dict(zip(src.tolist(), dst.tolist(), strict=True))
+    listed = pairs_of(regions)
+    assert len({element for _, element in listed}) == len(listed)
+    return {element: place for place, element in listed}
 
 
-def row_pairs(rows: list[placement.Row]) -> dict[int, int]:
+def row_pairs(rows: list[Row]) -> dict[int, int]:
     out: dict[int, int] = {}
     for row in rows:
-        canonical = np.zeros(row.shape, dtype=np.int64) + row.start
-        for axis, (n, stride) in enumerate(zip(row.shape, row.src_strides, strict=True)):
-            canonical += (np.arange(n) * stride).reshape([-1 if a == axis else 1 for a in range(len(row.shape))])
-        flat = canonical.reshape(-1)
-        assert row.last == flat.max()
-        assert (np.diff(flat) > 0).all(), "a row's ordinals ascend in canonical order"
-        assert not out.keys() & set(flat.tolist()), "rows do not overlap"
-        out |= dict(zip(flat.tolist(), row.targets().tolist(), strict=True))
+        elements = indices(row.region)[1]
+        assert (np.diff(elements) > 0).all(), "a row's ordinals ascend in canonical order"
+        assert not out.keys() & set(elements.tolist()), "rows do not overlap"
+        out |= dict(zip(elements.tolist(), row.targets().tolist(), strict=True))
     return out
 
 
+def rows_of(region: Region, *, offset: int = 0, repack: Repack | None = None) -> list[Row]:
+    placed = Placement(held=[Held.PLACED])
+    placed.add(Copy("p", copied("t", region.src, region.dst, region.axes)), tensor=0, offset=offset, repack=repack)
+    return placed.rows
+
+
 @settings(max_examples=300, deadline=None)
-@given(pieces())
-def test_rows_map_as_the_copy_did(piece: Piece) -> None:
-    rows = rows_of(simplify(piece), tensor=0, box=0, offset=100, repack=None)
-    assert row_pairs(rows) == {src: 100 + dst for src, dst in pairs(piece).items()}
+@given(dense_regions())
+def test_rows_map_as_the_copy_did(region: Region) -> None:
+    rows = rows_of(region, offset=100)
+    assert row_pairs(rows) == {element: 100 + place for element, place in pairs([region]).items()}
 
 
 @settings(max_examples=200, deadline=None)
-@given(pieces(), st.integers(4, 40), st.integers(0, 5), st.randoms(use_true_random=False))
-def test_rows_of_a_repacked_parameter_stay_inside_one_block(piece: Piece, block: int, padding: int, rng) -> None:
+@given(dense_regions(), st.integers(4, 40), st.integers(0, 5), st.randoms(use_true_random=False))
+def test_rows_of_a_repacked_parameter_stay_inside_one_block(region: Region, block: int, padding: int, rng) -> None:
     live = block + padding
     table = np.array(rng.sample(range(live), block), dtype=np.uint32)
-    rows = rows_of(simplify(piece), tensor=0, box=0, offset=7, repack=Repack(block, live, table))
-    wanted = {src: 7 + dst // block * live + int(table[dst % block]) for src, dst in pairs(piece).items()}
+    rows = rows_of(region, offset=7, repack=Repack(block, live, table))
+    wanted = {e: 7 + at // block * live + int(table[at % block]) for e, at in pairs([region]).items()}
     assert row_pairs(rows) == wanted
 
 
 @settings(max_examples=200, deadline=None)
-@given(pieces(), st.integers(2, 30))
-def test_wide_copies_are_cut_until_places_fit(piece: Piece, limit: int) -> None:
+@given(dense_regions(), st.integers(2, 30))
+def test_wide_copies_are_cut_until_places_fit(region: Region, limit: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(placement, "WIDE", limit)
-        rows = rows_of(simplify(piece), tensor=0, box=0, offset=0, repack=None)
-        assert all(row.last - row.start < limit and row.reach[1] - row.reach[0] < limit for row in rows)
-    assert row_pairs(rows) == pairs(piece)
+        rows = rows_of(region)
+    for row in rows:
+        assert max(row.region.dst_last - row.region.dst, row.region.src_last - row.region.src) < limit
+    assert row_pairs(rows) == pairs([region])
 
 
 @settings(max_examples=200, deadline=None)
-@given(pieces(), pieces())
-def test_identity_names_the_canonical_elements_and_nothing_else(one: Piece, two: Piece) -> None:
-    same = sorted(pairs(one)) == sorted(pairs(two))
-    if same:
-        assert identity(one, 0) == identity(two, 0)
-    if identity(one, 0) == identity(two, 0):
-        assert same
+@given(dense_regions(), dense_regions())
+def test_identity_names_the_canonical_elements_and_nothing_else(one: Region, two: Region) -> None:
+    same = sorted(pairs([one])) == sorted(pairs([two]))
+    assert (identity(normalise(one), 0) == identity(normalise(two), 0)) == same
 
 
 @pytest.mark.parametrize(
     ("shape", "src", "dst"),
-    [((4,), (0,), (1,)), ((4,), (1,), (0,)), ((3, 3), (2, 1), (3, 1)), ((0,), (1,), (1,))],
-    ids=["broadcast source", "broadcast target", "overlapping source", "empty"],
+    [((4,), (0,), (1,)), ((4,), (1,), (0,)), ((3, 3), (2, 1), (3, 1)), ((3, 3), (3, 1), (2, 1))],
+    ids=["broadcast source", "broadcast target", "overlapping source", "overlapping target"],
 )
 def test_copies_that_are_no_bijection_are_refused(
     shape: tuple[int, ...], src: tuple[int, ...], dst: tuple[int, ...]
 ) -> None:
     with pytest.raises(Unplaceable):
-        simplify(Piece("t", 0, shape, src, "p", 0, dst))
+        copied("t", 0, 0, zip(shape, dst, src, strict=True))
 
 
-def test_more_axes_than_the_format_has_are_refused() -> None:
-    strides = (20000, 2000, 200, 20, 2)
-    with pytest.raises(Unplaceable, match="5 axes"):
-        rows_of(simplify(Piece("t", 0, (2,) * 5, strides, "p", 0, strides)), tensor=0, box=0, offset=0, repack=None)
+@settings(max_examples=100, deadline=None)
+@given(dense_regions(most=7))
+def test_a_copy_of_many_axes_becomes_boxes_and_rows_of_few(region: Region) -> None:
+    placed = Placement(held=[Held.PLACED])
+    placed.add(Copy("p", normalise(region)), tensor=0, offset=0, repack=None)
+    assert all(len(row.region.shape) <= 4 for row in placed.rows)
+    assert all(len(box.shape) <= 4 for box in placed.boxes)
+    assert row_pairs(placed.rows) == pairs([region])
+    sizes = [math.prod(box.shape) for box in placed.boxes]
+    assert [sum(r.region.elements for r in placed.rows if r.box == n) for n in range(len(sizes))] == sizes
+
+
+def test_a_copy_that_would_be_cut_without_end_is_refused() -> None:
+    strides = (10**15, 10**12, 10**9, 10**6, 1000, 1)
+    with pytest.raises(Unplaceable, match="6 axes, cut 8100 times"):
+        rows_of(Region("t", (90,) * 6, 0, strides, 0, strides))
 
 
 def test_shared_live_elements_are_found_and_neighbours_are_not() -> None:
     def with_second(dst: int, strides: tuple[int, ...]) -> list[tuple[int, int]]:
         both = Placement(held=[Held.PLACED, Held.PLACED])
-        both.add(Piece("a", 0, (4, 2), (2, 1), "p", 0, (4, 1)), tensor=0, offset=0, repack=None)
-        both.add(Piece("b", 0, (4, 2), (2, 1), "p", dst, strides), tensor=1, offset=0, repack=None)
+        for tensor, region in enumerate([Region("a", (4, 2), 0, (4, 1), 0, (2, 1)),
+                                         Region("b", (4, 2), dst, strides, 0, (2, 1))]):  # fmt: skip
+            both.add(Copy("p", region), tensor=tensor, offset=0, repack=None)
         return list(both.overlaps())
 
     assert with_second(2, (4, 1)) == [], "interleaved columns share no element"

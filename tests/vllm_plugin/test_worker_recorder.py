@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from dcr_daemon.canonical.layout import Layout, TensorSpec
-from dcr_daemon.vllm_plugin.placement import Piece
+from dcr_daemon.canonical.region import Region
+from dcr_daemon.vllm_plugin.placement import Copy
 from dcr_daemon.vllm_plugin.recorder import Recording, record
 
 LAYOUT = Layout([TensorSpec("a", "BF16", (4, 6)), TensorSpec("b", "BF16", (4, 6))])
@@ -32,9 +33,9 @@ def test_a_fused_transposed_sharded_copy_is_followed_through_views_and_clones() 
     recording = watch(load)
     assert recording.rejected == {}
     assert recording.fed == ["a", "b"]
-    assert recording.pieces == [
-        Piece("a", 0, (4, 6), (6, 1), "p", 0, (6, 1)),
-        Piece("b", 12, (3, 2), (1, 6), "p", 24, (1, 6)),
+    assert recording.copies == [
+        Copy("p", Region("a", (24,), 0, (1,), 0, (1,))),
+        Copy("p", Region("b", (2, 3), 24, (6, 1), 12, (6, 1))),
     ]
 
 
@@ -52,7 +53,7 @@ def test_a_fused_transposed_sharded_copy_is_followed_through_views_and_clones() 
 def test_what_is_not_a_copy_rejects_its_tensor(loader, word: str) -> None:
     recording = watch(loader)
     assert word in recording.rejected["a"]
-    assert not [piece for piece in recording.pieces if piece.tensor == "a"]
+    assert not [copy for copy in recording.copies if copy.tensor == "a"]
 
 
 def test_a_cast_into_a_wider_parameter_is_rejected() -> None:
@@ -84,7 +85,7 @@ def test_a_parameter_that_the_loader_registers_itself_is_known_by_its_name() -> 
         made["new"].copy_(dict(weights)["a"])
 
     recording = record(load, made.items, LAYOUT)
-    assert recording.pieces == [Piece("a", 0, (4, 6), (6, 1), "new", 0, (6, 1))]
+    assert recording.copies == [Copy("new", Region("a", (24,), 0, (1,), 0, (1,)))]
     assert not made["new"].any()
 
 
