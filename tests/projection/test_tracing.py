@@ -57,7 +57,7 @@ MOVES: list[Callable[[torch.Tensor], torch.Tensor]] = [
 ]
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 @given(st.sampled_from(sorted(SHAPES)), st.lists(st.sampled_from(MOVES), max_size=5))
 def test_whatever_moves_elements_is_followed(name: str, moves: list[Callable[[torch.Tensor], torch.Tensor]]) -> None:
     def export(table: dict[str, Any]) -> dict[str, Any]:
