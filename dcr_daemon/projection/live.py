@@ -8,16 +8,42 @@ maps of all ranks together are the source of everything exactly once is judged b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dcr_daemon.canonical.layout import Layout
-from dcr_daemon.projection.megatron.live import Megatron
+from dcr_daemon.errors import Incompatible, Misuse
+from dcr_daemon.projection import transformers_v5
+from dcr_daemon.projection.attribution import Attribution, Copies, of_chunks, of_map
+from dcr_daemon.projection.local import Signature, changes, is_tensor, local, memory, signature
+from dcr_daemon.projection.megatron.live import Megatron, named_chunks
+from dcr_daemon.projection.misfits import Misfits, listed
+from dcr_daemon.projection.named import COMPILED, is_module, shared_prefix, table, unwrapped
 from dcr_daemon.projection.plan import Map
+from dcr_daemon.projection.titan import adapter_conversion
 from dcr_daemon.projection.tracing import Conversion
 
-Signature = tuple[tuple[Any, ...], ...]  #: of every tensor handed over: name, local shape, dtype, placements, mesh
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """How the weights that a step hands over become named tensors: as those did that the map was made of.
+
+    Attributes:
+        chunks: number of Megatron's model chunks; 0 for modules and state dicts.
+        prefix: what all names begin with and the map's do not.
+        skipped: names (without the prefix) that are no part of the stream whatever they hold.
+    """
+
+    chunks: int = 0
+    prefix: str = ""
+    skipped: frozenset[str] = frozenset()
+
+    def tensors(self, weights: Any) -> dict[str, Any]:
+        """Tensors and DTensors by the names of the map."""
+        entries = named_chunks(weights, self.chunks) if self.chunks else _table(weights)
+        bare = ((name.removeprefix(self.prefix), value) for name, value in entries.items())
+        return {name: value for name, value in bare if name not in self.skipped}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,21 +54,21 @@ class Live:
         places count the elements of its tensor in row-major order, whatever its strides are.
     dropped: tensors that were handed over and are no part of the stream, with the reason; for the log.
     conversion: what the framework's export does to whole tensors; none where their names are canonical ones.
+    signature: how everything that was handed over is laid out; equal exactly if the map would be the same. Hashable.
+    tied: tensors that were dropped because they are the memory of another, by that one's name.
     """
 
     map: Map
     tensors: Mapping[str, Any]
     dropped: Mapping[str, str] = field(default_factory=dict)
     conversion: Conversion | None = None
-
-    @property
-    def signature(self) -> Signature:
-        """Equal exactly if the map would be the same. Hashable."""
-        raise NotImplementedError
+    signature: Signature = ()
+    tied: Mapping[str, str] = field(default_factory=dict)
+    handover: Handover = Handover()
 
     def same(self, weights: Any) -> bool:
         """Whether `rebind` would take these weights."""
-        raise NotImplementedError
+        return not self._changes(self.handover.tensors(weights))
 
     def rebind(self, weights: Any) -> Live:
         """The same map over the tensors that `weights` has now.
@@ -50,11 +76,27 @@ class Live:
         Raises:
             Incompatible: they are not laid out as those that the map was made of; the message names what changed.
         """
-        raise NotImplementedError
+        tensors = self.handover.tensors(weights)
+        if changed := self._changes(tensors):
+            raise Incompatible(
+                f"the weights are not laid out as when publishing began: {listed(changed)}",
+                hint="names, dtypes and placements stay through a run; after a change of the mesh make a new Publisher",
+            )
+        return replace(self, tensors={name: local(tensors[name]) for name in self.tensors})
 
     def without(self, residual: Mapping[str, str]) -> Live:
         """The same, but for canonical tensors that the gate made residual: this rank is no source of them any more."""
         return replace(self, map=self.map.without(residual))
+
+    def _changes(self, tensors: Mapping[str, Any]) -> list[str]:
+        now = signature(tensors)
+        if now != self.signature and (changed := changes(self.signature, now)):
+            return changed
+        return [
+            f"{name} is no longer the memory of {other}"
+            for name, other in self.tied.items()
+            if memory(local(tensors[name])) != memory(local(tensors[other]))
+        ]
 
 
 def live(
@@ -77,7 +119,8 @@ def live(
             Megatron's list of model chunks.
         rank, world: of this process among those that publish together.
         replica: number of this rank, and how many, among the ranks that hold alike what the mesh of a DTensor does not
-            count. By default plain tensors are alike on every rank, and the mesh of a DTensor counts all of its copies.
+            count; a plain tensor beside DTensors is then alike on the ranks of their mesh, too. By default plain
+            tensors are alike on every rank, and the mesh of a DTensor counts all of its copies.
         ignore: globs of names outside the layout to drop.
         conversion: what an export does to whole tensors, for layouts of one's own; transformers models bring theirs.
         adapter: torchtitan's state-dict adapter, for a state dict of its names.
@@ -88,4 +131,73 @@ def live(
         Incompatible: names, shapes or dtypes that have no place in the layout, all of them in one error.
         Misuse: arguments that exclude each other, or weights of no known kind.
     """
-    raise NotImplementedError
+    ways = {"conversion": conversion, "adapter": adapter, "megatron": megatron, "mapped": mapped}
+    if len(chosen := [name for name, way in ways.items() if way is not None]) > 1:
+        raise Misuse(f"{' and '.join(chosen)} exclude each other", hint="give the one that describes these weights")
+    misfits = Misfits(f"what rank {rank} of {world} holds", layout, ignore)
+    if megatron is not None:
+        handover = Handover(chunks=megatron.grid.vpp)
+        found = of_chunks(weights, megatron, layout, misfits)
+    elif mapped is not None:
+        handover = Handover()
+        found = of_map(mapped, handover.tensors(weights), layout, misfits)
+    else:
+        handover, tensors, conversion = _converted(weights, layout, misfits, conversion, adapter)
+        attribution = Attribution(layout, misfits, conversion, Copies(rank, world, replica))
+        found = attribution.of(tensors)
+    misfits.check()
+    handover = replace(handover, skipped=frozenset(found.skipped))
+    tensors = handover.tensors(weights)
+    made = found.map
+    return Live(
+        made,
+        {shard.parameter: local(tensors[shard.parameter]) for shard in made.shards},
+        found.dropped,
+        conversion,
+        signature(tensors),
+        found.tied,
+        handover,
+    )
+
+
+def _table(weights: Any) -> dict[str, Any]:
+    if is_module(weights) or isinstance(weights, Mapping):
+        return table(weights)
+    raise Misuse(
+        f"a {type(weights).__name__} was given as this rank's weights",
+        hint="give a module or a state dict; a list of Megatron's model chunks goes with megatron=",
+    )
+
+
+def _converted(
+    weights: Any, layout: Layout, misfits: Misfits, conversion: Conversion | None, adapter: Any
+) -> tuple[Handover, dict[str, Any], Conversion | None]:
+    """Everything handed over by the names that its conversion knows, and that conversion."""
+    entries = _table(weights)
+    counted = [name for name in entries if not misfits.ignores(name)]
+    model, at = _library_model(weights, counted)
+    if conversion is not None:
+        known: Container[str] = conversion.regions
+    elif model is not None:
+        known = {name.removeprefix(at) for name in counted}
+    else:
+        known = layout if adapter is None else entries
+    handover = Handover(prefix=at or shared_prefix(counted, known))
+    tensors = handover.tensors(weights)
+    whole = {name: tensor for name, tensor in tensors.items() if is_tensor(tensor)}
+    if conversion is None and adapter is not None:
+        conversion = adapter_conversion(adapter, whole)
+    elif conversion is None and model is not None:
+        conversion = transformers_v5.conversion(model, whole)
+    return handover, tensors, conversion
+
+
+def _library_model(weights: Any, names: list[str]) -> tuple[Any, str]:
+    """The transformers model that all these names belong to, and what they begin with; none if there is none."""
+    if not hasattr(weights, "named_modules"):
+        return None, ""
+    for name, module in unwrapped(weights).named_modules():
+        if transformers_v5.is_model(module):
+            at = f"{name.replace(COMPILED, '')}." if name else ""
+            return (module, at) if all(one.startswith(at) for one in names) else (None, "")
+    return None, ""

@@ -14,11 +14,22 @@ from dcr_daemon.errors import Incompatible
 from dcr_daemon.projection.tracing import Conversion, trace
 
 
-def conversion(model: Any) -> Conversion:
+def is_model(module: Any) -> bool:
+    """Whether it is one of the library's models, under FSDP2 or not (`fully_shard` derives a class from its class)."""
+    return any(
+        kind.__name__ == "PreTrainedModel" and kind.__module__.startswith("transformers.")
+        for kind in type(module).__mro__
+    )
+
+
+def conversion(model: Any, tensors: Mapping[str, Any] | None = None) -> Conversion:
     """What `model.save_pretrained` does to each whole tensor of `model` (a PreTrainedModel, on any device or none).
 
     A sharded model answers as a whole one: DTensors count with their full shapes. Tied tensors appear under each of
     their names; the layout says which names the checkpoint has.
+
+    Args:
+        tensors: of the model by the names of its own code, where its `state_dict` has others (inside wrappers).
 
     Raises:
         Incompatible: transformers has no reverse conversion (older than 5), or the model is none of its own.
@@ -32,8 +43,9 @@ def conversion(model: Any) -> Conversion:
     if not hasattr(model, "config") or not hasattr(model, "state_dict"):
         raise Incompatible(f"a {type(model).__name__} is no transformers model")
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    tensors = {name: tensor for name, tensor in _state(model).items() if name not in ignored}
-    return trace(lambda table: revert_weight_conversion(model, table), tensors)
+    of_model = _state(model) if tensors is None else tensors
+    kept = {name: tensor for name, tensor in of_model.items() if name not in ignored}
+    return trace(lambda table: revert_weight_conversion(model, table), kept)
 
 
 def _state(model: Any) -> Mapping[str, Any]:

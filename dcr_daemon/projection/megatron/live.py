@@ -84,9 +84,7 @@ def shards_of(
     Raises:
         Misuse: the degrees do not divide the architecture, or the chunks are not as many as the grid's virtual stages.
     """
-    chunks = [_tensors(chunk) for chunk in (model if isinstance(model, list | tuple) else [model])]
-    if len(chunks) != grid.vpp:
-        raise Misuse(f"{len(chunks)} model chunks for {grid.vpp} virtual stages", hint="pass the list of all chunks")
+    chunks = _chunks(model, grid.vpp)
     shards: list[Shard] = []
     bound: dict[str, Any] = {}
     residual: dict[str, str] = {}
@@ -98,7 +96,7 @@ def shards_of(
             reason = f"the model has no {' nor '.join(spot.names)}"
         else:
             seen.add((spot.chunk, name))
-            called = f"{spot.chunk}.{name}" if grid.vpp > 1 else name
+            called = _called(spot.chunk, name, grid.vpp)
             try:
                 shards.append(_shard(spot, name, called, tensors[name]))
                 bound[called] = tensors[name]
@@ -107,13 +105,33 @@ def shards_of(
                 reason = error.message
         residual |= {target.spec.name: reason for target in spot.parameter.targets}
     unknown = {
-        name: tuple(tensor.shape)
+        _called(number, name, grid.vpp): tuple(tensor.shape)
         for number, tensors in enumerate(chunks)
         for name, tensor in tensors.items()
         if (number, name) not in seen and name not in _REPEATED
     }
     kept = [one for one in shards if not residual.keys() & {region.name for region in one.regions}]
     return Found(Map(tuple(kept), residual), bound, unknown)
+
+
+def named_chunks(model: Any, chunks: int) -> dict[str, Any]:
+    """Everything of a rank's model that a checkpoint may hold, by the names of its map's shards; see `shards_of`."""
+    return {
+        _called(number, name, chunks): tensor
+        for number, tensors in enumerate(_chunks(model, chunks))
+        for name, tensor in tensors.items()
+    }
+
+
+def _called(chunk: int, name: str, chunks: int) -> str:
+    return f"{chunk}.{name}" if chunks > 1 else name
+
+
+def _chunks(model: Any, chunks: int) -> list[dict[str, Any]]:
+    found = [_tensors(chunk) for chunk in (model if isinstance(model, list | tuple) else [model])]
+    if len(found) != chunks:
+        raise Misuse(f"{len(found)} model chunks for {chunks} virtual stages", hint="pass the list of all chunks")
+    return found
 
 
 def _tensors(model: Any) -> dict[str, Any]:
