@@ -47,8 +47,8 @@ class _Piece:
 class Reader:
     """Reads one rank's tensors. Thread-safe: any number of threads may read while nobody binds.
 
-    It needs at most twice a box's bytes of memory beside the tensors: one buffer, and where elements are cast from
-    several runs, a strip of theirs. Only a tensor whose elements overlap in memory is copied whole.
+    Beside the tensors, a read needs the bytes of its box, and a strip of at most 1.5 MiB where elements are gathered
+    before they are cast. Only a tensor whose elements overlap in memory is copied whole.
     """
 
     def __init__(self, live: Live, layout: Layout) -> None:
@@ -103,6 +103,7 @@ class Reader:
         for strip in _strips(whole):
             cast = values.apply(value, self._view(piece, strip).contiguous())
             made.as_strided(strip.shape, strip.dst_strides, strip.dst).copy_(cast)
+            del cast  # before the next strip is gathered
 
     def _view(self, piece: _Piece, region: Region) -> Any:
         """The elements of a region of `piece`, where they lie, in the order of the box."""
