@@ -106,15 +106,21 @@ def read_header(path: Path) -> Header:
         Incompatible: it is no safetensors file, or holds a dtype that is not byte-sized.
         Corrupt: it is one, but truncated, too long, or inconsistent.
     """
-    descriptor = _open(path, os.O_RDONLY)
+    descriptor = open_plain(path)
     try:
         return _header_of(path, descriptor)
     finally:
         os.close(descriptor)
 
 
-def _open(path: Path, access: int) -> int:
-    """A descriptor of a plain file. Whatever else bears the name is refused, and a pipe is not waited for."""
+def open_plain(path: Path, access: int = os.O_RDONLY) -> int:
+    """A descriptor of a plain file. Whatever else bears the name is refused, and a pipe is not waited for.
+
+    Raises:
+        NotFound: there is no such file.
+        Incompatible: it is something else, or may not be read.
+        Exhausted: no descriptors are left.
+    """
     try:
         descriptor = os.open(path, access | os.O_NONBLOCK | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -174,7 +180,7 @@ class SafetensorsFile:
     def __init__(self, path: Path | str, *, writable: bool = False) -> None:
         self.path = Path(path)
         self._writable = writable
-        self._fd = _open(self.path, os.O_RDWR if writable else os.O_RDONLY)
+        self._fd = open_plain(self.path, os.O_RDWR if writable else os.O_RDONLY)
         self._map: mmap.mmap | None = None
         try:
             self.header = _header_of(self.path, self._fd)

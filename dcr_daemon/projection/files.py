@@ -10,31 +10,28 @@ such a checkpoint must not be published from.
 
 from __future__ import annotations
 
-import io
-import zipfile
+import os
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-import numpy as np
-
 from dcr_daemon.canonical.compose import chain
-from dcr_daemon.canonical.dtypes import item_size, lane_dtype
-from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import Layout, countable
-from dcr_daemon.canonical.region import Region, slab, span
-from dcr_daemon.checkpoint.safetensors import read_header
+from dcr_daemon.canonical.region import Region, slab
+from dcr_daemon.checkpoint.safetensors import Header, open_plain, read_header
 from dcr_daemon.errors import Corrupt, Incompatible, NotFound
-from dcr_daemon.projection.pickled import PERSISTENT, Opaque, read_pickle
+from dcr_daemon.projection.pickled import Opaque, read_pickle
 from dcr_daemon.projection.plan import Map, shards_of
 from dcr_daemon.projection.values import TORCH_NAMES
 from dcr_daemon.untrusted import load_json
 
 METADATA = ".metadata"
 SHARDING_INFO = "DCP_SHARDING_INFO"
+METADATA_LIMIT = 1 << 30  #: bytes of a table; one of a million pieces has a tenth of it
+_FILE_LIMIT = 1 << 62  #: bytes: where a piece may lie in a file, as far as a table is believed before the file is seen
 _HOME = "torch.distributed.checkpoint"
-_REBUILDERS = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
 _DTYPES = {f"torch.{name}": dtype for dtype, name in TORCH_NAMES.items()}
 
 
@@ -45,10 +42,11 @@ class Piece:
     Attributes:
         tensor: as the checkpoint names it.
         whole: shape of the tensor; `shape` and `starts` are those of the piece in it.
-        dtype: safetensors name.
-        file: relative to the checkpoint's directory.
+        dtype: safetensors name; torch's own (`torch.quint8`) where safetensors has none, as a trainer's state may have.
+        file: relative to the checkpoint's directory, and inside it.
         span: byte range [from, to) of what holds the piece: the elements themselves in a safetensors file, a torch
-            archive in a distributed checkpoint (`read_archived`).
+            archive in a distributed checkpoint (`stored.archived`).
+        packed: by which extension of the writer the archive is packed; empty if it is a plain one.
     """
 
     tensor: str
@@ -58,6 +56,7 @@ class Piece:
     dtype: str
     file: str
     span: tuple[int, int]
+    packed: str = ""
 
     @property
     def label(self) -> str:
@@ -92,21 +91,26 @@ def map_of_pieces(
 
 
 def safetensors_pieces(directory: Path) -> list[Piece]:
-    """Pieces in the safetensors files of a sharded writer, by file and name.
+    """Pieces in the safetensors files of a sharded writer; see `pieces_of`."""
+    return pieces_of({path.name: read_header(path) for path in directory.glob("*.safetensors")}, directory)
+
+
+def pieces_of(headers: Mapping[str, Header], directory: Path) -> list[Piece]:
+    """Pieces in files of a sharded writer, by file and name. A tensor's shape is as large as these files show it.
 
     Raises:
         Incompatible: a file has no table of offsets: it holds whole tensors.
         Corrupt: a table that does not fit its file.
     """
     found: list[tuple[str, str, tuple[int, ...], tuple[int, ...], str, tuple[int, int]]] = []
-    for path in sorted(directory.glob("*.safetensors")):
-        header = read_header(path)
+    for file, header in sorted(headers.items()):
+        path = directory / file
         offsets = _offsets(path, header.metadata.get(SHARDING_INFO))
         for spec in header.specs:
             starts = offsets.get(spec.name)
             if starts is None or len(starts) != len(spec.shape):
                 raise Corrupt(f"{path} does not say where its piece of {spec.name} begins")
-            found.append((spec.name, path.name, spec.shape, starts, spec.dtype, header.spans[spec.name]))
+            found.append((spec.name, file, spec.shape, starts, spec.dtype, header.spans[spec.name]))
     whole: dict[str, tuple[int, ...]] = {}
     for name, _, shape, starts, _, _ in found:
         ends = tuple(a + n for a, n in zip(starts, shape, strict=True))
@@ -114,6 +118,8 @@ def safetensors_pieces(directory: Path) -> list[Piece]:
         if len(known) != len(ends):
             raise Corrupt(f"{directory} has pieces of {name} with {len(known)} and with {len(ends)} axes")
         whole[name] = tuple(map(max, known, ends))
+        if not countable(whole[name]):
+            raise Corrupt(f"{directory} has pieces of {name} that together have a shape that no tensor has")
     return [
         Piece(name, whole[name], shape, starts, dtype, file, span) for name, file, shape, starts, dtype, span in found
     ]
@@ -135,13 +141,10 @@ def dcp_pieces(directory: Path) -> list[Piece]:
     Raises:
         NotFound: there is no `.metadata`: it is no such checkpoint, or still being written.
         Corrupt: the table cannot be read, or contradicts itself.
-        Incompatible: a tensor of a dtype that no safetensors checkpoint holds, or pieces packed by an extension.
+        Incompatible: what bears the name is no file.
     """
     path = directory / METADATA
-    try:
-        body = path.read_bytes()
-    except FileNotFoundError:
-        raise NotFound(f"{directory} has no {METADATA}", hint="it is written last: wait for it") from None
+    body = _table_body(path)
     try:
         table = _fields(read_pickle(body), "metadata.Metadata")
         stored = {
@@ -151,10 +154,25 @@ def dcp_pieces(directory: Path) -> list[Piece]:
             piece
             for name, entry in table["state_dict_metadata"].items()
             if _is(entry, "metadata.TensorStorageMetadata")
-            for piece in _tensor_pieces(name, entry.state, stored)
+            for piece in _tensor_pieces(_text(name), entry.state, stored)
         ]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
         raise Corrupt(f"{path} is no table of a distributed checkpoint: {error}") from error
+
+
+def _table_body(path: Path) -> bytes:
+    try:
+        descriptor = open_plain(path)
+    except NotFound:
+        raise NotFound(f"{path.parent} has no {path.name}", hint="it is written last: wait for it") from None
+    with os.fdopen(descriptor, "rb") as file:
+        try:
+            body = file.read(min(os.fstat(descriptor).st_size, METADATA_LIMIT) + 1)
+        except OSError as error:
+            raise Corrupt(f"{path} cannot be read: {error.strerror}") from error
+    if len(body) > METADATA_LIMIT:
+        raise Corrupt(f"{path} is larger than {METADATA_LIMIT} bytes, which no table of pieces is")
+    return body
 
 
 def _is(value: Any, kind: str) -> bool:
@@ -177,15 +195,29 @@ def _size(value: Any) -> tuple[int, ...]:
 
 def _counts(value: Any) -> tuple[int, ...]:
     if not isinstance(value, tuple | list) or any(type(n) is not int or n < 0 for n in value) or not countable(value):
-        raise ValueError(f"{value!r} is no list of sizes")
+        raise ValueError(f"{reprlib.repr(value)} is no list of sizes")
     return tuple(value)
+
+
+def _text(value: Any) -> str:
+    """A name: one with lone surrogates could be neither sorted nor told."""
+    if not isinstance(value, str):
+        raise ValueError("a name was expected")
+    value.encode()
+    return value
+
+
+def _range(offset: Any, length: Any) -> tuple[int, int]:
+    if any(type(n) is not int or not 0 <= n <= _FILE_LIMIT for n in (offset, length)):
+        raise ValueError("a piece has no place in its file")
+    return offset, offset + length
 
 
 def _place(index: Any) -> tuple[str, tuple[int, ...] | None]:
     """What a stored thing is: name and offset; tensors have an offset, other objects have none."""
     fields = _fields(index, "metadata.MetadataIndex")
     offset = fields.get("offset")
-    return fields["fqn"], None if offset is None else _size(offset)
+    return _text(fields["fqn"]), None if offset is None else _size(offset)
 
 
 def _tensor_pieces(
@@ -200,70 +232,24 @@ def _tensor_pieces(
             raise ValueError(f"a piece of {name} has other axes than the tensor")
         if any(a + n > size for a, n, size in zip(starts, shape, whole, strict=True)):
             raise ValueError(f"a piece of {name} reaches beyond the tensor")
+        if (name, starts) not in stored:
+            raise ValueError(f"it does not say where a piece of {name} lies")
         info = stored[name, starts]
-        if info.get("transform_descriptors"):
-            raise Incompatible(
-                f"{name} is packed by {info['transform_descriptors']}", hint="write the checkpoint without extensions"
-            )
-        file, offset, length = info["relative_path"], *_counts((info["offset"], info["length"]))
-        if not isinstance(file, str) or Path(file).is_absolute() or ".." in Path(file).parts:
-            raise ValueError(f"a piece of {name} lies in {file!r}, outside the checkpoint")
-        pieces.append(Piece(name, whole, shape, starts, dtype, file, (offset, offset + length)))
+        packed = reprlib.repr(info["transform_descriptors"]) if info.get("transform_descriptors") else ""
+        file, place = _file(name, info["relative_path"]), _range(info["offset"], info["length"])
+        pieces.append(Piece(name, whole, shape, starts, dtype, file, place, packed))
     return pieces
+
+
+def _file(name: str, value: Any) -> str:
+    path = PurePosixPath(_text(value))
+    if path.is_absolute() or ".." in path.parts or not path.name or "\0" in value:
+        raise ValueError(f"a piece of {name} lies in {reprlib.repr(value)}, outside the checkpoint")
+    return path.as_posix()
 
 
 def _dtype(name: str, properties: Any) -> str:
     if not _is(properties, "metadata.TensorProperties") or not isinstance(properties.state, tuple):
         raise ValueError(f"{name} has no dtype")
-    kind = properties.state[0].kind
-    if kind not in _DTYPES:
-        raise Incompatible(f"{name} has dtype {kind}, which no safetensors checkpoint holds")
-    return _DTYPES[kind]
-
-
-def read_archived(directory: Path, piece: Piece) -> Bits:
-    """Lanes of one piece of a distributed checkpoint, in its row-major order. Reads and holds that piece only.
-
-    Raises:
-        NotFound: its file is gone.
-        Corrupt: what lies there is not this piece.
-    """
-    path = directory / piece.file
-    start, stop = piece.span
-    try:
-        with path.open("rb") as file:
-            file.seek(start)
-            body = file.read(stop - start)
-    except FileNotFoundError:
-        raise NotFound(f"there is no file {path}") from None
-    if len(body) != stop - start:
-        raise Corrupt(f"{path} ends before the piece of {piece.tensor} that its table promises")
-    try:
-        return _unpacked(body, piece)
-    except (zipfile.BadZipFile, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Corrupt(f"{path} does not hold the piece of {piece.tensor} that its table promises: {error}") from error
-
-
-def _unpacked(body: bytes, piece: Piece) -> Bits:
-    """The tensor in a `torch.save` archive: a pickle that says how it lies in a storage, and the storage."""
-    with zipfile.ZipFile(io.BytesIO(body)) as archive:
-        (table,) = [name for name in archive.namelist() if name.endswith("data.pkl")]
-        home = table.removesuffix("data.pkl")
-        if f"{home}byteorder" in archive.namelist() and archive.read(f"{home}byteorder") != b"little":
-            raise ValueError("its bytes are not little-endian")
-        rebuilt = read_pickle(archive.read(table))
-        if not isinstance(rebuilt, Opaque) or rebuilt.kind not in _REBUILDERS:
-            raise ValueError("it is no tensor")
-        storage, first, size, stride = rebuilt.arguments[:4]
-        if storage.kind != PERSISTENT or storage.arguments[0][0] != "storage":
-            raise ValueError("it has no storage")
-        lanes = np.frombuffer(archive.read(f"{home}data/{storage.arguments[0][2]}"), lane_dtype(item_size(piece.dtype)))
-    shape, strides = _counts(size), _counts(stride)
-    if shape != piece.shape or len(strides) != len(shape) or type(first) is not int or first < 0:
-        raise ValueError(f"it is {shape}, not {piece.shape}")
-    if 0 in shape:
-        return lanes[:0]
-    if first + span(shape, strides) >= lanes.size:
-        raise ValueError("it reaches beyond its storage")
-    view = np.lib.stride_tricks.as_strided(lanes[first:], shape, tuple(s * lanes.itemsize for s in strides))
-    return np.ascontiguousarray(view).reshape(-1)
+    kind = _text(properties.state[0].kind)
+    return _DTYPES.get(kind, kind)

@@ -116,9 +116,9 @@ class _Machine:
         target = self.stack[-1]
         if name.startswith("SETITEM"):
             table = target.items if isinstance(target, Opaque) else target
-            table.update(zip(values[::2], values[1::2], strict=True))
+            table.update(zip(map(_key, values[::2]), values[1::2], strict=True))
         elif isinstance(target, set):
-            target.update(values)
+            target.update(map(_key, values))
         elif isinstance(target, list):
             target.extend(values)
         else:
@@ -134,9 +134,18 @@ class _Machine:
             self.stack.append(Opaque(PERSISTENT, (self.pop(),)))
         elif name in ("REDUCE", "NEWOBJ"):
             arguments, made_by = self.pop(), self.pop()
-            self.stack.append(Opaque(made_by, tuple(arguments)))
+            if not isinstance(arguments, tuple):  # nothing is copied: a few bytes could ask for it again and again
+                raise ValueError(f"a pickle that calls something with a {type(arguments).__name__}")
+            self.stack.append(Opaque(made_by, arguments))
         elif name == "BUILD":
             state = self.pop()
             self.stack[-1].state = state
         else:
             raise ValueError(f"a pickle with the instruction {name}, which no table of tensors needs")
+
+
+def _key(value: Any) -> Any:
+    """A key of a table. Tuples in tuples are refused: hashing a very deep one overruns the stack of the interpreter."""
+    if isinstance(value, tuple) and any(isinstance(part, tuple) for part in value):
+        raise ValueError("a pickle with nested keys, which no table of tensors needs")
+    return value

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import pickle
 import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +21,9 @@ from safetensors.numpy import save_file
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.canonical.region import Region
 from dcr_daemon.errors import Corrupt, DcrError, Incompatible, NotFound
-from dcr_daemon.projection.files import dcp_pieces, map_of_pieces, read_archived, safetensors_pieces
+from dcr_daemon.projection.files import dcp_pieces, map_of_pieces, safetensors_pieces
 from dcr_daemon.projection.plan import gaps
+from dcr_daemon.projection.stored import read_archived
 
 TENSORS: dict[str, Any] = {
     "a": torch.arange(24, dtype=torch.float32).reshape(4, 6).bfloat16(),
@@ -96,7 +101,7 @@ def test_a_file_that_is_not_what_the_table_says(checkpoint: Path) -> None:
     other = next(p for p in dcp_pieces(checkpoint) if p.tensor == "model.part")
     path.write_bytes(whole)
     with pytest.raises(Corrupt, match="not \\(4, 6\\)"):
-        read_archived(checkpoint, type(piece)(*[getattr(piece, f) for f in piece.__slots__[:-1]], other.span))
+        read_archived(checkpoint, replace(piece, span=other.span))
     shutil.rmtree(checkpoint)
     with pytest.raises(NotFound, match="there is no file"):
         read_archived(checkpoint, piece)
@@ -131,3 +136,70 @@ def test_files_of_whole_tensors_are_told_apart(tmp_path: Path) -> None:
     save_file({"w": np.zeros((2, 2), np.float32)}, tmp_path / "1.safetensors")
     with pytest.raises(Incompatible, match="holds whole tensors"):
         safetensors_pieces(tmp_path)
+
+
+def test_any_byte_of_an_archive_changed_gives_elements_or_a_refusal(checkpoint: Path) -> None:
+    pieces = [piece for piece in dcp_pieces(checkpoint) if piece.tensor in ("model.a", "model.turned")]
+    dice = np.random.default_rng(3)
+    for piece in pieces:
+        path = checkpoint / piece.file
+        body = path.read_bytes()
+        for at in dice.integers(*piece.span, 300):
+            path.write_bytes(body[:at] + bytes([body[at] ^ int(dice.integers(1, 256))]) + body[at + 1 :])
+            with contextlib.suppress(DcrError):
+                assert read_archived(checkpoint, piece).size == np.prod(piece.shape)
+        path.write_bytes(body)
+
+
+def rewrite(checkpoint: Path, change: Callable[[Any], None]) -> None:
+    """Let the library write another table."""
+    with (checkpoint / ".metadata").open("rb") as file:
+        table = pickle.load(file)  # noqa: S301 - written by this test
+    change(table)
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(table))
+
+
+def test_a_piece_may_lie_anywhere_in_a_large_file(checkpoint: Path) -> None:
+    """Places were once taken for a shape, and refused where their product was more elements than a tensor has."""
+
+    def move(table: Any) -> None:
+        for info in table.storage_data.values():
+            info.offset, info.length = 40 << 30, 2 << 30
+
+    rewrite(checkpoint, move)
+    assert {piece.span for piece in dcp_pieces(checkpoint)} == {(40 << 30, 42 << 30)}
+
+
+@pytest.mark.parametrize("place", ["/etc/passwd", "../other/__0_0.distcp", "a/../../b", "", ".", "a\0b", 7])
+def test_a_file_outside_the_checkpoint_is_refused(checkpoint: Path, place: Any) -> None:
+    def move(table: Any) -> None:
+        for info in table.storage_data.values():
+            info.relative_path = place
+
+    rewrite(checkpoint, move)
+    with pytest.raises(Corrupt, match="is no table"):
+        dcp_pieces(checkpoint)
+
+
+def test_a_dtype_that_no_checkpoint_holds_harms_no_other_tensor(checkpoint: Path) -> None:
+    def retype(table: Any) -> None:
+        properties = table.state_dict_metadata["model.turned"].properties
+        properties.dtype = torch.quint8
+
+    rewrite(checkpoint, retype)
+    dtypes = {piece.tensor: piece.dtype for piece in dcp_pieces(checkpoint)}
+    assert dtypes["model.turned"] == "torch.quint8"
+    assert dtypes["model.a"] == "BF16"
+
+
+def test_an_archive_of_another_dtype_is_not_the_piece(checkpoint: Path) -> None:
+    piece = next(p for p in dcp_pieces(checkpoint) if p.tensor == "model.a")
+    with pytest.raises(Corrupt, match="it is BF16, not F16"):
+        read_archived(checkpoint, replace(piece, dtype="F16"))
+
+
+def test_what_is_no_plain_file_is_refused_and_not_waited_for(checkpoint: Path) -> None:
+    (checkpoint / ".metadata").unlink()
+    os.mkfifo(checkpoint / ".metadata")
+    with pytest.raises(Incompatible, match="not a regular file"):
+        dcp_pieces(checkpoint)

@@ -9,6 +9,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -71,3 +72,18 @@ def test_a_pickle_cut_or_changed_is_read_or_refused(value: Any, data: st.DataObj
         read_pickle(bytes(body[: data.draw(st.integers(0, len(body) - 1))]))
     with contextlib.suppress(ValueError):
         read_pickle(bytes(body))
+
+
+@pytest.mark.parametrize("into", ["dict", "set"])
+def test_a_key_of_a_million_nested_tuples_does_not_end_the_process(into: str) -> None:
+    """Its hash would recurse without a limit, in C."""
+    deep = b")" + b"\x85" * 1_000_000
+    body = b"\x80\x04}" + deep + b"Ns." if into == "dict" else b"\x80\x04\x8f(" + deep + b"\x90."
+    with pytest.raises(ValueError, match="nested keys"):
+        read_pickle(body)
+
+
+def test_a_few_bytes_do_not_ask_for_a_list_again_and_again() -> None:
+    body = b"\x80\x04cbuiltins\nlist\nq\x00]q\x01(" + b"K\x00" * 1000 + b"e" + b"h\x00h\x01R" * 1000 + b"."
+    with pytest.raises(ValueError, match="calls something with a list"):
+        read_pickle(body)
