@@ -7,7 +7,7 @@ move elements.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dcr_daemon.errors import Incompatible
@@ -34,6 +34,19 @@ def conversion(model: Any, tensors: Mapping[str, Any] | None = None) -> Conversi
     Raises:
         Incompatible: transformers has no reverse conversion (older than 5), or the model is none of its own.
     """
+    convert = converter(model)
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    of_model = _state(model) if tensors is None else tensors
+    kept = {name: tensor for name, tensor in of_model.items() if name not in ignored}
+    return trace(convert, kept)
+
+
+def converter(model: Any) -> Callable[[dict[str, Any]], Mapping[str, Any]]:
+    """The library's own conversion of a table of whole tensors by local name, any part of the model's.
+
+    Raises:
+        Incompatible: as `conversion`.
+    """
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError as error:
@@ -42,10 +55,7 @@ def conversion(model: Any, tensors: Mapping[str, Any] | None = None) -> Conversi
         ) from error
     if not hasattr(model, "config") or not hasattr(model, "state_dict"):
         raise Incompatible(f"a {type(model).__name__} is no transformers model")
-    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    of_model = _state(model) if tensors is None else tensors
-    kept = {name: tensor for name, tensor in of_model.items() if name not in ignored}
-    return trace(lambda table: revert_weight_conversion(model, table), kept)
+    return lambda table: revert_weight_conversion(model, table)
 
 
 def _state(model: Any) -> Mapping[str, Any]:
