@@ -8,18 +8,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from fnmatch import fnmatchcase
 
 import numpy as np
 
 from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.codec.chunk import SEGMENT_BYTES
-from dcr_daemon.errors import Incompatible
+from dcr_daemon.projection.misfits import Misfits, listed
 from dcr_daemon.projection.values import castable, rounds
 from dcr_daemon.publish.sources import Source
-
-LISTED = 100  #: names of one kind in an error
 
 #: `(layout index, first element, elements)` -> lanes of the canonical dtype, as this update has them
 ReadBits = Callable[[int, int, int], Bits]
@@ -34,11 +31,10 @@ class Intake:
     """
 
     def __init__(self, what: str, layout: Layout, ignore: Sequence[str] = ()) -> None:
-        self._what, self._layout, self._ignore = what, layout, ignore
+        self._layout, self._misfits = layout, Misfits(what, layout, ignore)
         self._seen: set[int] = set()
         self._unfit: set[int] = set()
         self._extras: list[Source] = []
-        self._problems: dict[str, list[str]] = {}
         #: (given, canonical) -> tensors that will be rounded
         self.rounded: Counter[tuple[str, str]] = Counter()
 
@@ -51,13 +47,13 @@ class Intake:
         index = self._layout.index(given.name)
         spec = self._layout[index]
         if index in self._seen:
-            self._note("given twice", given.name)
+            self._misfits.note("given twice", given.name)
         elif not castable(given.dtype, spec.dtype):
             self._unfit.add(index)
-            self._note("retyped", f"{given.name} (is {given.dtype}, should be {spec.dtype})")
+            self._misfits.note("retyped", f"{given.name} (is {given.dtype}, should be {spec.dtype})")
         elif given.shape != spec.shape:
             self._unfit.add(index)
-            self._note("reshaped", f"{given.name} (is {list(given.shape)}, should be {list(spec.shape)})")
+            self._misfits.note("reshaped", f"{given.name} (is {list(given.shape)}, should be {list(spec.shape)})")
         else:
             self._seen.add(index)
             if rounds(given.dtype, spec.dtype):
@@ -67,19 +63,16 @@ class Intake:
 
     def _take_extra(self, source: Source) -> None:
         name = source.given.name
-        if any(fnmatchcase(name, glob) for glob in self._ignore):
+        if self._misfits.ignores(name):
             return
         if self._twins(source.given):
             self._extras.append(source)
         else:
-            self._note("added", name)
+            self._misfits.note("added", name)
 
     def _twins(self, given: TensorSpec) -> list[int]:
         """Layout tensors of which `given` may be a second copy."""
         return [i for i, s in enumerate(self._layout) if s.shape == given.shape and castable(given.dtype, s.dtype)]
-
-    def _note(self, kind: str, name: str) -> None:
-        self._problems.setdefault(kind, []).append(name)
 
     @property
     def missing(self) -> list[str]:
@@ -88,8 +81,7 @@ class Intake:
 
     def check(self) -> None:
         """Raise `Incompatible` for what is already known to be wrong; more may still come."""
-        if self._problems:
-            raise self._error()
+        self._misfits.check()
 
     def finish(self, read: ReadBits, aliases: Callable[[Source, int], bool] = lambda source, index: False) -> None:
         """All inputs were given. Raises `Incompatible` that lists everything wrong with them.
@@ -103,54 +95,17 @@ class Intake:
             twins = [i for i in self._twins(source.given) if i in self._seen]
             known = any(aliases(source, i) for i in twins)
             if not known and not any(is_copy(source, i, self._layout[i], read) for i in twins):
-                self._note("added", source.given.name)
+                self._misfits.note("added", source.given.name)
         self.check_complete()
 
     def check_complete(self) -> None:
         """Raise `Incompatible` for what is known to be wrong, now that no input will come any more."""
         for name in self.missing:
-            self._note("missing", name)
-        if "missing" in self._problems:  # then an extra that may be a copy may as well be a new name
+            self._misfits.note("missing", name)
+        if "missing" in self._misfits:  # then an extra that may be a copy may as well be a new name
             for source in self._extras:
-                self._note("added", source.given.name)
+                self._misfits.note("added", source.given.name)
         self.check()
-
-    def _error(self) -> Incompatible:
-        texts = [f"{kind}: {_listed(sorted(names))}" for kind, names in sorted(self._problems.items())]
-        hint = "nothing of it is published; correct it, or start a new stream from a base that has this layout"
-        added = self._problems.get("added", [])
-        if why := _prefixed(added, self._layout) or _fused(added, self._layout):
-            hint = f"{why}; nothing of it is published"
-        elif added and "missing" in self._problems:
-            hint = f"were tensors renamed? {hint}"
-        elif added:
-            hint = f"--ignore GLOB drops names that no server needs; {hint}"
-        return Incompatible(f"{self._what} does not fit the stream's layout: {'; '.join(texts)}", hint=hint)
-
-
-def _prefixed(added: list[str], layout: Layout) -> str:
-    """What to do if most of these names are the layout's behind one prefix, as a wrapper of the model leaves them."""
-    cuts = ((name[: dot + 1], name[dot + 1 :]) for name in added for dot in _dots(name))
-    counts = Counter(prefix for prefix, rest in cuts if rest in layout)
-    prefix, count = max(counts.items(), key=lambda item: item[1], default=("", 0))
-    if 2 * count <= len(added):
-        return ""
-    return f"the names begin with {prefix!r}, those of the base do not: give the model inside the wrapper"
-
-
-def _fused(added: list[str], layout: Layout) -> str:
-    """What to do if one of these tensors stands for numbered ones of the layout: transformers 5 trains experts so."""
-    parents = {name.rpartition(".")[0] + ".0." for name in added if "." in name}
-    if not any(spec.name.startswith(tuple(parents)) for spec in layout):
-        return ""
-    return (
-        "the model holds tensors together that its checkpoint has one by one: give what it would save, in transformers "
-        "`core_model_loading.revert_weight_conversion(model, model.state_dict())`"
-    )
-
-
-def _dots(name: str) -> Iterable[int]:
-    return (i for i, c in enumerate(name) if c == ".")
 
 
 def is_copy(source: Source, index: int, spec: TensorSpec, read: ReadBits) -> bool:
@@ -177,9 +132,4 @@ def differences(want: Layout, have: Layout) -> str:
         "added": [name for name in found if name not in wanted],
         "retyped or reshaped": [name for name in wanted if name in found and wanted[name] != found[name]],
     }
-    return "; ".join(f"{kind}: {_listed(list(names))}" for kind, names in groups.items() if names)
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return ", ".join(names[:LISTED]) + more
+    return "; ".join(f"{kind}: {listed(list(names))}" for kind, names in groups.items() if names)

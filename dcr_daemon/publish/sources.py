@@ -9,14 +9,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from dcr_daemon.canonical.dtypes import lane_dtype
 from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import TensorSpec
 from dcr_daemon.checkpoint.safetensors import SafetensorsFile
 from dcr_daemon.errors import Corrupt, Incompatible
+from dcr_daemon.projection import host
 from dcr_daemon.projection.values import dtype_names, torch_dtype
 from dcr_daemon.publish.cast import cast_lanes
-from dcr_daemon.runtime import ThreadLocal
 
 
 class Source(Protocol):
@@ -52,9 +51,6 @@ class FileSource:
         return cast_lanes(lanes, self.given.dtype, dtype)
 
 
-_pinned = ThreadLocal[dict[str, Any]](dict)
-
-
 class TensorSource:
     """A torch tensor, on any device, that does not change until it was read.
 
@@ -87,28 +83,7 @@ class TensorSource:
         return t.device, t.data_ptr(), t.dtype, tuple(t.shape), t.stride()
 
     def read(self, start: int, count: int, dtype: str) -> Bits:
-        import torch
-
-        piece = self._tensor.reshape(-1)[start : start + count].to(torch_dtype(dtype))
-        if piece.device.type == "cuda":
-            piece = _to_host(piece)
-        lanes = piece.contiguous().view(torch.uint8).numpy()
-        return lanes.view(lane_dtype(piece.element_size()))
-
-
-def _to_host(piece: Any) -> Any:
-    """Copy through a page-locked buffer of this thread: several times the speed of a copy to pageable memory."""
-    import torch
-
-    size = piece.numel() * piece.element_size()
-    buffers = _pinned.get()
-    buffer = buffers.get("buffer")
-    if buffer is None or buffer.numel() < size:
-        buffer = buffers["buffer"] = torch.empty(max(size, 1 << 20), dtype=torch.uint8, pin_memory=True)
-    host = buffer[:size]
-    host.copy_(piece.view(torch.uint8), non_blocking=True)
-    torch.cuda.current_stream(piece.device).synchronize()
-    return host.view(piece.dtype)
+        return host.lanes(self._tensor.reshape(-1)[start : start + count].to(torch_dtype(dtype)))
 
 
 def local_tensor(name: str, tensor: Any) -> Any:
@@ -134,9 +109,4 @@ def local_tensor(name: str, tensor: Any) -> Any:
 
 def settle_devices(sources: Iterable[TensorSource]) -> None:
     """Wait for work that the calling thread has queued on the devices of `sources`: other threads read them next."""
-    devices = {source.device for source in sources if source.device.type == "cuda"}
-    if devices:
-        import torch
-
-        for device in devices:
-            torch.cuda.current_stream(device).synchronize()
+    host.settle_devices(source.device for source in sources)

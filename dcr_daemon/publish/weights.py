@@ -6,9 +6,8 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 from dcr_daemon.errors import Misuse
+from dcr_daemon.projection.named import plain, unwrapped
 from dcr_daemon.publish.sources import TensorSource
-
-_COMPILED = "_orig_mod."  #: what torch.compile puts before the names of whatever it wraps, at any depth
 
 
 def as_table(weights: Any, known: Container[str]) -> list[TensorSource] | None:
@@ -21,9 +20,9 @@ def as_table(weights: Any, known: Container[str]) -> list[TensorSource] | None:
         known: the names of the layout.
     """
     if callable(getattr(weights, "state_dict", None)):
-        weights = _unwrapped(weights).state_dict()
+        weights = unwrapped(weights).state_dict()
     if isinstance(weights, Mapping):
-        return [TensorSource(_plain(str(name), known), tensor) for name, tensor in weights.items()]
+        return [TensorSource(plain(str(name), known), tensor) for name, tensor in weights.items()]
     return None
 
 
@@ -32,28 +31,13 @@ def as_stream(weights: Iterable[Any], known: Container[str]) -> Iterator[TensorS
     for pair in weights:
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
             raise _misuse(pair)
-        yield TensorSource(_plain(pair[0], known), pair[1])
+        yield TensorSource(plain(pair[0], known), pair[1])
 
 
 def check_kind(weights: Any) -> None:
     """`Misuse` for something that cannot be weights at all."""
     if not callable(getattr(weights, "state_dict", None)) and not isinstance(weights, Iterable):
         raise _misuse(weights)
-
-
-def _plain(name: str, known: Container[str]) -> str:
-    """The name without torch.compile's marker, which no checkpoint has, unless this layout has it."""
-    return name if name in known else name.replace(_COMPILED, "")
-
-
-def _unwrapped(module: Any) -> Any:
-    while True:
-        inner = getattr(module, "_orig_mod", None)
-        if inner is None and type(module).__name__ in ("DistributedDataParallel", "DataParallel"):
-            inner = module.module
-        if inner is None:
-            return module
-        module = inner
 
 
 def _misuse(value: Any) -> Misuse:
