@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -77,6 +78,17 @@ class Box:
             rest, place = np.divmod(rest, n)
             index += place * stride
         return index
+
+    def view(self, lanes: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """The box inside a whole tensor's flat lanes: an array of the box's shape over the same memory.
+
+        Raises:
+            ValueError: it reaches beyond them.
+        """
+        if self.last >= lanes.size:
+            raise ValueError(f"{self} does not lie inside {lanes.size} elements")
+        steps = tuple(stride * lanes.itemsize for stride in self.strides)
+        return np.lib.stride_tricks.as_strided(lanes[self.dst :], self.shape, steps)
 
     def ordinals(self, canonical: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
         """Which of `canonical` lie in the box (bool, same length), and the ordinals of those that do (int64).

@@ -55,7 +55,7 @@ def _check_whole(layout: Layout, pieces: Mapping[int, list[Piece]]) -> None:
     absent = [
         spec.name
         for tensor, spec in enumerate(layout)
-        if tensor not in pieces or sum(bits.size for _, bits in pieces[tensor]) != spec.elements
+        if sum(bits.size for _, bits in pieces.get(tensor, ())) != spec.elements  # no rank owns an empty tensor
     ]
     if absent:
         more = f" and {len(absent) - 8} more" if len(absent) > 8 else ""
@@ -63,17 +63,13 @@ def _check_whole(layout: Layout, pieces: Mapping[int, list[Piece]]) -> None:
 
 
 def _join(layout: Layout, tensor: int, pieces: Mapping[int, list[Piece]]) -> Bits:
-    spec, parts = layout[tensor], pieces[tensor]
+    spec, parts = layout[tensor], pieces.get(tensor, ())
     if len(parts) == 1 and (parts[0][0] is None or parts[0][0] == Box.flat(0, spec.elements)):
         return parts[0][1]
     whole = np.zeros(spec.elements, dtype=lane_dtype(spec.width))
     for box, bits in parts:
-        if box is None:
-            continue
-        if box.contiguous:
-            whole[box.dst : box.dst + box.elements] = bits
-        else:
-            whole[box.canonical(np.arange(box.elements, dtype=np.int64))] = bits
+        if box is not None:
+            box.view(whole)[...] = bits.reshape(box.shape)
     return whole
 
 

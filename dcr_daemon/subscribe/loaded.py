@@ -158,7 +158,7 @@ class Loaded:
         for file in files:
             for tensor, box, bits in read_pieces(file, self._layout):
                 if tensor in values and box is not None:
-                    values[tensor][box.canonical(np.arange(box.elements, dtype=np.int64))] = bits
+                    box.view(values[tensor])[...] = bits.reshape(box.shape)
                     left[tensor] -= box.elements
             if isinstance(file, SafetensorsFile):
                 file.close()

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from dcr_daemon.canonical.layout import Layout
-from dcr_daemon.canonical.region import Region
+from dcr_daemon.canonical.region import box
 from dcr_daemon.codec.warm import compile_kernels
 from dcr_daemon.errors import Corrupt, EngineRefused
 from dcr_daemon.vllm_plugin import faults, loading
@@ -22,7 +22,7 @@ from dcr_daemon.vllm_plugin.calls import FingerprintRank, Held, HopFiles, Start
 from dcr_daemon.vllm_plugin.dense import DenseFiles
 from dcr_daemon.vllm_plugin.feeding import Feeder, Values, read_values, write_fed
 from dcr_daemon.vllm_plugin.jobs import Job
-from dcr_daemon.vllm_plugin.memory import Bits, Homes, HostMemory, Memory, Side, holders_of
+from dcr_daemon.vllm_plugin.memory import Homes, HostMemory, Memory, Side, holders_of
 from dcr_daemon.vllm_plugin.placement import Placement
 from dcr_daemon.vllm_plugin.transaction import Arena, Preparation, Transaction
 
@@ -100,8 +100,8 @@ class Attachment:
         for one, other in self.placement.twins:
             rows = [self.placement.rows[number] for number in (one, other)]
             mine, theirs = (files.lanes(row.tensor) for row in rows)
-            region = rows[0].region
-            if not np.array_equal(_part(mine, region), _part(theirs, region)):
+            part = box(rows[0].region)
+            if not np.array_equal(part.view(mine), part.view(theirs)):
                 names = " and ".join(self.layout[row.tensor].name for row in rows)
                 raise EngineRefused(
                     f"{names} share their memory in this engine, and in these files they differ",
@@ -139,12 +139,6 @@ class Attachment:
             }
             for row in self.placement.rows
         ]
-
-
-def _part(lanes: Bits, region: Region) -> Bits:
-    """The canonical elements of a region, out of a whole tensor's lanes (a view)."""
-    steps = [stride * lanes.itemsize for stride in region.dst_strides]
-    return np.lib.stride_tricks.as_strided(lanes[region.dst :], region.shape, steps, writeable=False)
 
 
 def require_all(files: DenseFiles, tensors: Sequence[int]) -> None:

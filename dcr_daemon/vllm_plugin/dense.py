@@ -108,17 +108,14 @@ class DenseFiles:
 
     def lanes(self, tensor: int) -> Bits:
         """All of a tensor as flat lanes: mapped where it is stored whole, else joined."""
-        spec, stored = self._layout[tensor], self._stored[tensor]
+        spec, stored = self._layout[tensor], self._stored.get(tensor, [])
         lane = lane_dtype(spec.width)
         if len(stored) == 1 and stored[0].box is None:
             return _lanes(stored[0], lane)
         joined = np.empty(spec.elements, dtype=lane)
         for part in stored:
             assert part.box is not None
-            if part.box.contiguous:
-                joined[part.box.dst : part.box.dst + part.box.elements] = _lanes(part, lane)
-            else:
-                joined[part.box.canonical(np.arange(part.box.elements, dtype=np.int64))] = _lanes(part, lane)
+            part.box.view(joined)[...] = _lanes(part, lane).reshape(part.box.shape)
         return joined
 
 

@@ -72,3 +72,16 @@ def test_elements_beyond_32_bits() -> None:
 def test_nonsense_is_no_box(dst: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="a box has"):
         Box(dst, shape, strides)
+
+
+@pytest.mark.parametrize(
+    "box", [Box.flat(3, 5), Box(1, (4, 2), (6, 1)), Box(0, (6, 4), (1, 6)), Box(7, (2, 3), (1, 4))]
+)
+def test_a_view_of_a_box_is_what_its_ordinals_name(box: Box) -> None:
+    lanes = np.arange(24, dtype=np.uint16)
+    places = box.canonical(np.arange(box.elements, dtype=np.int64))
+    assert np.array_equal(box.view(lanes).reshape(-1), lanes[places])
+    box.view(lanes)[...] = 99
+    assert np.flatnonzero(lanes == 99).tolist() == sorted(places.tolist())
+    with pytest.raises(ValueError, match="does not lie inside 7 elements"):
+        box.view(lanes[:7])

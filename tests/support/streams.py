@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from training_boxes import Cut, pieces_of
 from versions import EXTRAS, Versions
 
+from dcr_daemon.canonical.layout import TensorSpec
 from dcr_daemon.checkpoint.pieces import piece_metadata, plan_files
 from dcr_daemon.checkpoint.safetensors import write_safetensors
 from dcr_daemon.codec.encode import EncodedChunk
@@ -101,6 +104,21 @@ class StreamWriter:
             await self.open(version)
             await self.seal(version, [await self.put(version, chunk) for chunk in self.chunks(version)])
 
+    async def anchor_of_ranks(self, version: int, cut: Cut, *, files: int = 3) -> Anchor:
+        """As `anchor`, with every tensor in the pieces that `cut` makes of it, dealt out over so many files."""
+        layout = self.versions.layout
+        pieces = pieces_of(layout, cut, self.versions.values[version])
+        prefix, made = names.anchor(version, self.ledger.tip.seq), []
+        for n in range(files):
+            path = self.versions.home / f"anchor-{version}-of-rank-{n}.safetensors"
+            path.unlink(missing_ok=True)
+            mine = pieces[n::files]
+            specs = [TensorSpec(entry, layout[layout.index(place[0])].dtype, bits.shape) for entry, place, bits in mine]
+            places = {"format": "pt"} | {entry: json.dumps(place) for entry, place, _ in mine}
+            write_safetensors(path, [(spec, bits) for spec, (_, _, bits) in zip(specs, mine, strict=True)], places)
+            made.append(await self._object(f"{prefix}model-{n}.safetensors", path.read_bytes()))
+        return await self._seal_anchor(version, prefix, made)
+
     async def abort(self, version: int) -> None:
         await self.ledger.append(
             lambda header: Abort(**header.fields, attempt=self.attempt, version=version, reason="test")
@@ -119,6 +137,9 @@ class StreamWriter:
             items = [(p.entry, values[layout[p.tensor].name][p.start : p.start + p.count]) for p in pieces]
             write_safetensors(path, items, piece_metadata(layout, pieces))
             files.append(await self._object(f"{prefix}model-{n}.safetensors", path.read_bytes()))
+        return await self._seal_anchor(version, prefix, files)
+
+    async def _seal_anchor(self, version: int, prefix: str, files: list[ObjectRef]) -> Anchor:
         extras = [await self._object(prefix + name, body) for name, body in EXTRAS.items()]
         index = AnchorIndex(stream=self.versions.stream, version=version, files=files, extras=extras)
         place = await self._object(f"{prefix}index.json", records.encode(index))

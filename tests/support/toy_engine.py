@@ -145,6 +145,7 @@ class ToyEngine:
     def __init__(self, home: Path, *, ranks: int = 2, cap: int = 1 << 22) -> None:
         self.home = home
         self.lanes = [self.first()]
+        self.cuts: dict[int, Any] = {}  #: by version, how its trainer cuts tensors; whole ones else
         self.workers = [self.worker(rank, ranks) for rank in range(ranks)]
         self.wire = ToyWire(self.workers)
         self.host = ToyHost()
@@ -193,6 +194,7 @@ class ToyEngine:
             self.lanes[version],
             version=version,
             target=2000,
+            boxes=self.cuts.get(version),
         ).hop
         return Hop(
             version=version,

@@ -30,15 +30,21 @@ SPECS = [
 ]
 
 
+def _flat(layout: Layout, tensor: int) -> list[Box]:
+    elements = layout[tensor].elements
+    return [Box.flat(start, min(4096, elements - start)) for start in range(0, elements, 4096)]
+
+
 class Versions:
     """A model whose version v has the bits `values[v]`. Everything written goes below `home`."""
 
     stream = "5ea1" * 8
 
-    def __init__(self, home: Path, seed: int = 0) -> None:
+    def __init__(self, home: Path, seed: int = 0, layout: Layout | None = None) -> None:
         self.home = home
-        self.layout = Layout(SPECS)
+        self.layout = layout or Layout(SPECS)
         self._random = np.random.default_rng(seed)
+        self.cuts: dict[int, Callable[[Layout, int], list[Box]]] = {}  #: by version, of its writer; whole tensors else
         self.values = [{spec.name: self._draw(spec) for spec in self.layout}]
 
     def _draw(self, spec: TensorSpec) -> Bits:
@@ -78,10 +84,9 @@ class Versions:
             chunks.append(encoder.finish(identity))
 
         for tensor, spec in enumerate(self.layout):
-            for start in range(0, spec.elements, 4096):
-                end = min(start + 4096, spec.elements)
-                base = self.values[version - 1][spec.name][start:end].copy()
-                encoder.add(tensor, Box.flat(start, end - start), base, self.values[version][spec.name][start:end])
+            for box in self.cuts.get(version, _flat)(self.layout, tensor):
+                at = box.canonical(np.arange(box.elements, dtype=np.int64))
+                encoder.add(tensor, box, self.values[version - 1][spec.name][at], self.values[version][spec.name][at])
                 if encoder.full:
                     finish()
         if encoder.pending:
