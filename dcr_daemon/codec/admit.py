@@ -1,4 +1,4 @@
-"""What a chunk declares about itself, judged before a single stream is unpacked: header, directory, table.
+"""What a chunk declares about itself, judged before a single stream is unpacked: header and directory (`rows`: table).
 
 Every length that a later step allocates or indexes by is compared here with what the layout, the limits of the format
 and the other counts allow. Raises `CorruptChunk` and nothing else. Only `decode` calls this.
@@ -10,14 +10,12 @@ import struct
 
 import zstandard
 
-from dcr_daemon.canonical.box import MAX_RANK, Box
-from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.canonical.box import MAX_RANK
 from dcr_daemon.codec import format as fmt
-from dcr_daemon.codec.chunk import SEGMENT_BYTES, ChunkId, Operation, Positions, Segment
+from dcr_daemon.codec.chunk import ChunkId
 from dcr_daemon.codec.format import Packing, Stream
 from dcr_daemon.errors import CorruptChunk
 
-PLANES = {Operation.XOR: Stream.MASK, Operation.OVERWRITE: Stream.VALUE}
 WINDOW_LIMIT = 8 << 20  #: bytes a zstd frame may ask the decoder to keep beside its output
 _HINT = "fetch the object again; if it stays so, the writer or the store is broken"
 
@@ -46,18 +44,6 @@ class Stored:
             return zstandard.ZstdDecompressor().decompress(self.data, max_output_size=self.raw, allow_extra_data=False)
         except zstandard.ZstdError as error:
             raise corrupt(f"a stream does not decompress: {error}") from error
-
-
-class Row:
-    """A segment, how it is written, and where its pieces lie: stream -> (start, size) in unpacked bytes."""
-
-    __slots__ = ("escapes", "pieces", "positions", "segment", "shift", "width")
-
-    def __init__(self, segment: Segment, width: int, positions: Positions, shift: int) -> None:
-        self.segment, self.width = segment, width
-        self.positions, self.shift = positions, shift
-        self.escapes = 0
-        self.pieces: dict[int, tuple[int, int]] = {}
 
 
 def read_header(view: memoryview) -> fmt.Header:
@@ -108,68 +94,3 @@ def read_directory(view: memoryview, header: fmt.Header) -> dict[int, Stored]:
     ):
         raise corrupt("segment table is missing or too large")
     return streams
-
-
-def read_rows(table: fmt.Table, layout: Layout) -> list[Row]:
-    """Judge every row by itself and lay its pieces out one after the other in their streams."""
-    columns = [getattr(table, name).tolist() for name, _ in fmt.ROW_COLUMNS]
-    shape, strides = table.shape.tolist(), table.strides.tolist()
-    ends: dict[int, int] = {}
-    rows, axis = [], 0
-    for rank, positions, operation, shift, tensor, changed, carries, escapes, dst, before, after in zip(
-        *columns, strict=True
-    ):
-        axes, axis = slice(axis, axis + rank), axis + rank
-        if not 1 <= rank <= MAX_RANK or tensor >= len(layout):
-            raise corrupt(f"a segment names tensor {tensor} of {len(layout)}, with a box of rank {rank}")
-        spec = layout[tensor]
-        extent = tuple(shape[axes])
-        if 0 in extent or 0 in strides[axes]:
-            raise corrupt(f"a box of {spec.name} has an empty axis")
-        box = Box(dst, extent, tuple(strides[axes]))
-        elements = box.elements
-        if not box.fits(spec.elements) or elements * spec.width > SEGMENT_BYTES:
-            raise corrupt(f"a box is no piece of {spec.name} or larger than a segment may be")
-        if positions >= len(Positions) or operation >= len(Operation) or not 1 <= changed <= elements:
-            raise corrupt(f"a segment of {spec.name} has {changed} changes and codecs {positions}, {operation}")
-        segment = Segment(tensor, box, changed, Operation(operation), before, after)
-        row = Row(segment, spec.width, Positions(positions), shift)
-        row.escapes = escapes
-        for kind, size in _piece_sizes(row, carries):
-            start = ends.get(kind, 0)
-            row.pieces[kind] = (start, size)
-            ends[kind] = start + size
-        rows.append(row)
-    return rows
-
-
-def _piece_sizes(row: Row, carries: int) -> list[tuple[int, int]]:
-    """Bytes of this segment in each stream it uses. Raises `CorruptChunk` if its counts contradict one another."""
-    k, elements = row.segment.changed, row.segment.box.elements
-    pieces: list[tuple[int, int]] = []
-    if row.positions is Positions.GAPS:
-        sound = row.shift <= fmt.MAX_SHIFT and carries <= (elements >> row.shift) // 255
-        pieces += [(Stream.GAPS, k + carries), (Stream.LOW, (k * row.shift + 7) // 8)]
-    else:
-        sound = row.shift == 0 and carries == 0 and (row.positions is Positions.BITMASK or k == elements)
-        if row.positions is Positions.BITMASK:
-            pieces.append((Stream.BITMASK, (elements + 7) // 8))
-    operation = row.segment.operation
-    if operation is Operation.ULP:
-        sound &= row.escapes <= k and row.width <= 4
-        pieces.append((Stream.CODES, (k + 3) // 4))
-        pieces += [(Stream.ESCAPE + byte, row.escapes) for byte in range(row.width)]
-    else:
-        sound &= row.escapes == 0 and (operation is Operation.OVERWRITE or row.width <= 4)
-        pieces += [(PLANES[operation] + byte, k) for byte in range(row.width)]
-    if not sound:
-        raise corrupt("a segment's counts contradict its codecs")
-    return [(kind, size) for kind, size in pieces if size]
-
-
-def stream_sizes(rows: list[Row]) -> dict[int, int]:
-    totals: dict[int, int] = {}
-    for row in rows:
-        for kind, (start, size) in row.pieces.items():
-            totals[kind] = start + size
-    return totals

@@ -7,6 +7,8 @@ the layout and the limits of the format allow.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 import numpy.typing as npt
 import xxhash
@@ -15,9 +17,10 @@ from dcr_daemon.canonical.dtypes import lane_dtype
 from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.codec import format as fmt
-from dcr_daemon.codec.admit import PLANES, Row, Stored, corrupt, read_directory, read_header, read_rows, stream_sizes
-from dcr_daemon.codec.chunk import CHUNK_LIMIT, Changes, ChunkId, Operation, Positions
+from dcr_daemon.codec.admit import Stored, corrupt, read_directory, read_header
+from dcr_daemon.codec.chunk import CHUNK_LIMIT, Changes, ChunkId, Operation, Positions, Segment
 from dcr_daemon.codec.format import Stream
+from dcr_daemon.codec.rows import PLANES, Row, Rows, read_rows
 
 Data = bytes | bytearray | memoryview
 
@@ -61,27 +64,41 @@ def open_chunk(data: Data, layout: Layout, expect: ChunkId | None = None) -> Chu
     if table is None:
         raise corrupt("segment table has the wrong size")
     rows = read_rows(table, layout)
-    totals = stream_sizes(rows)
     declared = {kind: stream.raw for kind, stream in streams.items() if kind != Stream.TABLE}
-    if declared != totals:
+    if declared != rows.totals:
         raise corrupt("streams are not as long as the segments say")
     return Chunk(header.id, layout, rows, streams)
 
 
 class Chunk:
-    """An opened chunk. `changes` may be called from several threads."""
+    """An opened chunk. `changes` may be called from several threads.
 
-    def __init__(self, identity: ChunkId, layout: Layout, rows: list[Row], streams: dict[int, Stored]) -> None:
+    `table` has the segments in columns, at no cost; `segment` and `segments` make objects of them, which takes longer
+    than to judge them all. Who wants few of many looks into the columns first.
+    """
+
+    def __init__(self, identity: ChunkId, layout: Layout, rows: Rows, streams: dict[int, Stored]) -> None:
         self.id = identity
         self.layout = layout
-        self.segments = tuple(row.segment for row in rows)
+        self.table = rows.table
         self._rows = rows
         self._streams = streams
         self._unpacked: dict[int, npt.NDArray[np.uint8]] = {}
 
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def segment(self, index: int) -> Segment:
+        return self._rows.segment(index)
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        """All of them, in the order of the table."""
+        return tuple(self._rows.segment(index) for index in range(len(self)))
+
     def changes(self, index: int) -> Changes:
         """Decode segment `index`. Raises `CorruptChunk`. Streams are unpacked once and kept until `release`."""
-        row = self._rows[index]
+        row = self._rows.row(index)
         return Changes(row.segment, self._positions(row), self._operands(row))
 
     def release(self) -> None:

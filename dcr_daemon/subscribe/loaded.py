@@ -243,7 +243,7 @@ class Loaded:
             chunk = open_chunk(one if isinstance(one, bytes) else Path(one).read_bytes(), self._layout)
             if (chunk.id.attempt, chunk.id.base, chunk.id.version) != of:
                 raise Corrupt(f"a chunk of {chunk.id} was found among those of version {of[2]}")
-            for n in [n for n, segment in enumerate(chunk.segments) if segment.tensor in values]:
+            for n in np.flatnonzero(np.isin(chunk.table.tensor, list(values))).tolist():
                 changed = True
                 changes = chunk.changes(n)
                 bits, key = values[changes.segment.tensor], int(self._layout.keys[changes.segment.tensor])

@@ -12,13 +12,15 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from dcr_daemon.canonical.fingerprint import Vector
 from dcr_daemon.canonical.layout import Layout
-from dcr_daemon.codec.chunk import Segment
 from dcr_daemon.codec.decode import open_chunk
+from dcr_daemon.codec.format import Table
 from dcr_daemon.engine.port import Hop
 from dcr_daemon.errors import Corrupt, EngineRefused
 from dcr_daemon.vllm_plugin.judge import HopTable
@@ -70,19 +72,21 @@ def read_promise(hops: Sequence[Hop], layout: Layout) -> Promise:
 
 def read_table(hop: Hop, layout: Layout) -> HopTable:
     """The segments of one version, in the order in which workers number them."""
-    segments: list[Segment] = []
-    for path in hop.chunks:
-        segments += _segments(path, hop, layout)
+    tables = [_table(path, hop, layout) for path in hop.chunks]
+
+    def column(name: str, dtype: type[np.generic]) -> npt.NDArray[Any]:
+        return np.concatenate([np.zeros(0, dtype), *(getattr(table, name) for table in tables)]).astype(dtype)
+
     return HopTable(
         version=hop.version,
-        tensor=np.array([s.tensor for s in segments], dtype=np.int64),
-        changed=np.array([s.changed for s in segments], dtype=np.int64),
-        before=np.array([s.before for s in segments], dtype=np.uint64),
-        after=np.array([s.after for s in segments], dtype=np.uint64),
+        tensor=column("tensor", np.int64),
+        changed=column("changed", np.int64),
+        before=column("before", np.uint64),
+        after=column("after", np.uint64),
     )
 
 
-def _segments(path: str, hop: Hop, layout: Layout) -> tuple[Segment, ...]:
+def _table(path: str, hop: Hop, layout: Layout) -> Table:
     chunk = open_chunk(_read(path), layout)
     found = (chunk.id.version, chunk.id.base, chunk.id.attempt)
     if found != (hop.version, hop.base, hop.attempt):
@@ -91,7 +95,7 @@ def _segments(path: str, hop: Hop, layout: Layout) -> tuple[Segment, ...]:
             f"wanted {hop.version} on {hop.base}, attempt {hop.attempt}",
             hint="stage the version again",
         )
-    return chunk.segments
+    return chunk.table
 
 
 class Reader:
