@@ -7,8 +7,10 @@ entries `name#n`; the file's `__metadata__` maps each such entry to the JSON `[n
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import count
 
 import msgspec
 
@@ -24,12 +26,16 @@ _places = msgspec.json.Decoder(tuple[str, int, tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements `start` to `start + count` of canonical tensor `tensor`, stored as `entry`."""
+    """The elements of `box` in canonical tensor `tensor`, stored as `entry`; no box for an empty tensor."""
 
     tensor: int
-    start: int
-    count: int
+    box: Box | None
     entry: TensorSpec
+
+    @property
+    def run(self) -> slice:
+        """The canonical elements, where they follow each other."""
+        return slice(self.box.dst, self.box.dst + self.box.elements) if self.box else slice(0, 0)
 
     def whole(self, layout: Layout) -> bool:
         return self.entry.name == layout[self.tensor].name
@@ -37,37 +43,55 @@ class Piece:
 
 def plan_files(layout: Layout, limit: int) -> list[list[Piece]]:
     """Cut `layout` into files of at most `limit` bytes of tensors each, in layout order."""
+    return _packed((piece for tensor in range(len(layout)) for piece in _cut(layout, tensor, limit)), limit)
+
+
+def plan_boxes(layout: Layout, boxes: Iterable[tuple[int, Box]], limit: int) -> list[list[Piece]]:
+    """Boxes of canonical tensors, `(layout index, box)`, as files of at most `limit` bytes each, in their order.
+
+    Numbers of entries begin anew for each tensor: they tell the entries of one file apart, and files of others may have
+    the same ones.
+    """
+    numbers: defaultdict[int, Iterator[int]] = defaultdict(count)
+    return _packed((_piece(layout, t, box, next(numbers[t])) for t, box in boxes), limit)
+
+
+def _packed(pieces: Iterable[Piece], limit: int) -> list[list[Piece]]:
     files: list[list[Piece]] = [[]]
     room = limit
-    for tensor in range(len(layout)):
-        for piece in _cut(layout, tensor, limit):
-            if piece.entry.nbytes > room and files[-1]:
-                files.append([])
-                room = limit
-            files[-1].append(piece)
-            room -= piece.entry.nbytes
+    for piece in pieces:
+        if piece.entry.nbytes > room and files[-1]:
+            files.append([])
+            room = limit
+        files[-1].append(piece)
+        room -= piece.entry.nbytes
     return files
 
 
 def _cut(layout: Layout, tensor: int, limit: int) -> Iterator[Piece]:
     spec = layout[tensor]
     if spec.nbytes <= limit:
-        yield Piece(tensor, 0, spec.elements, spec)
+        yield Piece(tensor, Box.flat(0, spec.elements) if spec.elements else None, spec)
         return
-    step, mark = max(1, limit // spec.width), "#"
+    step = max(1, limit // spec.width)
     for n, start in enumerate(range(0, spec.elements, step)):
-        while f"{spec.name}{mark}{n}" in layout:  # a tensor may itself be called so
-            mark += "#"
-        count = min(step, spec.elements - start)
-        yield Piece(tensor, start, count, TensorSpec(f"{spec.name}{mark}{n}", spec.dtype, (count,)))
+        yield _piece(layout, tensor, Box.flat(start, min(step, spec.elements - start)), n)
+
+
+def _piece(layout: Layout, tensor: int, box: Box, number: int) -> Piece:
+    spec, mark = layout[tensor], "#"
+    while f"{spec.name}{mark}{number}" in layout:  # a tensor may itself be called so
+        mark += "#"
+    return Piece(tensor, box, TensorSpec(f"{spec.name}{mark}{number}", spec.dtype, (box.elements,)))
 
 
 def piece_metadata(layout: Layout, pieces: list[Piece]) -> dict[str, str]:
     """The `__metadata__` of a file of `pieces`."""
     table = {"format": "pt"}
     for piece in pieces:
-        if not piece.whole(layout):
-            place = [layout[piece.tensor].name, piece.start, [piece.count], [1]]
+        if piece.box and not piece.whole(layout):
+            box = piece.box
+            place = [layout[piece.tensor].name, box.dst, list(box.shape), list(box.strides)]
             table[piece.entry.name] = json.dumps(place, separators=(",", ":"), ensure_ascii=False)
     return table
 

@@ -144,19 +144,29 @@ class Check:
         return vector
 
     async def _sums(self, seal: Seal, parts: Iterable[Part]) -> None:
-        """That what the ranks held before adds up to what the seal says they started from (must P3)."""
-        added, key = 0, ""
+        """That what the ranks held before and after adds up to what the seal says (must P3).
+
+        Early writers put down only what they held before.
+        """
+        n, added, key, whole = len(self._layout), np.zeros(2, dtype=np.uint64), "", True
         for part in parts:
             key, size = part.sums.key, part.sums.size
-            reading = self._reader.read(part.sums, seal.version, limit=8 * len(self._layout))
+            reading = self._reader.read(part.sums, seal.version, limit=16 * n)
             body = await self._try(key, seal.version, reading, size)
             if body is None:
                 return
-            added += total(np.frombuffer(body[: size - size % 8], dtype="<u8").astype(np.uint64))
+            if len(body) not in (8 * n, 16 * n):
+                self._damage(key, seal.version, f"it does not hold vectors of {n} tensors")
+                return
+            whole &= len(body) == 16 * n
+            sums = np.frombuffer(body, dtype="<u8").reshape(-1, n).sum(axis=1, dtype=np.uint64)
+            added[: len(sums)] += sums
         if seal.before != self._totals.get(seal.base, seal.before):
             return  # told already
-        if key and records.show_u64(added & MASK) != seal.before:
+        if key and records.show_u64(int(added[0])) != seal.before:
             self._damage(key, seal.version, "the sums beside the parts do not add up to the seal's sum before")
+        if key and whole and records.show_u64(int(added[1])) != seal.after:
+            self._damage(key, seal.version, "the sums beside the parts do not add up to the seal's sum after")
 
     async def _chunk(self, seal: Seal, part: Part, ref: ChunkRef) -> Vector | None:
         async def read() -> Vector:

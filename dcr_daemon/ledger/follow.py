@@ -57,6 +57,12 @@ class Follower:
         """Called by the ledger for every record that counts, whoever caused it to be read."""
         self._given.append(record)
 
+    def taken(self) -> list[AnyRecord]:
+        """What was read and not given yet; waits for nothing."""
+        fresh = list(self._given)
+        self._given.clear()
+        return fresh
+
     def __aiter__(self) -> Follower:
         return self
 

@@ -36,6 +36,16 @@ def fail(version: int, attempt_: int, group: str, rank: int, nonce: str) -> str:
     return f"{attempt(version, attempt_)}{group}-{rank}-{nonce}.fail.json"
 
 
+def declaration(version: int, attempt_: int, group: str, rank: int, nonce: str) -> str:
+    """What a rank says that it holds, before the first attempt of its group is diffed."""
+    return f"{attempt(version, attempt_)}{group}-{rank}-{nonce}.declaration"
+
+
+def verdict(version: int, attempt_: int) -> str:
+    """What rank 0 says about all declarations."""
+    return f"{attempt(version, attempt_)}verdict"
+
+
 def vector(version: int, attempt_: int) -> str:
     """The version's whole fingerprint vector, u64 little-endian in layout order."""
     return f"{attempt(version, attempt_)}fingerprint.bin"
@@ -45,6 +55,15 @@ def anchor(version: int, attempt_: int) -> str:
     """Prefix of one attempt at an anchor: the number is the seq of the newest record that its writer had read, which is
     at least that of its own claim. So retention can tell whose it is (must L5)."""
     return f"{ANCHORS}{version}/{attempt_}/"
+
+
+def anchor_share(version: int, attempt_: int, group: str, rank: int, nonce: str) -> str:
+    """What a rank put into an anchor."""
+    return f"{anchor(version, attempt_)}{group}-{rank}-{nonce}.share.json"
+
+
+def anchor_sums(version: int, attempt_: int, group: str, rank: int, nonce: str) -> str:
+    return f"{anchor(version, attempt_)}{group}-{rank}-{nonce}.sums"
 
 
 def replica(replica_id: str) -> str:

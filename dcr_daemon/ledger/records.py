@@ -128,7 +128,10 @@ class Open(Record, frozen=True, tag="open"):
 
 
 class Seal(Record, frozen=True, tag="seal"):
-    """The commit point of a version. `before` and `after` are fingerprint totals; `previous` the seal before it."""
+    """The commit point of a version. `before` and `after` are fingerprint totals; `previous` the seal before it.
+
+    `anchor`: every rank writes its share of an anchor of this version next.
+    """
 
     version: Count
     base: Count
@@ -145,12 +148,16 @@ class Seal(Record, frozen=True, tag="seal"):
     step: Label | None = None
     source: dict[str, Any] | None = None
     metadata: dict[str, Any] = {}
+    anchor: bool = False
 
 
 class Abort(Record, frozen=True, tag="abort"):
+    """`rebuild`: what the ranks hold does not add up; each builds its baseline anew, from the bucket alone."""
+
     attempt: Count
     version: Count
     reason: str
+    rebuild: bool = False
 
 
 class Anchor(Record, frozen=True, tag="anchor"):
@@ -178,7 +185,10 @@ class ChunkRef(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank contributed to one attempt (must P2: everything is repeated and compared)."""
+    """What one rank contributed to one attempt (must P2: everything is repeated and compared).
+
+    `stray`: the rank diffed from bytes that are not the base's (must P4). `anchor`: it asks for an anchor.
+    """
 
     format: Count = FORMAT
     stream: Id
@@ -193,6 +203,34 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     sums: ObjectRef
     changed: Count
     bytes: Count
+    stray: bool = False
+    anchor: bool = False
+
+
+class Fail(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a rank gives an attempt up: rank 0 aborts it (must P7)."""
+
+    format: Count = FORMAT
+    stream: Id
+    group: Id
+    call: Count
+    attempt: Count
+    rank: Count
+    nonce: Id
+    reason: str
+
+
+class AnchorShare(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank contributed to an anchor: its files, and `sums`, the vector over what is in them."""
+
+    format: Count = FORMAT
+    stream: Id
+    group: Id
+    version: Count
+    rank: Count
+    nonce: Id
+    files: list[ObjectRef]
+    sums: ObjectRef
 
 
 class AnchorIndex(msgspec.Struct, frozen=True, kw_only=True):
@@ -221,6 +259,8 @@ _records = msgspec.json.Decoder(AnyRecord)
 _heads = msgspec.json.Decoder(_Head)
 _parts = msgspec.json.Decoder(Part)
 _indexes = msgspec.json.Decoder(AnchorIndex)
+_fails = msgspec.json.Decoder(Fail)
+_shares = msgspec.json.Decoder(AnchorShare)
 
 
 def encode(value: msgspec.Struct) -> bytes:
@@ -246,6 +286,18 @@ def decode_part(body: bytes) -> Part:
     """Raises `ValueError` for anything that is not one part of this format."""
     part: Part = decode_json(_parts, body)
     return part
+
+
+def decode_fail(body: bytes) -> Fail:
+    """Raises `ValueError` for anything that is not one fail object of this format."""
+    fail: Fail = decode_json(_fails, body)
+    return fail
+
+
+def decode_anchor_share(body: bytes) -> AnchorShare:
+    """Raises `ValueError` for anything that is not one share of an anchor of this format."""
+    share: AnchorShare = decode_json(_shares, body)
+    return share
 
 
 def decode_anchor_index(body: bytes) -> AnchorIndex:

@@ -8,26 +8,33 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from dcr_daemon import runtime
-from dcr_daemon.canonical.fingerprint import MASK, Vector, sum_run, total
+from dcr_daemon.canonical.box import Box
+from dcr_daemon.canonical.dtypes import lane_dtype
+from dcr_daemon.canonical.fingerprint import MASK, Bits, Vector, sum_box, total
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.directory import INDEX
-from dcr_daemon.checkpoint.pieces import Piece, piece_metadata, plan_files
+from dcr_daemon.checkpoint.pieces import Piece, piece_metadata, plan_boxes, plan_files
 from dcr_daemon.checkpoint.safetensors import SafetensorsBytes, pack_safetensors
+from dcr_daemon.errors import Corrupt
 from dcr_daemon.events import AnchorPut, Emit
 from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.ledger import Ledger
-from dcr_daemon.ledger.records import Anchor, AnchorIndex, ObjectRef
+from dcr_daemon.ledger.records import Anchor, AnchorIndex, AnchorShare, ObjectRef, Seal, show_u64
 from dcr_daemon.publish.baseline import Baseline, check_vector
+from dcr_daemon.publish.bench import Bench
+from dcr_daemon.publish.join import Joined
 from dcr_daemon.publish.restore import total_of
 from dcr_daemon.runtime import Workers
 from dcr_daemon.store.keys import is_key
 from dcr_daemon.store.once import create_once
+from dcr_daemon.store.port import Store
 from dcr_daemon.store.retry import Patience
 
 FILE_BYTES = 256 << 20  #: of tensors in one file: what `CONCURRENCY` of them may cost in memory
@@ -68,8 +75,11 @@ class SinceAnchor:
         self._after = ""
         self._broken = False
 
-    async def due(self) -> bool:
+    async def due(self, coming: Joined | None = None) -> bool:
         """Whether they ask for another one: by policy, or because no chain leads over them.
+
+        Args:
+            coming: what is about to be sealed, to be counted as well.
 
         A version made from a stray baseline says so: its `before` is not the `after` of the version before it.
         """
@@ -83,7 +93,20 @@ class SinceAnchor:
             self._broken |= seal.before != self._after
             self._version, self._after = seal.version, seal.after
             self._bytes += seal.bytes
-        return self._broken or self._policy.due(self._version - anchor, self._bytes, self._dense_bytes)
+        if coming is None:
+            return self._broken or self._policy.due(self._version - anchor, self._bytes, self._dense_bytes)
+        broken = self._broken or show_u64(total(coming.before)) != self._after
+        return broken or self._policy.due(self._version - anchor + 1, self._bytes + coming.bytes, self._dense_bytes)
+
+
+class Lanes(Protocol):
+    """What an anchor is written from: a baseline, or the checkpoint that a stream begins with."""
+
+    layout: Layout
+
+    def lanes(self, tensor: int, box: Box) -> Bits:
+        """Lanes of a box that is held, in its own order; called on any thread."""
+        ...
 
 
 async def write_anchor(
@@ -94,7 +117,7 @@ async def write_anchor(
     patience: float,
     emit: Emit,
 ) -> Anchor:
-    """Upload the baseline's version and record it as an anchor.
+    """Upload the version that a baseline holds whole, and record it as an anchor.
 
     Raises:
         Fenced: another publisher owns the stream.
@@ -103,18 +126,48 @@ async def write_anchor(
     """
     version = baseline.version
     assert version is not None
+    return await write_whole(ledger, baseline, version, baseline.vector, extras, workers, patience, emit)
+
+
+async def write_whole(
+    ledger: Ledger,
+    source: Lanes,
+    version: int,
+    vector: Vector,
+    extras: Mapping[str, bytes],
+    workers: Workers,
+    patience: float,
+    emit: Emit,
+) -> Anchor:
+    """Upload a version, of which `source` has all and `vector` is the fingerprint. Raises as `write_anchor`."""
     await ledger.read()
     ledger.check_held()  # its number would pass for one of the new owner's (must L5), and the upload is long
     started = runtime.monotonic()
     # The seq of the newest record: never repeated by another process, since each claims first (must L0). One anchor is
     # written at a time, so retention knows by the number which ones have ended (must L5).
     prefix = names.anchor(version, ledger.tip.seq)
-    writer = _Writer(ledger, baseline, prefix, workers, patience)
-    files, vector = await writer.put_files()
-    check_vector(
-        baseline.vector, vector, baseline.layout, f"anchor of version {version} in {ledger.store.url}",
-        "the publisher's memory is damaged; restart it, it rebuilds its baseline from the bucket",
-    )  # fmt: skip
+    writer = _Writer(ledger.store, source, prefix, workers, patience)
+    plan = plan_files(source.layout, FILE_BYTES)
+    files, found = await writer.put_files(plan, lambda n: _file_name(n, len(plan)))
+    await writer.put_hf_index(plan)
+    check_vector(vector, found, source.layout, f"anchor of version {version} in {ledger.store.url}", _REBUILDS)
+    return await _record(ledger, writer, version, files, vector, extras, started, emit)
+
+
+_REBUILDS = "the publisher's memory is damaged; restart it, it rebuilds its baseline from the bucket"
+
+
+async def _record(
+    ledger: Ledger,
+    writer: _Writer,
+    version: int,
+    files: list[ObjectRef],
+    vector: Vector,
+    extras: Mapping[str, bytes],
+    started: float,
+    emit: Emit,
+) -> Anchor:
+    """Everything is durable: name it."""
     side = [
         await writer.put(name, body) for name, body in sorted(extras.items()) if is_key(name) and name != INDEX_NAME
     ]
@@ -131,30 +184,97 @@ async def write_anchor(
     return record
 
 
+async def write_share(bench: Bench, seal: Seal) -> AnchorShare:
+    """Upload what this rank holds of a version that was just sealed, for an anchor (all ranks do; `join_anchor`).
+
+    Raises:
+        StoreUnavailable: the bucket did not answer.
+        Corrupt: the uploaded bytes are not what the baseline should hold.
+    """
+    rank, baseline = bench.rank, bench.baseline
+    writer = _Writer(
+        bench.ledger.store, baseline, names.anchor(seal.version, seal.seq), bench.workers, bench.options.patience
+    )  # fmt: skip
+    address = f"{rank.group}-{rank.number}-{rank.nonce}"
+    boxes = [(block.tensor, block.box) for block in baseline.share.blocks]
+    plan = plan_boxes(baseline.layout, boxes, FILE_BYTES)
+    if rank.leads:  # nobody has an element of an empty tensor
+        plan.append([Piece(t, None, spec) for t, spec in enumerate(baseline.layout) if not spec.elements])
+    files, vector = await writer.put_files([p for p in plan if p], lambda n: f"{address}-{n:05d}.safetensors")
+    what = f"share of {rank} in the anchor of version {seal.version}"
+    check_vector(baseline.vector, vector, baseline.layout, what, _REBUILDS)
+    sums = await writer.put(f"{address}.sums", vector.astype("<u8").tobytes())
+    share = AnchorShare(
+        stream=seal.stream, group=rank.group, version=seal.version, rank=rank.number, nonce=rank.nonce, files=files,
+        sums=sums,
+    )  # fmt: skip
+    runtime.failpoint("publish.anchor.shared")
+    await writer.put(f"{address}.share.json", records.encode(share))
+    return share
+
+
+async def join_anchor(
+    bench: Bench, seal: Seal, own: AnchorShare, keys: Mapping[int, str], extras: Mapping[str, bytes], emit: Emit
+) -> Anchor:
+    """All ranks' shares as one anchor, whose fingerprint is the seal's (must L5).
+
+    Args:
+        keys: of the other ranks' shares.
+
+    Raises:
+        as `write_anchor`.
+    """
+    ledger, started = bench.ledger, runtime.monotonic()
+    shares = [own, *[await _read_share(bench, key, seal, number) for number, key in sorted(keys.items())]]
+    size = 8 * len(bench.layout)
+    sums = [await bench.objects.read(share.sums, seal.version, limit=size) for share in shares]
+    if any(len(body) != size for body in sums):
+        raise Corrupt(f"the sums of the anchor of version {seal.version} are not as long as the layout")
+    vector = np.array([np.frombuffer(body, "<u8") for body in sums]).sum(axis=0, dtype=np.uint64)
+    want = await bench.restorer.vector(seal.version)
+    check_vector(want, vector, bench.layout, f"anchor of version {seal.version} in {ledger.store.url}", _REBUILDS)
+    prefix = names.anchor(seal.version, seal.seq)
+    writer = _Writer(ledger.store, bench.baseline, prefix, bench.workers, bench.options.patience)
+    files = [file for share in shares for file in share.files]
+    return await _record(ledger, writer, seal.version, files, vector, extras, started, emit)
+
+
+async def _read_share(bench: Bench, key: str, seal: Seal, number: int) -> AnchorShare:
+    try:
+        share = records.decode_anchor_share(await bench.ledger.store.get(key, limit=records.PART_LIMIT))
+    except ValueError as error:
+        raise Corrupt(f"{key} is no share of an anchor: {error}") from error
+    found = (share.stream, share.group, share.version, share.rank)
+    if found != (seal.stream, bench.rank.group, seal.version, number):
+        raise Corrupt(f"{key} is a share of another anchor: {found}")
+    return share
+
+
 class _Writer:
     """Puts the objects of one anchor, a few at a time."""
 
-    def __init__(self, ledger: Ledger, baseline: Baseline, prefix: str, workers: Workers, patience: float) -> None:
-        self._store, self._baseline, self._prefix = ledger.store, baseline, prefix
+    def __init__(self, store: Store, source: Lanes, prefix: str, workers: Workers, patience: float) -> None:
+        self._store, self._source, self._prefix = store, source, prefix
         self._workers, self._patience = workers, Patience(patience)
-        self._sums = [0] * len(baseline.layout)
+        self._sums = [0] * len(source.layout)
 
     async def put(self, name: str, body: bytes | bytearray) -> ObjectRef:
         key = f"{self._prefix}{name}"
         await create_once(self._store, key, memoryview(body), patience=self._patience)
         return ObjectRef(key, len(body), await self._workers.run(records.digest, memoryview(body)))
 
-    async def put_files(self) -> tuple[list[ObjectRef], Vector]:
-        """All tensors; the references of their files, and the fingerprint of what was put."""
-        plan = plan_files(self._baseline.layout, FILE_BYTES)
+    async def put_files(
+        self, plan: Sequence[list[Piece]], name: Callable[[int], str]
+    ) -> tuple[list[ObjectRef], Vector]:
+        """The references of the planned files, and the fingerprint of what was put."""
         slots = asyncio.Semaphore(CONCURRENCY)
 
         async def put_file(n: int, pieces: list[Piece]) -> ObjectRef:
             async with slots:
-                body, sums = await self._workers.run(_pack, self._baseline, pieces)
+                body, sums = await self._workers.run(_pack, self._source, pieces)
                 for tensor, value in sums:
                     self._sums[tensor] = (self._sums[tensor] + value) & MASK
-                file = await self.put(_file_name(n, len(plan)), body)
+                file = await self.put(name(n), body)
                 runtime.failpoint("publish.anchor.file")
                 return file
 
@@ -165,12 +285,11 @@ class _Writer:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        await self._put_hf_index(plan)
         return files, np.array(self._sums, dtype=np.uint64)
 
-    async def _put_hf_index(self, plan: list[list[Piece]]) -> None:
+    async def put_hf_index(self, plan: Sequence[list[Piece]]) -> None:
         """For people who copy the prefix with other tools; readers of DCR go by `index.json` alone."""
-        layout = self._baseline.layout
+        layout = self._source.layout
         if len(plan) > 1 and all(piece.whole(layout) for pieces in plan for piece in pieces):
             homes = {p.entry.name: _file_name(n, len(plan)) for n, pieces in enumerate(plan) for p in pieces}
             table = {"metadata": {"total_size": layout.nbytes}, "weight_map": homes}
@@ -181,14 +300,12 @@ def _file_name(n: int, count: int) -> str:
     return f"model-{n + 1:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
 
 
-def _pack(baseline: Baseline, pieces: list[Piece]) -> tuple[bytearray, list[tuple[int, int]]]:
+def _pack(source: Lanes, pieces: list[Piece]) -> tuple[bytearray, list[tuple[int, int]]]:
     """The bytes of one file, and `(tensor, sum)` of each piece, read back from those bytes."""
-    layout = baseline.layout
-    items = [(p.entry, baseline.read(p.tensor, p.start, p.count)) for p in pieces]
+    layout = source.layout
+    empty = {p.tensor: np.empty(0, lane_dtype(layout[p.tensor].width)) for p in pieces if not p.box}
+    items = [(p.entry, source.lanes(p.tensor, p.box) if p.box else empty[p.tensor]) for p in pieces]
     body = pack_safetensors(items, piece_metadata(layout, pieces))
     packed = SafetensorsBytes(body, "anchor")
-    return body, [(p.tensor, _sum(packed, p, layout)) for p in pieces]
-
-
-def _sum(packed: SafetensorsBytes, piece: Piece, layout: Layout) -> int:
-    return sum_run(packed.bits(piece.entry.name), int(layout.keys[piece.tensor]), piece.start)
+    keys = layout.keys
+    return body, [(p.tensor, sum_box(packed.bits(p.entry.name), p.box, int(keys[p.tensor]))) for p in pieces if p.box]

@@ -17,6 +17,8 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+
 from dcr_daemon import runtime
 from dcr_daemon.canonical.fingerprint import Bits, Vector, advance
 from dcr_daemon.codec.chunk import ChunkId, Codec, Segment
@@ -27,6 +29,7 @@ from dcr_daemon.errors import DcrError, Exhausted
 from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.records import ChunkRef, ObjectRef, Open, Part
 from dcr_daemon.publish.baseline import Baseline
+from dcr_daemon.publish.rank import Rank
 from dcr_daemon.publish.share import Block, block_bytes
 from dcr_daemon.publish.sources import Source
 from dcr_daemon.publish.spool import Spool
@@ -36,19 +39,19 @@ from dcr_daemon.store.once import create_once
 from dcr_daemon.store.port import Store
 from dcr_daemon.store.retry import Patience
 
-RANK = 0  #: this writer's; a process group of one
-
-
 Batch = list[tuple[int, Callable[[], Bits]]]  #: numbers of blocks, and what reads their new lanes
 
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What a finished, durable attempt offers to its seal. Sizes in bytes, `changed` in elements."""
+    """What one rank's finished, durable share of an attempt offers to the seal. Sizes in bytes, `changed` in elements.
+
+    `before` and `after` are vectors over all that the rank owns, changed or not (must P3).
+    """
 
     part: ObjectRef
-    fingerprint: ObjectRef
-    vector: Vector
+    before: Vector
+    after: Vector
     changed: int
     bytes: int
 
@@ -59,7 +62,7 @@ class Attempt:
     def __init__(
         self,
         record: Open,
-        nonce: str,
+        rank: Rank,
         baseline: Baseline,
         spool: Spool,
         uploads: Uploads,
@@ -71,7 +74,7 @@ class Attempt:
         self.id = record.seq
         self.version = record.version
         self.started = runtime.monotonic()
-        self._nonce, self._baseline, self._spool = nonce, baseline, spool
+        self._rank, self._baseline, self._spool = rank, baseline, spool
         self._uploads, self._workers = uploads, workers
         self._encoders = [ChunkEncoder(baseline.layout, codec=codec, target=chunk_bytes) for _ in range(workers.count)]
         self._batch_bytes = block_bytes(chunk_bytes)
@@ -162,11 +165,11 @@ class Attempt:
     def _close(self, encoder: ChunkEncoder) -> tuple[EncodedChunk, ChunkRef]:
         r, n = self.record, next(self._number)
         identity = ChunkId(
-            stream=r.stream, attempt=r.seq, base=r.base, version=r.version, group=r.group, rank=RANK,
-            nonce=self._nonce, n=n,
+            stream=r.stream, attempt=r.seq, base=r.base, version=r.version, group=r.group,
+            rank=self._rank.number, nonce=self._rank.nonce, n=n,
         )  # fmt: skip
         chunk = encoder.finish(identity)
-        key = names.chunk(r.version, r.seq, r.group, RANK, self._nonce, n)
+        key = names.chunk(r.version, r.seq, r.group, self._rank.number, self._rank.nonce, n)
         digest = records.digest(chunk.data)
         return chunk, ChunkRef(key, len(chunk.data), digest, len(chunk.segments), chunk.changed)
 
@@ -178,8 +181,11 @@ class Attempt:
         if not self._stopped:
             await self._uploads.admit(n, ref, lambda: self._spool.data(n))
 
-    async def upload(self, patience: float) -> Contribution:
-        """Wait for the chunks, then put the sums, the part and the new vector: all that the seal will name (must L4).
+    async def upload(self, patience: float, *, anchor: bool = False) -> Contribution:
+        """Wait for the chunks, then put the sums and the part: all of this rank that the seal will name (must L4).
+
+        Args:
+            anchor: ask for an anchor of the version.
 
         Raises:
             StoreUnavailable, Corrupt: as from `diff`.
@@ -188,19 +194,20 @@ class Attempt:
         chunks = await self._uploads.finish()
         before = self._baseline.vector
         after = advance(before, self.segments)
-        address = (r.version, r.seq, r.group, RANK, self._nonce)
+        address = (r.version, r.seq, r.group, self._rank.number, self._rank.nonce)
         runtime.failpoint("publish.chunks.put")
-        sums = await _put(store, names.sums(*address), before.astype("<u8").tobytes(), patience)
+        both = np.concatenate([before, after]).astype("<u8").tobytes()
+        sums = await put(store, names.sums(*address), both, patience)
         runtime.failpoint("publish.sums.put")
         part = Part(
-            stream=r.stream, group=r.group, call=r.call, attempt=r.seq, base=r.base, version=r.version, rank=RANK,
-            nonce=self._nonce, chunks=chunks, sums=sums, changed=self.changed, bytes=sum(c.size for c in chunks),
+            stream=r.stream, group=r.group, call=r.call, attempt=r.seq, base=r.base, version=r.version,
+            rank=self._rank.number, nonce=self._rank.nonce, chunks=chunks, sums=sums, changed=self.changed,
+            bytes=sum(c.size for c in chunks), stray=self._baseline.stray, anchor=anchor,
         )  # fmt: skip
         body = records.encode(part)
-        part_ref = await _put(store, names.part(*address), body, patience)
+        part_ref = await put(store, names.part(*address), body, patience)
         runtime.failpoint("publish.part.put")
-        fingerprint = await _put(store, names.vector(r.version, r.seq), after.astype("<u8").tobytes(), patience)
-        return Contribution(part_ref, fingerprint, after, self.changed, part.bytes)
+        return Contribution(part_ref, before, after, self.changed, part.bytes)
 
     async def cancel(self) -> None:
         """Stop uploading. What is in the bucket stays there, named by nothing."""
@@ -237,6 +244,7 @@ class Attempt:
         self._spool.clear()
 
 
-async def _put(store: Store, key: str, body: bytes, patience: float) -> ObjectRef:
+async def put(store: Store, key: str, body: bytes, patience: float) -> ObjectRef:
+    """An object that a record will name."""
     await create_once(store, key, body, patience=Patience(patience))
     return ObjectRef(key, len(body), records.digest(body))

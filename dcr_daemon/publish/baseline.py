@@ -97,13 +97,19 @@ class Baseline:
         return self[self.share.number[Block(segment.tensor, segment.box)]], ordinals
 
     def read(self, tensor: int, start: int, count: int) -> Bits:
-        """A run of a tensor of which all is held, as unsigned lanes [count]; a copy."""
-        out = np.empty(count, dtype=lane_dtype(self.layout[tensor].width))
+        """A run of a tensor of which all is held, as unsigned lanes [count]."""
         if not count:
-            return out
-        box = Box.flat(start, count)
+            return np.empty(0, dtype=lane_dtype(self.layout[tensor].width))
+        return self.lanes(tensor, Box.flat(start, count))
+
+    def lanes(self, tensor: int, box: Box) -> Bits:
+        """Lanes of a box of which all is held, in its own order; a view if it is a block, else a copy."""
+        number = self.share.number.get(Block(tensor, box))
+        if number is not None:
+            return self[number]
+        out = np.empty(box.elements, dtype=lane_dtype(self.layout[tensor].width))
         held = sum(transfer(self[n], self.share[n].box, out, box) for n in self.share.touching(tensor, box))
-        assert held == count
+        assert held == box.elements
         return out
 
     @property
@@ -148,11 +154,17 @@ class Baseline:
                 break
         return found
 
-    async def go_astray(self, version: int) -> None:
-        """Take the bytes as they are for what the next version is diffed from: nothing leads to `version` any more."""
+    async def believe(self, version: int, *, stray: bool = False) -> None:
+        """Take the bytes as they are for what the next version is diffed from.
+
+        Args:
+            stray: nothing leads to `version` any more, and they are not it.
+        """
         self.begin()
         sums = await self._measure()
-        self.version, self._vector, self._sums, self.stray = version, self._by_tensor(sums), sums, True
+        self.version, self._vector, self._sums, self.stray = version, self._by_tensor(sums), sums, stray
+        if not stray:
+            self._write_hint()
 
     async def restored(self) -> bool:
         """An attempt was undone: whether the map, by its full fingerprint, holds `version` again."""

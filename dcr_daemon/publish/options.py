@@ -56,7 +56,9 @@ class PublishOptions:
     `patience`: how long an unreachable bucket is tried before the attempt is given up.
     `scrub_rate`: bytes of the baseline that are checked per second between updates, 0 for none; the default is some
     percents of one core, and finds damage in a 60 GB share of a model in two minutes.
+    `lag`: seconds of silence after which rank 0 gives up a rank that the next update finds missing.
     `look`: seconds between two looks for a newer claim while nothing is published.
+    `declaration_limit`: bytes of what another rank may declare to hold.
     `ignore`: globs of input names outside the layout that are dropped without a word.
     """
 
@@ -79,4 +81,6 @@ class PublishOptions:
     patience: float = 600.0
     workers: int = 0
     scrub_rate: float = SCRUB_RATE
+    lag: float = 30.0
     look: float = 10.0
+    declaration_limit: int = 256 << 20

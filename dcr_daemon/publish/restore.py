@@ -1,6 +1,8 @@
 """Bringing a baseline to the head of the ledger: cache, base checkpoint, or anchor, then the chain (must P5).
 
-Whatever the start, the end is proved: the full fingerprint of the bytes equals the vector that the ledger names.
+Whatever the start, the end is proved: the full fingerprint of the bytes equals the vector that the ledger names. The
+share of one rank of many has no vector of its own in the ledger: what it is built from is verified object by object,
+and rank 0 seals nothing unless all shares add up to the whole (must P3).
 """
 
 from __future__ import annotations
@@ -75,7 +77,7 @@ class Restorer:
         damage = next((error for error in failed if isinstance(error, Corrupt)), None)
         if damage is None:
             raise failed[0]
-        await self._baseline.go_astray(head)
+        await self._baseline.believe(head, stray=True)
         self._emit(
             Alarm(
                 must="P4",
@@ -123,14 +125,20 @@ class Restorer:
             return None
         candidates = []
         hint = self._baseline.hint()
-        if hint and hint[0] <= head and show_u64(total(hint[1])) == total_of(await self._record(hint[0])):
+        if hint and hint[0] <= head and await self._plausible(*hint):
             candidates.append(hint)
         with contextlib.suppress(Corrupt, NotFound, NotYet):
-            if not candidates or candidates[0][0] != head:
+            if self._baseline.share.complete and (not candidates or candidates[0][0] != head):
                 candidates.append((head, await self.vector(head)))
         await self._baseline.prove(*candidates)
         runtime.failpoint("publish.restore.cached")
         return self._baseline.version
+
+    async def _plausible(self, version: int, vector: Vector) -> bool:
+        """Whether a hint does not contradict the ledger."""
+        if not self._baseline.share.complete:
+            return True
+        return show_u64(total(vector)) == total_of(await self._record(version))
 
     async def _route(self, have: int | None, head: int, avoid: set[int]) -> Route:
         try:
@@ -160,6 +168,9 @@ class Restorer:
         return self._ledger.stream if version == 0 else await self._ledger.history.seal(version)
 
     async def _prove(self, version: int, what: str) -> None:
+        if not self._baseline.share.complete:
+            await self._baseline.believe(version)
+            return
         want = await self.vector(version)
         found = await self._baseline.prove((version, want))
         check_vector(want, found, self._baseline.layout, what, "`dcr verify` tells which object is damaged")

@@ -1,4 +1,4 @@
-"""One publisher's hold on a stream, from claim to release: what may happen when (musts P3-P7, L1, L4, L5).
+"""Rank 0's hold on a stream, from claim to release: what may happen when (musts P2-P7, L1, L4, L5).
 
     open: claim ─► read everything ─► baseline          (P5)
     begin ─► diff ... ─► seal      ─► baseline commits   only when the seal is known to be in the ledger
@@ -7,7 +7,7 @@
 An attempt whose fate is open stays with the session; `settle` learns it from the ledger, and everything that could
 depend on it settles first. No wait for the ledger is longer than the patience: the call ends, the record stays
 undecided (must L1). Between updates `tend` looks for a newer claim and for damage. A session is used by one task at a
-time.
+time. Other ranks (`Member`) answer what it opens; it seals what all of them contributed.
 """
 
 from __future__ import annotations
@@ -18,26 +18,23 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from dcr_daemon import runtime
-from dcr_daemon.canonical.fingerprint import Bits, total
+from dcr_daemon.canonical.fingerprint import Vector, total
 from dcr_daemon.checkpoint.directory import read_extras
 from dcr_daemon.errors import Corrupt, Fenced, StoreUnavailable
-from dcr_daemon.events import Aborted, Alarm, Emit, Opened, Sealed, Waiting
-from dcr_daemon.ledger.ledger import Header, Ledger
+from dcr_daemon.events import Emit, Opened, Waiting
+from dcr_daemon.ledger import names
+from dcr_daemon.ledger.ledger import Header
 from dcr_daemon.ledger.records import Abort, Open, Seal, show_u64
 from dcr_daemon.ledger.retention import RetentionPolicy
-from dcr_daemon.publish.anchors import AnchorPolicy, SinceAnchor, write_anchor
-from dcr_daemon.publish.attempt import Attempt, Contribution
-from dcr_daemon.publish.baseline import Baseline
+from dcr_daemon.publish.anchors import AnchorPolicy, SinceAnchor, join_anchor, write_anchor, write_share
+from dcr_daemon.publish.attempt import Attempt, Contribution, put
+from dcr_daemon.publish.bench import Bench
+from dcr_daemon.publish.join import Joined, join, solo
+from dcr_daemon.publish.muster import Muster
 from dcr_daemon.publish.options import PublishOptions
-from dcr_daemon.publish.restore import Restorer
 from dcr_daemon.publish.retention import Retention
-from dcr_daemon.publish.scrub import Scrub
-from dcr_daemon.publish.spool import Spool
-from dcr_daemon.publish.state import StateDirectory
-from dcr_daemon.publish.uploads import Uploads
 from dcr_daemon.publish.versions import SealedVersion
 from dcr_daemon.publish.waits import within
-from dcr_daemon.runtime import Workers
 
 T = TypeVar("T")
 
@@ -48,84 +45,95 @@ CLOSE_PATIENCE = 5.0  #: seconds that each step of an end waits for the ledger: 
 class Session:
     """Made by `open_session`. `layout` is the stream's."""
 
-    def __init__(
-        self,
-        options: PublishOptions,
-        ledger: Ledger,
-        baseline: Baseline,
-        restorer: Restorer,
-        state: StateDirectory,
-        workers: Workers,
-        emit: Emit,
-    ) -> None:
-        self.ledger, self.layout = ledger, baseline.layout
-        self._options, self._baseline, self._restorer = options, baseline, restorer
-        self.workers, self.state, self._emit = workers, state, emit
-        self._spool = Spool(state.spool, options.spool_memory, workers)
+    def __init__(self, options: PublishOptions, bench: Bench, emit: Emit) -> None:
+        self.bench, self.ledger, self.layout = bench, bench.ledger, bench.layout
+        self.workers, self.state = bench.workers, bench.state
+        self._options, self._emit = options, emit
         policy = AnchorPolicy(options.anchor_every, options.anchor_share)
-        self._since_anchor = SinceAnchor(ledger, policy, self.layout.nbytes)
+        self._since_anchor = SinceAnchor(self.ledger, policy, self.layout.nbytes)
         keep = RetentionPolicy.of(options.keep_versions, options.keep_hours)
-        self.retention = Retention(ledger, keep, emit, anchors=policy.active)
-        # One value for this incarnation of the process group; a leftover of another one answers to nobody (must P1).
-        self._group, self._nonce = runtime.nonce(), runtime.nonce()
+        self.retention = Retention(self.ledger, keep, emit, anchors=policy.active)
         self._call = 0
-        self._scrub = Scrub(baseline, options.scrub_rate)
         self._look_at = runtime.monotonic() + options.look
         self._looking: asyncio.Future[object] | None = None
-        self._owes_anchor = False
         self._spoilt: int | None = None
-        self._attempt: Attempt | None = None
-        self._contribution: Contribution | None = None
+        self._contribution: Joined | None = None
+        self._vector: tuple[int, Vector] | None = None
+        self._mismatch = False  #: the ranks do not add up: they are to build their baselines anew
+        self._pressed: float | None = None
+        self._sharing: Seal | None = None
 
     @property
     def head(self) -> int:
         """The newest sealed version, as far as the ledger was read."""
         return self.ledger.state.seal.version
 
-    def read(self, tensor: int, start: int, count: int) -> Bits:
-        """The bits of a layout tensor as the attempt under way has left them."""
-        return self._baseline.read(tensor, start, count)
+    @property
+    def read(self) -> Callable[[int, int, int], Any]:
+        """See `Bench.read`."""
+        return self.bench.read
 
     async def begin(self, *, step: int | None = None) -> Attempt:
-        """Open an attempt at the next version; an undecided one is settled first (must P7).
+        """Open an attempt at the next version and begin to diff; an undecided one is settled first (must P7).
 
         Raises:
             Fenced: another publisher owns the stream.
             StoreUnavailable: the fate of the previous attempt cannot be learnt now.
         """
+        return await self.start(await self.open(step=step))
+
+    async def open(self, *, step: int | None = None) -> Open:
+        """Open an attempt; `start` begins its diff. Raises as `begin`."""
         await self.settle("the next update began")
-        if self._baseline.version != self.head:
-            await self._restorer.restore()
+        if self.bench.holds:
+            await self.bench.restore()
         self._call += 1
+        self._pressed = None
 
         def make(header: Header) -> Open:
             base = header.state.seal.version
-            return Open(**header.fields, version=base + 1, base=base, group=self._group, call=self._call, step=step)
+            group = self.bench.rank.group
+            return Open(**header.fields, version=base + 1, base=base, group=group, call=self._call, step=step)
 
         record = await self._within(self._options.patience, self.ledger.append(make), "room for the next version")
-        assert record.base == self._baseline.version  # only this epoch could have sealed meanwhile
         runtime.failpoint("publish.open")
-        uploads = Uploads(
-            self.ledger.store,
-            version=record.version,
-            attempt=record.seq,
-            backlog=self._options.upload_backlog,
-            concurrency=self._options.uploads,
-            patience=self._options.patience,
+        return record
+
+    async def start(self, record: Open) -> Attempt:
+        """Begin to diff for what `open` opened, from exactly its base (must P3)."""
+        attempt = await self.bench.start(record)
+        self._emit(Opened(version=record.version, attempt=record.seq, step=record.step))
+        return attempt
+
+    async def agree(self, record: Open, declared: bytes, judge: Callable[[list[bytes]], bytes]) -> bytes:
+        """What all ranks declare that they hold, judged; the verdict, which every rank reads.
+
+        Args:
+            declared: this rank's declaration.
+            judge: declarations, by rank → verdict; called on a worker. What it raises ends the attempt.
+        """
+        if self.bench.rank.world == 1:
+            return await self.workers.run_whole(judge, [declared])
+        runtime.failpoint("publish.declared")
+        keys = await self._muster(names.attempt(record.version, record.seq)).all(
+            ".declaration", what=f"version {record.version}: the declaration"
+        )
+        store, limit = self.ledger.store, self._options.declaration_limit
+        others = await asyncio.gather(*(store.get(key, limit=limit) for _, key in sorted(keys.items())))
+        verdict = await self.workers.run_whole(judge, [declared, *others])
+        await put(store, names.verdict(record.version, record.seq), verdict, self._options.patience)
+        runtime.failpoint("publish.verdict.put")
+        return verdict
+
+    def press(self) -> None:
+        """The trainer goes on: from now on ranks that have fallen silent are given up."""
+        self._pressed = self._pressed or runtime.monotonic()
+
+    def _muster(self, prefix: str) -> Muster:
+        return Muster(
+            self.ledger.store, self.bench.rank, prefix, lag=self._options.lag, pressed=lambda: self._pressed,
             emit=self._emit,
-        )
-        self._attempt = Attempt(
-            record,
-            self._nonce,
-            self._baseline,
-            self._spool,
-            uploads,
-            self.workers,
-            self._options.codec,
-            self._options.chunk_bytes,
-        )
-        self._emit(Opened(version=record.version, attempt=record.seq, step=step))
-        return self._attempt
+        )  # fmt: skip
 
     async def seal(
         self,
@@ -146,27 +154,53 @@ class Session:
         Raises:
             Fenced: another publisher owns the stream; the attempt is not a version and never will be.
             StoreUnavailable: the bucket did not answer within the patience. `settle` tells the fate.
+            Given: a rank gave the update up, or is silent while the next one has begun.
+            Corrupt: the ranks together do not hold what the stream says; each builds its baseline anew.
         """
         open_ = attempt.record
-        contribution = await attempt.upload(self._options.patience)
-        self._contribution = contribution
-        before = show_u64(total(self._baseline.vector))
+        own = await attempt.upload(self._options.patience)
+        joined = self._contribution = await self._join(open_, own)
+        after = joined.after.astype("<u8").tobytes()
+        key = names.vector(open_.version, open_.seq)
+        fingerprint = await put(self.ledger.store, key, after, self._options.patience)
+        anchor = self.bench.rank.world > 1 and (
+            joined.anchor or self.bench.owes_anchor or await self._since_anchor.due(joined)
+        )
         runtime.failpoint("publish.uploaded")
 
         def make(header: Header) -> Seal:
             check()
             return Seal(
-                **header.fields, version=open_.version, base=open_.base, attempt=attempt.id,
-                parts=[contribution.part], fingerprint=contribution.fingerprint, before=before,
-                after=show_u64(total(contribution.vector)), previous=header.state.seal.seq,
-                changed=contribution.changed, elements=sum(spec.elements for spec in self.layout),
-                bytes=contribution.bytes, dense_bytes=self.layout.nbytes, step=open_.step, source=source,
-                metadata=metadata or {},
+                **header.fields, version=open_.version, base=open_.base, attempt=attempt.id, parts=joined.parts,
+                fingerprint=fingerprint, before=show_u64(total(joined.before)), after=show_u64(total(joined.after)),
+                previous=header.state.seal.seq, changed=joined.changed,
+                elements=sum(spec.elements for spec in self.layout), bytes=joined.bytes,
+                dense_bytes=self.layout.nbytes, step=open_.step, source=source, metadata=metadata or {}, anchor=anchor,
             )  # fmt: skip
 
         seal = await self._append_seal(attempt, make)
         runtime.failpoint("publish.sealed")
-        return self._commit(attempt, seal)
+        return self._commit(seal)
+
+    async def _join(self, open_: Open, own: Contribution) -> Joined:
+        """All ranks' contributions, which add up to the base, tensor by tensor (must P3)."""
+        if self.bench.rank.world == 1:
+            return solo(own)
+        prefix = names.attempt(open_.version, open_.seq)
+        keys = await self._muster(prefix).all(".part.json", what=f"version {open_.version}: the part")
+        joined = await join(own, keys, open_, self.ledger.store, self.bench.objects, self.layout)
+        runtime.failpoint("publish.joined")
+        if not self._vector or self._vector[0] != open_.base:
+            self._vector = open_.base, await self.bench.restorer.vector(open_.base)
+        missed = joined.missed(self._vector[1], self.layout)
+        if missed and not (joined.stray or self.bench.baseline.stray):
+            self._mismatch = True
+            raise Corrupt(
+                f"what the ranks hold does not add up to version {open_.base} in {len(missed)} tensors: "
+                f"{', '.join(missed[:10])}",
+                hint="every rank builds its baseline anew; if it stays so, elements have no rank or several",
+            )
+        return joined
 
     async def _append_seal(self, attempt: Attempt, make: Callable[[Header], Seal]) -> Seal:
         """Append until the seal is known to be in the ledger; its slot alone decides that (must L1)."""
@@ -195,23 +229,14 @@ class Session:
         seal = await self.ledger.history.seal(attempt.version)
         return seal if seal.attempt == attempt.id else None
 
-    def _commit(self, attempt: Attempt, seal: Seal) -> SealedVersion:
-        """Version and baseline move together: the seal is in the ledger."""
-        assert self._contribution is not None
-        self._owes_anchor |= self._baseline.stray
-        self._baseline.commit(attempt.version, attempt.segments)
-        runtime.failpoint("publish.baseline.committed")
-        attempt.forget()
-        self._attempt = self._contribution = None
+    def _commit(self, seal: Seal) -> SealedVersion:
+        joined, self._contribution = self._contribution, None
+        assert joined is not None
+        sealed = self.bench.commit(seal)
+        self._vector = seal.version, joined.after
+        self._sharing = seal if seal.anchor else None
         self.retention.sealed()
-        self._emit(
-            Sealed(
-                version=seal.version, attempt=seal.attempt, step=seal.step, seq=seal.seq, changed=seal.changed,
-                elements=seal.elements, bytes=seal.bytes, dense_bytes=seal.dense_bytes,
-                seconds=runtime.monotonic() - attempt.started,
-            )
-        )  # fmt: skip
-        return SealedVersion.of(seal)
+        return sealed
 
     async def settle(self, reason: str, *, patience: float | None = None) -> SealedVersion | None:
         """Decide what is undecided: a sealed attempt is committed (and returned), any other aborted and undone.
@@ -224,7 +249,7 @@ class Session:
             Fenced: another publisher owns the stream; the attempt is undone all the same.
             StoreUnavailable: its fate cannot be learnt now; nothing is changed.
         """
-        attempt = self._attempt
+        attempt = self.bench.attempt
         if attempt:
             await attempt.cancel()
         if attempt is None and not self.ledger.undecided and self.ledger.state.open is None:
@@ -234,11 +259,11 @@ class Session:
         try:
             seal = await self._within(patience, self._fate(attempt, reason[:500]), what)
         except Fenced:
-            await self._undo(attempt, "another publisher claimed the stream")
+            await self._undo("another publisher claimed the stream")
             raise
         if attempt and seal:
-            return self._commit(attempt, seal)
-        await self._undo(attempt, reason)
+            return self._commit(seal)
+        await self._undo(reason)
         return None
 
     async def _fate(self, attempt: Attempt | None, reason: str) -> Seal | None:
@@ -249,20 +274,18 @@ class Session:
         await self.ledger.read()
         self.ledger.check_held()
         if opened := self.ledger.state.open:
-            seq, version = opened.seq, opened.version
-            await self.ledger.append(lambda header: Abort(**header.fields, attempt=seq, version=version, reason=reason))
+            seq, version, rebuild = opened.seq, opened.version, self._mismatch
+            await self.ledger.append(
+                lambda header: Abort(**header.fields, attempt=seq, version=version, reason=reason, rebuild=rebuild)
+            )
         return None
 
-    async def _undo(self, attempt: Attempt | None, reason: str) -> None:
-        """The attempt is known not to be a version, and never to become one."""
-        self._attempt = self._contribution = None
-        if attempt:
-            if not await attempt.undo():
-                self._emit(
-                    Alarm(must="P7", what=f"the undo of version {attempt.version} failed: the baseline is rebuilt")
-                )
-            runtime.failpoint("publish.baseline.undone")
-            self._emit(Aborted(version=attempt.version, attempt=attempt.id, reason=reason))
+    async def _undo(self, reason: str) -> None:
+        self._contribution = None
+        await self.bench.undo(reason)
+        if self._mismatch:
+            self._mismatch = False
+            self.bench.baseline.lose()
 
     async def tend(self) -> None:
         """Between updates, until cancelled: look for a newer claim, and for damage in the baseline.
@@ -277,10 +300,8 @@ class Session:
                 await self._look()
                 self._look_at = runtime.monotonic() + self._options.look * (0.75 + runtime.jitter() / 2)
                 self.ledger.check_held()
-            # While the fate of an attempt is open the map is ahead of its version, and has sums for none.
-            scrub_at = float("inf") if self._attempt else self._scrub.due
-            if runtime.monotonic() >= scrub_at and (tensor := await self._scrub.step()):
-                self._found_damage(f"in {tensor}")
+            scrub_at = self.bench.scrub_due
+            if runtime.monotonic() >= scrub_at and not await self.bench.scrub():
                 return
             await runtime.sleep(max(0.0, min(self._look_at, scrub_at) - runtime.monotonic()))
 
@@ -291,23 +312,19 @@ class Session:
             await asyncio.shield(self._looking)
         self._looking = None
 
-    def _found_damage(self, where: str) -> None:
-        """The baseline is not what it should be: rebuilt before anything is diffed from it, and anchored (must P4)."""
-        self._emit(Alarm(must="P4", what=f"the baseline of version {self.head} is damaged {where}; rebuilding"))
-        self._baseline.lose()
-        self._owes_anchor = True
-
     async def repair(self) -> None:
         """Build a baseline that `tend` found damaged anew, and write the anchor that is owed.
 
         Raises:
             Fenced, StoreUnavailable: as everything that reads or writes; the next `begin` tries again.
         """
-        await self._restorer.restore()
+        await self.bench.restore()
         await self.anchor_if_due()
 
     async def anchor_if_due(self, *, at_once: bool = False) -> None:
         """Write an anchor of the head if the policy asks for one, or damage. No attempt may be under way.
+
+        From many ranks that is decided by the seal, so that all of them write their shares of one version.
 
         Raises:
             Fenced: another publisher owns the stream.
@@ -316,40 +333,50 @@ class Session:
             await self._within(self._options.patience, self.ledger.settle(), "the fate of a record")
             await self.ledger.read()
         newest = self.ledger.state.anchor
-        if self._attempt or (newest and newest.version == self.head):
+        if self.bench.attempt or (newest and newest.version == self.head):
             return
-        if not (at_once or self._owes_anchor) and not await self._since_anchor.due():
+        if self.bench.rank.world > 1:
+            await self._anchor_with_others()
+            return
+        if not (at_once or self.bench.owes_anchor) and not await self._since_anchor.due():
             return
         if self.ledger.tip.seq == self._spoilt:
             return  # its names are taken by damaged bytes; after the next version it has others (must L0)
-        await self._prove_baseline()
-        if self._baseline.stray:
+        await self.bench.prove()
+        if self.bench.baseline.stray:
             return  # the version that comes next is anchored instead
         runtime.failpoint("publish.anchor.proved")
-        extras = await self._extras()
+        extras = await self.extras()
         try:
-            await write_anchor(self.ledger, self._baseline, extras, self.workers, self._options.patience, self._emit)
+            await write_anchor(
+                self.ledger, self.bench.baseline, extras, self.workers, self._options.patience, self._emit
+            )
         except Corrupt as error:
             self._spoilt = self.ledger.tip.seq
-            self._found_damage(f"while its anchor was written: {error.message}")
+            self.bench.damaged(f"while its anchor was written: {error.message}")
             return
-        self._owes_anchor = False
+        self.bench.owes_anchor = False
         self.retention.anchored()
 
-    async def _prove_baseline(self) -> None:
-        """Recompute the baseline's fingerprint; damage is an alarm and a rebuild, never an anchor (must P4)."""
-        if self._baseline.version == self.head:
-            if bool((await self._baseline.fingerprint() == self._baseline.vector).all()):
-                return
-            self._found_damage("before an anchor")
-        await self._restorer.restore()
+    async def _anchor_with_others(self) -> None:
+        seal, self._sharing = self._sharing, None
+        if seal is None or seal.version != self.head:
+            return
+        await self.bench.prove()
+        own = await write_share(self.bench, seal)
+        keys = await self._muster(names.anchor(seal.version, seal.seq)).all(
+            ".share.json", what=f"the anchor of version {seal.version}: the share"
+        )
+        await join_anchor(self.bench, seal, own, keys, await self.extras(), self._emit)
+        self.bench.owes_anchor = False
+        self.retention.anchored()
 
-    async def _extras(self) -> dict[str, bytes]:
+    async def extras(self) -> dict[str, bytes]:
         """Side files for an anchor: the base's, else those of the anchor before."""
         base = self._options.base
         if base and base.is_dir():
             return read_extras(base)
-        return await self._restorer.extras()
+        return await self.bench.restorer.extras()
 
     async def close(self) -> None:
         """Settle, release the claim, give the state directory back. Safe to call after any error, and soon over: what
@@ -365,11 +392,4 @@ class Session:
                 if self.ledger.epoch is not None:
                     await self._within(patience, self.ledger.release(), "the release of the stream")
         finally:
-            try:
-                if self._attempt:
-                    await self._attempt.cancel()
-                    self._baseline.lose()
-            finally:
-                self._baseline.close()
-                self.state.close()
-                self.workers.close()
+            await self.bench.close()

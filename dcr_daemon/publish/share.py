@@ -86,6 +86,11 @@ class Share:
             if mine.dst <= box.last and box.dst <= mine.last:
                 yield number
 
+    @cached_property
+    def complete(self) -> bool:
+        """Whether it is all of the layout, since no element is in two blocks."""
+        return all(self.elements(tensor) == spec.elements for tensor, spec in enumerate(self.layout))
+
     def nbytes(self, number: int) -> int:
         block = self.blocks[number]
         return block.box.elements * self.layout[block.tensor].width
@@ -117,6 +122,9 @@ def transfer(bits: Bits, source: Box, into: Bits, target: Box) -> int:
             return 0
         into[first - target.dst : last + 1 - target.dst] = bits[first - source.dst : last + 1 - source.dst]
         return last + 1 - first
+    if source == target:
+        into[:] = bits
+        return target.elements
     copied = 0
     for start in range(0, target.elements, _STEP):
         places = np.arange(start, min(start + _STEP, target.elements), dtype=np.int64)

@@ -22,7 +22,7 @@ def test_pieces_join_to_the_tensors_whatever_the_limit(tmp_path: Path, limit: in
     seen = [np.zeros(v.size, int) for v in VALUES]
     for n, pieces in enumerate(plan_files(LAYOUT, limit)):
         path = tmp_path / f"{n}.safetensors"
-        items = [(p.entry, VALUES[p.tensor][p.start : p.start + p.count]) for p in pieces]
+        items = [(p.entry, VALUES[p.tensor][p.run]) for p in pieces]
         write_safetensors(path, items, piece_metadata(LAYOUT, pieces))
         assert sum(p.entry.nbytes for p in pieces) <= max(limit, 4)
         with SafetensorsFile(path) as file:
@@ -41,7 +41,7 @@ def test_tensors_named_like_metadata_or_like_pieces_come_back(tmp_path: Path) ->
     joined = [np.zeros_like(v) for v in values]
     for n, pieces in enumerate(plan_files(layout, 1)):
         path = tmp_path / f"{n}.safetensors"
-        items = [(p.entry, values[p.tensor][p.start : p.start + p.count]) for p in pieces]
+        items = [(p.entry, values[p.tensor][p.run]) for p in pieces]
         write_safetensors(path, items, piece_metadata(layout, pieces))
         with SafetensorsFile(path) as file:
             for tensor, box, bits in read_pieces(file, layout):

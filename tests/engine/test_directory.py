@@ -177,7 +177,7 @@ async def test_an_anchor_cut_into_pieces_becomes_whole_tensors(make_versions, he
     layout, files = versions.layout, []
     for n, pieces in enumerate(plan_files(layout, 9_000)):
         path = tmp_path / f"anchor-{n}.safetensors"
-        items = [(p.entry, versions.values[0][layout[p.tensor].name][p.start : p.start + p.count]) for p in pieces]
+        items = [(p.entry, versions.values[0][layout[p.tensor].name][p.run]) for p in pieces]
         write_safetensors(path, items, piece_metadata(layout, pieces))
         files.append(str(path))
     engine = DirectoryEngine(here)

@@ -156,7 +156,7 @@ def _anchor(s: SampleStream) -> None:
 
 
 def pack_pieces(bits: Any, pieces: Any) -> bytes:
-    items = [(p.entry, bits[p.tensor][p.start : p.start + p.count]) for p in pieces]
+    items = [(p.entry, bits[p.tensor][p.run]) for p in pieces]
     return bytes(pack_safetensors(items, piece_metadata(LAYOUT, pieces)))
 
 

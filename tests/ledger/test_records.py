@@ -41,13 +41,13 @@ def test_every_kind_of_record_reads_as_it_did() -> None:
     tip = follow(tip, "epoch", ',"name":"trainer-0","take_over":false', 1)
     tip = follow(tip, "keys", ',"keys":["k"]', 1)
     tip = follow(tip, "open", ',"version":1,"base":0,"group":"g","call":1,"step":null', 1)
-    tip = follow(tip, "abort", ',"attempt":3,"version":1,"reason":"why"', 1)
+    tip = follow(tip, "abort", ',"attempt":3,"version":1,"reason":"why","rebuild":false', 1)
     tip = follow(tip, "open", ',"version":1,"base":0,"group":"g","call":2,"step":-5', 1)
     assert tip.state.open == OpenRef(5, 1, 0, "g", 2)
     seal = (
         f',"version":1,"base":0,"attempt":5,"parts":[{REF}],"fingerprint":{REF},"before":"00000000000000ff",'
         '"after":"ffffffffffffffff","previous":0,"changed":1,"elements":2,"bytes":3,"dense_bytes":4,"step":-5,'
-        '"source":{"path":"checkpoint-5"},"metadata":{"reward":0.5}'
+        '"source":{"path":"checkpoint-5"},"metadata":{"reward":0.5},"anchor":false'
     )
     tip = follow(tip, "seal", seal, 1)
     tip = follow(tip, "anchor", f',"version":1,"index":{REF},"total":"ffffffffffffffff","bytes":5', 1)
@@ -56,6 +56,16 @@ def test_every_kind_of_record_reads_as_it_did() -> None:
     assert tip.state == State(
         seal=SealRef(6, 1), epoch=EpochRef(1, "trainer-0", True), anchor=records.AnchorRef(7, 1), floor=1, keys=2
     )
+
+
+def test_fields_that_an_earlier_writer_did_not_know_have_their_defaults() -> None:
+    tip, _ = begin(STREAM.encode())
+    tip = follow(tip, "epoch", ',"name":"trainer-0","take_over":false', 1)
+    tip = follow(tip, "open", ',"version":1,"base":0,"group":"g","call":1,"step":null', 1)
+    head = HEAD.format(seq=3, prev=tip.digest, state=msgspec.json.encode(tip.state).decode(), epoch=1)
+    step = fold(tip, f'{{"kind":"abort","attempt":2,"version":1,"reason":"why",{head}}}'.encode())
+    assert isinstance(step.record, records.Abort)
+    assert step.record.rebuild is False
 
 
 def test_fields_that_a_later_writer_adds_are_ignored() -> None:

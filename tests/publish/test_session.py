@@ -97,7 +97,7 @@ def test_an_abort_brings_the_baseline_back_exactly(world: Any, toolbox: Any, cod
 
     async def run() -> None:
         session = await opened(world, codec=Codec[codec], spool_memory=spool_memory)
-        baseline = session._baseline
+        baseline = session.bench.baseline
         before, bits = await baseline.fingerprint(), [baseline[n].copy() for n in range(len(baseline.share))]
         for finished in (True, False):
             attempt = await session.begin()
@@ -282,12 +282,12 @@ def test_a_second_publisher_waits_for_release_or_takes_over(world: Any, toolbox:
             await opened(world, **elsewhere)
         attempt = await diff(first, one, world)
         second = await opened(world, **elsewhere, take_over=True)
-        before = first._baseline.vector
+        before = first.bench.baseline.vector
         with pytest.raises(Fenced):
             await first.seal(attempt)
         with pytest.raises(Fenced):
             await first.settle("fenced")
-        assert np.array_equal(await first._baseline.fingerprint(), before)
+        assert np.array_equal(await first.bench.baseline.fingerprint(), before)
         await publish(second, two, world)
         await first.close()
         await second.close()
@@ -404,18 +404,18 @@ def test_a_full_disk_of_the_spool_ends_the_attempt_and_undoes_it(
 
     async def run() -> None:
         session = await opened(world, spool_memory=0)
-        before = session._baseline.vector
+        before = session.bench.baseline.vector
         attempt = await session.begin()
 
         def full(*args: Any) -> None:
             raise spool.exhausted(OSError(errno.ENOSPC, "no space"), Path("spool"))
 
-        monkeypatch.setattr(session._spool, "_write", full)
+        monkeypatch.setattr(session.bench._spool, "_write", full)
         with pytest.raises(Exhausted, match="no space"):
             await diff_into(attempt, session, toolbox.make_weights(world.layout, seed=3), world)
         await session.settle("disk full")
-        assert session._baseline.version == 0
-        assert np.array_equal(await session._baseline.fingerprint(), before)
+        assert session.bench.baseline.version == 0
+        assert np.array_equal(await session.bench.baseline.fingerprint(), before)
         monkeypatch.undo()
         await publish(session, one, world)
         await session.close()
@@ -455,7 +455,7 @@ def test_a_baseline_damaged_in_memory_is_found_before_an_anchor(world: Any, tool
     async def run() -> None:
         session = await opened(world)
         await publish(session, one, world)
-        session._baseline[0][3] ^= 0x40
+        session.bench.baseline[0][3] ^= 0x40
         await session.anchor_if_due(at_once=True)
         await session.close()
 

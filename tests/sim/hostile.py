@@ -101,8 +101,8 @@ class Forgetful(SimPublisher):
         def tell(event: Event) -> None:
             right(event)
             if isinstance(event, Sealed) and self.session and not self.world.healed and rng.random() < 0.5:
-                block = rng.randrange(len(self.session._baseline.share))
-                bits = self.session._baseline[block]
+                block = rng.randrange(len(self.session.bench.baseline.share))
+                bits = self.session.bench.baseline[block]
                 if bits.size:
                     self.world.outcome.faults["baseline bit flipped"] += 1
                     bits[rng.randrange(bits.size)] ^= bits.dtype.type(1 << rng.randrange(8 * bits.itemsize))

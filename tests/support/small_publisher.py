@@ -196,8 +196,8 @@ class SmallWorld:
 
     async def proved(self, session: Session) -> bool:
         """Whether the baseline is the newest sealed version, by its bytes."""
-        return session._baseline.version == session.head and np.array_equal(
-            await session._baseline.fingerprint(), session._baseline.vector
+        return session.bench.baseline.version == session.head and np.array_equal(
+            await session.bench.baseline.fingerprint(), session.bench.baseline.vector
         )
 
     async def versions(self, store: MemoryStore) -> list[Weights]:

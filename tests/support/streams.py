@@ -134,7 +134,7 @@ class StreamWriter:
             pieces = [piece for piece in planned if layout[piece.tensor].name != without]
             path = self.versions.home / f"anchor-{version}-{n}.safetensors"
             path.unlink(missing_ok=True)
-            items = [(p.entry, values[layout[p.tensor].name][p.start : p.start + p.count]) for p in pieces]
+            items = [(p.entry, values[layout[p.tensor].name][p.run]) for p in pieces]
             write_safetensors(path, items, piece_metadata(layout, pieces))
             files.append(await self._object(f"{prefix}model-{n}.safetensors", path.read_bytes()))
         return await self._seal_anchor(version, prefix, files)

@@ -52,10 +52,10 @@ def no_answer_is_taken_for_a_failure(put: Put) -> None:
     right = Session.settle
 
     async def settle(self: Session, reason: str, **options: Any) -> Any:
-        if self.ledger.undecided and self._attempt:
-            attempt, self.ledger._sent = self._attempt, None
+        if self.ledger.undecided and self.bench.attempt:
+            attempt, self.ledger._sent = self.bench.attempt, None
             await attempt.cancel()
-            await self._undo(attempt, reason)
+            await self._undo(reason)
             return None
         return await right(self, reason, **options)
 

@@ -1,0 +1,122 @@
+"""Rank 0 waits until one object of every rank of its group is there: a declaration, a part, a share of an anchor.
+
+LIST is only a hint: what it names is read and judged by its content. A rank that writes a `fail` object instead ends
+the wait. No clock does (must P7): while nothing presses, a missing rank is waited for, visibly. Once the trainer is in
+its next call, a missing rank whose objects have stopped coming is given up.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+
+from dcr_daemon import runtime
+from dcr_daemon.errors import Corrupt, DcrError, Missing, StoreUnavailable
+from dcr_daemon.events import Emit, Waiting
+from dcr_daemon.ledger import records
+from dcr_daemon.ledger.records import PART_LIMIT
+from dcr_daemon.publish.rank import Rank
+from dcr_daemon.store.port import Store
+
+TELL_EVERY = 5.0  #: seconds
+FEW = 8  #: missing ranks up to which each is listed by itself, without the chunks of those that are there
+_FIRST, _LAST = 0.02, 1.0  #: seconds between two looks
+
+
+class Given(DcrError):
+    """Another rank gave the attempt up, or is given up."""
+
+
+class Muster:
+    """Objects of one group below `prefix`, found by their names `<group>-<rank>-<nonce><suffix>`.
+
+    Args:
+        lag: seconds without a new object after which a missing rank is given up once `pressed` says that the next call
+            has begun; `pressed` answers when that was, on `runtime.monotonic`, or None.
+    """
+
+    def __init__(
+        self, store: Store, rank: Rank, prefix: str, *, lag: float, pressed: Callable[[], float | None], emit: Emit
+    ) -> None:
+        self._store, self._rank, self._prefix = store, rank, prefix
+        self._lag, self._pressed, self._emit = lag, pressed, emit
+        self._name = re.compile(rf"{re.escape(prefix + rank.group)}-(\d+)-([a-z0-9]+)(.*)")
+        self._seen: set[str] = set()
+        self._moved = runtime.monotonic()
+
+    async def all(self, suffix: str, *, what: str) -> dict[int, str]:
+        """Key of every other rank's object, by rank.
+
+        Raises:
+            Given: a rank failed, or lags; the message says which and why.
+            Corrupt: two processes say that they are one rank.
+        """
+        found: dict[int, str] = {}
+        pause, told = _FIRST, runtime.monotonic()
+        while missing := [n for n in range(1, self._rank.world) if n not in found]:
+            if await self._look(missing, suffix, found):
+                pause, self._moved = _FIRST, runtime.monotonic()
+            missing = [n for n in missing if n not in found]
+            if not missing:
+                break
+            self._check_lag(missing, what)
+            if runtime.monotonic() - told > TELL_EVERY:
+                told = runtime.monotonic()
+                self._emit(Waiting(what=f"{what} of {_named(missing)}"))
+            await runtime.sleep(pause)
+            pause = min(2 * pause, _LAST)
+        return found
+
+    async def _look(self, missing: list[int], suffix: str, found: dict[int, str]) -> bool:
+        """Whether anything of a missing rank is new; what is found is put into `found`."""
+        group = f"{self._prefix}{self._rank.group}-"
+        moved = False
+        for prefix in [f"{group}{n}-" for n in missing] if len(missing) <= FEW else [group]:
+            try:
+                async for entry in self._store.list(prefix):
+                    moved |= await self._take(entry.key, missing, suffix, found)
+            except StoreUnavailable as error:
+                self._emit(Waiting(what=f"the store of {self._store.url}: {error.message}"))
+        return moved
+
+    async def _take(self, key: str, missing: list[int], suffix: str, found: dict[int, str]) -> bool:
+        match = self._name.fullmatch(key)
+        if match is None or int(match[1]) not in missing:
+            return False
+        number = int(match[1])
+        if match[3] == suffix:
+            if found.get(number, key) != key:
+                raise Corrupt(
+                    f"two processes are rank {number} of group {self._rank.group}: {found[number]} and {key}",
+                    hint="end all processes of the group and start it anew",
+                )
+            found[number] = key
+        elif match[3] == ".fail.json":
+            await self._failed(number, key)
+        new = key not in self._seen
+        self._seen.add(key)
+        return new
+
+    async def _failed(self, number: int, key: str) -> None:
+        try:
+            fail = records.decode_fail(await self._store.get(key, limit=PART_LIMIT))
+        except Missing:
+            return
+        except ValueError as error:
+            raise Given(f"rank {number} failed, and its reason cannot be read: {error}") from error
+        raise Given(f"rank {number} gave the update up: {fail.reason}")
+
+    def _check_lag(self, missing: list[int], what: str) -> None:
+        pressed = self._pressed()
+        if pressed is not None and runtime.monotonic() - max(pressed, self._moved) > self._lag:
+            raise Given(
+                f"{what} of {_named(missing)} did not come, nothing else of theirs for {self._lag:g} s, and the next "
+                "update has begun",
+                hint="the next version brings what this one would have; a rank that is dead has to be started anew",
+            )
+
+
+def _named(ranks: Iterable[int]) -> str:
+    numbers = list(ranks)
+    more = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:8]))}{more}"

@@ -1,0 +1,93 @@
+"""Who this process is among those that publish together (must P1)."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+from dcr_daemon import runtime
+from dcr_daemon.errors import Misuse
+
+_ID = re.compile(r"\A[a-z0-9]{1,32}\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One process of a process group's one incarnation.
+
+    Attributes:
+        group: one value that all ranks of the incarnation agreed on, and none of another one has.
+        number: of this rank; 0 leads.
+        world: how many there are.
+        nonce: this process's own: two that believe to be one rank never share a name.
+    """
+
+    group: str = field(default_factory=runtime.nonce)
+    number: int = 0
+    world: int = 1
+    nonce: str = field(default_factory=runtime.nonce)
+
+    @property
+    def leads(self) -> bool:
+        return self.number == 0
+
+    def __str__(self) -> str:
+        return f"rank {self.number} of {self.world}"
+
+
+def find_rank(group: str | None, rank: int | None, world: int | None) -> Rank:
+    """This process's rank: as given, else as `torch.distributed` or its launcher says, else alone.
+
+    If `torch.distributed` is initialised and no `group` is given, rank 0 draws one and broadcasts it: the one
+    collective call of a publisher. Without it a group needs a launcher's run id that is new in each incarnation, or
+    `group`.
+
+    Raises:
+        Misuse: numbers that do not go together, or ranks that have nothing to agree on a group by.
+    """
+    if (rank is None) != (world is None):
+        raise Misuse("a rank was given without a world, or a world without a rank", hint="give rank= and world=")
+    if group is not None and not _ID.match(group):
+        raise Misuse(f"{group!r} is no group id", hint="1 to 32 of a-z and 0-9, new for each start of the group")
+    distributed = _distributed()
+    if rank is None or world is None:
+        rank, world = (distributed.get_rank(), distributed.get_world_size()) if distributed else (0, 1)
+    if not 0 <= rank < world:
+        raise Misuse(f"there is no rank {rank} among {world}", hint="ranks count from 0")
+    if group is None and world > 1:
+        group = _agreed(distributed, rank, world) if distributed else _launched()
+    return Rank(group or runtime.nonce(), rank, world)
+
+
+def _distributed() -> Any:
+    """`torch.distributed`, if this process has initialised it; torch is not imported for the question."""
+    torch = sys.modules.get("torch")
+    found = getattr(torch, "distributed", None)
+    return found if found is not None and found.is_available() and found.is_initialized() else None
+
+
+def _agreed(distributed: Any, rank: int, world: int) -> str:
+    if (rank, world) != (distributed.get_rank(), distributed.get_world_size()):
+        raise Misuse(
+            f"rank {rank} of {world} was given, and torch.distributed says {distributed.get_rank()} of "
+            f"{distributed.get_world_size()}",
+            hint="give group= as well: a value that just these ranks agreed on for this start",
+        )
+    drawn = [runtime.nonce()]
+    distributed.broadcast_object_list(drawn, src=0)
+    return drawn[0]
+
+
+def _launched() -> str:
+    """The launcher's run id and restart count, if its run id is one."""
+    run, restart = os.environ.get("TORCHELASTIC_RUN_ID", "none"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if run in ("", "none"):
+        raise Misuse(
+            "the ranks have nothing to tell this start of the group from an earlier one by",
+            hint="initialise torch.distributed before the Publisher, start torchrun with --rdzv-id, or give group=",
+        )
+    return hashlib.sha256(f"{run} {restart}".encode()).hexdigest()[:16]
