@@ -59,6 +59,17 @@ def held(name: str, tensor: Any) -> Held:
     return Held(tuple(local.shape), tuple(regions), replica, replicas)
 
 
+def cuts_of(name: str, tensor: Any) -> list[Cut]:
+    """How the placements of a DTensor cut it for this rank, which is one of its mesh.
+
+    Raises:
+        Incompatible: partial sums or a placement that is not known.
+    """
+    mesh = tensor.device_mesh
+    sizes = [int(mesh.size(i)) for i in range(mesh.ndim)]
+    return _cuts(name, tensor.ndim, tensor.placements, sizes, mesh.get_coordinate())[0]
+
+
 def _cuts(
     name: str, ndim: int, placements: Sequence[Any], sizes: Sequence[int], coordinate: Sequence[int]
 ) -> tuple[list[Cut], int, int]:

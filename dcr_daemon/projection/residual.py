@@ -65,8 +65,8 @@ class Residual:
         """Layout index and tensor (torch, canonical dtype and shape, contiguous, detached) of what this rank owns.
 
         A tensor may be memory of the framework's: it holds until the next one is asked for. Ranks that own nothing get
-        nothing, and must iterate all the same. Whoever may stop early closes it (`contextlib.closing`), which drives the
-        export to its end.
+        nothing, and must iterate all the same. Whoever may stop early closes it (`contextlib.closing`): that drives
+        the export to its end.
 
         Args:
             names: some of the residual tensors, the same on every rank; all of them by default.

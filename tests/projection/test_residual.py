@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import gate_ranks
 import pytest
 import torch
 
@@ -210,3 +212,8 @@ def test_a_gather_knows_what_it_can_construct() -> None:
     assert not Gather(lambda: tensors, LAYOUT, conversion).can_build("c")
     traced = Gather(lambda: tensors, LAYOUT, conversion, lambda table: {"c": table["a"] * 2})
     assert [traced.can_build(name) for name in "abcd"] == [False, False, True, False]
+
+
+def test_four_ranks_construct_what_is_residual(tmp_path: Path) -> None:
+    """A map that is wrong on one rank, from its probe over declarations and verdict to the tensors of its owners."""
+    gate_ranks.run("residual", tmp_path)
