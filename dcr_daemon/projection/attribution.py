@@ -8,7 +8,7 @@ error.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +16,8 @@ from dcr_daemon.canonical.compose import chain
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.canonical.region import Region, whole
 from dcr_daemon.errors import Incompatible
-from dcr_daemon.projection.dtensor import Held, held
+from dcr_daemon.projection.copies import Copies
+from dcr_daemon.projection.dtensor import held
 from dcr_daemon.projection.local import encoded, is_tensor, local, memory, unreadable
 from dcr_daemon.projection.megatron import model as megatron_model
 from dcr_daemon.projection.megatron.live import Megatron, shards_of
@@ -53,47 +54,25 @@ class Found:
         self.skipped.add(name)
 
 
-@dataclass(frozen=True, slots=True)
-class Copies:
-    """Who else holds what this rank holds; see `live`."""
-
-    rank: int
-    world: int
-    replica: tuple[int, int] | None = None
-
-    def of(self, here: Held, tensor: Any, beside: tuple[int, int]) -> tuple[int, int]:
-        """This rank's number among the holders of a tensor, and how many they are.
-
-        Args:
-            beside: place and ranks of the largest mesh among the tensors handed over.
-        """
-        if hasattr(tensor, "placements"):
-            number, count = self.replica or (0, 1)
-            return here.replica + number * here.replicas, here.replicas * count
-        if self.replica is None:
-            return self.rank, self.world
-        number, count = self.replica
-        return beside[0] + number * beside[1], beside[1] * count
-
-
 class Attribution:
     """Of modules and state dicts. One object for one look at one rank's tensors."""
 
     def __init__(self, layout: Layout, misfits: Misfits, conversion: Conversion | None, copies: Copies) -> None:
         self._layout, self._misfits, self._copies = layout, misfits, copies
         self._conversion = conversion
-        self._found = Found()
+        opaque = {name: why for name, why in conversion.opaque.items() if name in layout} if conversion else {}
+        self._computed_with = (
+            {source for name in opaque for source in conversion.sources.get(name, ())} if conversion else set()
+        )
+        self._found = Found(residual=opaque)
 
     def of(self, tensors: Mapping[str, Any]) -> Found:
         """Judge every tensor (DTensors as such). Misfits are noted, not raised."""
         self._check_shapes()
-        beside = _largest_mesh(tensors.values())
-        extras = [name for name, tensor in tensors.items() if not self._take(name, tensor, beside)]
+        extras = [name for name, tensor in tensors.items() if not self._take(name, tensor)]
         known = {memory(local(tensors[shard.parameter])): shard.parameter for shard in self._found.shards}
         for name in extras:
             self._judge(name, tensors[name], known)
-        opaque = self._conversion.opaque if self._conversion else {}
-        self._found.residual |= {name: why for name, why in opaque.items() if name in self._layout}
         return self._found
 
     def _check_shapes(self) -> None:
@@ -108,7 +87,7 @@ class Attribution:
             return self._conversion.regions.get(name)
         return whole(name, tuple(tensor.shape)) or [Region(name, (), 0, (), 0, ())]
 
-    def _take(self, name: str, tensor: Any, beside: tuple[int, int]) -> bool:
+    def _take(self, name: str, tensor: Any) -> bool:
         """Whether the tensor is a layout tensor's source or has been judged; if not, it is an extra."""
         if not is_tensor(tensor):
             self._take_other(name, tensor)
@@ -119,14 +98,15 @@ class Attribution:
         goes_to = dict.fromkeys(region.name for region in targets)
         inside = [target for target in goes_to if target in self._layout]
         if not targets:
-            self._found.drop(name, "the export leaves it out, or computes with it")
+            if name not in self._computed_with:
+                self._found.drop(name, "the export leaves it out")
             return True
         if not inside:
             return False
         for target in goes_to:
             if target not in self._layout and not self._misfits.ignores(target):
                 self._misfits.note("added", target)
-        self._bind(name, tensor, targets, inside, beside)
+        self._bind(name, tensor, targets, inside)
         return True
 
     def _take_other(self, name: str, value: Any) -> None:
@@ -135,21 +115,17 @@ class Attribution:
         else:
             self._misfits.note("not tensors", f"{name} (a {type(value).__name__})")
 
-    def _bind(
-        self, name: str, tensor: Any, targets: Sequence[Region], inside: list[str], beside: tuple[int, int]
-    ) -> None:
+    def _bind(self, name: str, tensor: Any, targets: Sequence[Region], inside: list[str]) -> None:
         if self._conversion is None and (wanted := self._layout[self._layout.index(name)].shape) != tuple(tensor.shape):
             self._misfits.note("reshaped", f"{name} (is {list(tensor.shape)}, should be {list(wanted)})")
             return
         mine = local(tensor)
         if why := unreadable(mine):
             self._misfits.note("without values here", f"{name} ({why})")
-        elif why := encoded(mine) or self._bind_readable(name, tensor, targets, inside, beside):
+        elif why := encoded(mine) or self._bind_readable(name, tensor, targets, inside):
             self._found.residual |= dict.fromkeys(inside, why)
 
-    def _bind_readable(
-        self, name: str, tensor: Any, targets: Sequence[Region], inside: list[str], beside: tuple[int, int]
-    ) -> str:
+    def _bind_readable(self, name: str, tensor: Any, targets: Sequence[Region], inside: list[str]) -> str:
         """Returns why the tensor can only be exported; "" if all is said."""
         try:
             dtype, here = dtype_of(name, tensor), None
@@ -167,7 +143,7 @@ class Attribution:
         except Incompatible as error:
             return error.message
         kept = {name: [region for region in targets if region.name in self._layout]}
-        regions = owned(chain(here.regions, kept), *self._copies.of(here, tensor, beside))
+        regions = owned(chain(here.regions, kept), *self._copies.of(here, tensor))
         self._found.shards += shards_of_regions(name, here.shape, dtype, regions, self._layout)
         return ""
 
@@ -185,18 +161,6 @@ class Attribution:
         else:
             for one in exported:
                 self._misfits.note("added", one)
-
-
-def _largest_mesh(tensors: Iterable[Any]) -> tuple[int, int]:
-    """This rank's place in the largest mesh that any of the tensors lies on, counted in mesh order, and its ranks."""
-    meshes = {id(t.device_mesh): t.device_mesh for t in tensors if hasattr(t, "placements")}
-    mesh = max(meshes.values(), key=lambda mesh: int(mesh.size()), default=None)
-    if mesh is None or (coordinate := mesh.get_coordinate()) is None:
-        return 0, 1
-    place = 0
-    for at, ways in zip(coordinate, mesh.shape, strict=True):
-        place = place * ways + at
-    return place, int(mesh.size())
 
 
 def of_chunks(chunks: Any, megatron: Megatron, layout: Layout, misfits: Misfits) -> Found:

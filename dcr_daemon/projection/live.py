@@ -8,14 +8,16 @@ maps of all ranks together are the source of everything exactly once is judged b
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.canonical.region import Region
 from dcr_daemon.errors import Incompatible, Misuse
 from dcr_daemon.projection import transformers_v5
-from dcr_daemon.projection.attribution import Attribution, Copies, of_chunks, of_map
+from dcr_daemon.projection.attribution import Attribution, of_chunks, of_map
+from dcr_daemon.projection.copies import Copies
 from dcr_daemon.projection.local import Signature, changes, is_tensor, local, memory, signature
 from dcr_daemon.projection.megatron.live import Megatron, named_chunks
 from dcr_daemon.projection.misfits import Misfits, listed
@@ -23,6 +25,8 @@ from dcr_daemon.projection.named import COMPILED, is_module, shared_prefix, tabl
 from dcr_daemon.projection.plan import Map
 from dcr_daemon.projection.titan import adapter_conversion
 from dcr_daemon.projection.tracing import Conversion
+
+Convert = Callable[[dict[str, Any]], Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,10 @@ class Live:
     tensors: the rank's own (detached torch tensors, never DTensors), by the names of the map's shards. A shard's local
         places count the elements of its tensor in row-major order, whatever its strides are.
     dropped: tensors that were handed over and are no part of the stream, with the reason; for the log.
+    handed: the tensors that were handed over (DTensors as such) and are part of the stream, by local name; what is
+        residual is gathered from these.
     conversion: what the framework's export does to whole tensors; none where their names are canonical ones.
+    convert: that export itself, over a table of some whole tensors; none likewise, or if it is not known.
     signature: how everything that was handed over is laid out; equal exactly if the map would be the same. Hashable.
     tied: tensors that were dropped because they are the memory of another, by that one's name.
     """
@@ -61,7 +68,9 @@ class Live:
     map: Map
     tensors: Mapping[str, Any]
     dropped: Mapping[str, str] = field(default_factory=dict)
+    handed: Mapping[str, Any] = field(default_factory=dict)
     conversion: Conversion | None = None
+    convert: Convert | None = None
     signature: Signature = ()
     tied: Mapping[str, str] = field(default_factory=dict)
     handover: Handover = Handover()
@@ -82,7 +91,7 @@ class Live:
                 f"the weights are not laid out as when publishing began: {listed(changed)}",
                 hint="names, dtypes and placements stay through a run; after a change of the mesh make a new Publisher",
             )
-        return replace(self, tensors={name: local(tensors[name]) for name in self.tensors})
+        return replace(self, tensors={name: local(tensors[name]) for name in self.tensors}, handed=tensors)
 
     def without(self, residual: Mapping[str, str]) -> Live:
         """The same, but for canonical tensors that the gate made residual: this rank is no source of them any more."""
@@ -118,9 +127,8 @@ def live(
         weights: a module (plain, FSDP2, tensor parallel, compiled, DDP), a transformers model, a state dict, or
             Megatron's list of model chunks.
         rank, world: of this process among those that publish together.
-        replica: number of this rank, and how many, among the ranks that hold alike what the mesh of a DTensor does not
-            count; a plain tensor beside DTensors is then alike on the ranks of their mesh, too. By default plain
-            tensors are alike on every rank, and the mesh of a DTensor counts all of its copies.
+        replica: number of this rank, and how many, among the ranks that hold alike what the widest mesh among the
+            tensors does not count. By default it counts all copies; without any mesh, every rank holds the same.
         ignore: globs of names outside the layout to drop.
         conversion: what an export does to whole tensors, for layouts of one's own; transformers models bring theirs.
         adapter: torchtitan's state-dict adapter, for a state dict of its names.
@@ -135,6 +143,7 @@ def live(
     if len(chosen := [name for name, way in ways.items() if way is not None]) > 1:
         raise Misuse(f"{' and '.join(chosen)} exclude each other", hint="give the one that describes these weights")
     misfits = Misfits(f"what rank {rank} of {world} holds", layout, ignore)
+    convert: Convert | None = None
     if megatron is not None:
         handover = Handover(chunks=megatron.grid.vpp)
         found = of_chunks(weights, megatron, layout, misfits)
@@ -142,8 +151,8 @@ def live(
         handover = Handover()
         found = of_map(mapped, handover.tensors(weights), layout, misfits)
     else:
-        handover, tensors, conversion = _converted(weights, layout, misfits, conversion, adapter)
-        attribution = Attribution(layout, misfits, conversion, Copies(rank, world, replica))
+        handover, tensors, conversion, convert = _converted(weights, layout, misfits, conversion, adapter)
+        attribution = Attribution(layout, misfits, conversion, Copies(rank, world, replica, tensors.values()))
         found = attribution.of(tensors)
     misfits.check()
     handover = replace(handover, skipped=frozenset(found.skipped))
@@ -153,7 +162,9 @@ def live(
         made,
         {shard.parameter: local(tensors[shard.parameter]) for shard in made.shards},
         found.dropped,
+        tensors,
         conversion,
+        convert,
         signature(tensors),
         found.tied,
         handover,
@@ -171,8 +182,8 @@ def _table(weights: Any) -> dict[str, Any]:
 
 def _converted(
     weights: Any, layout: Layout, misfits: Misfits, conversion: Conversion | None, adapter: Any
-) -> tuple[Handover, dict[str, Any], Conversion | None]:
-    """Everything handed over by the names that its conversion knows, and that conversion."""
+) -> tuple[Handover, dict[str, Any], Conversion | None, Convert | None]:
+    """Everything handed over by the names that its conversion knows, that conversion, and what it was traced from."""
     entries = _table(weights)
     counted = [name for name in entries if not misfits.ignores(name)]
     model, at = _library_model(weights, counted)
@@ -185,11 +196,17 @@ def _converted(
     handover = Handover(prefix=at or shared_prefix(counted, known))
     tensors = handover.tensors(weights)
     whole = {name: tensor for name, tensor in tensors.items() if is_tensor(tensor)}
-    if conversion is None and adapter is not None:
-        conversion = adapter_conversion(adapter, whole)
-    elif conversion is None and model is not None:
-        conversion = transformers_v5.conversion(model, whole)
-    return handover, tensors, conversion
+    if conversion is not None:
+        return handover, tensors, conversion, None
+    if adapter is not None:
+        return handover, tensors, adapter_conversion(adapter, whole), adapter.to_hf
+    if model is None:
+        return handover, tensors, None, None
+    traced = transformers_v5.conversion(model, whole)
+    left_out: dict[str, list[Region]] = {
+        name: [] for name in whole if name not in traced.regions
+    }  # `_keys_to_ignore_on_save`
+    return handover, tensors, replace(traced, regions={**traced.regions, **left_out}), transformers_v5.converter(model)
 
 
 def _library_model(weights: Any, names: list[str]) -> tuple[Any, str]:

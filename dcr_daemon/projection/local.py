@@ -38,9 +38,9 @@ def unreadable(tensor: Any) -> str:
 
 def encoded(tensor: Any) -> str:
     """Why the bits of a local tensor are not its values, though an export could have them; "" if they are."""
-    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+    import torch
 
-    if is_traceable_wrapper_subclass(tensor):
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return f"it is a {type(tensor).__name__}, which keeps its values in another form"
     return ""
 

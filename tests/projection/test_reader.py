@@ -6,8 +6,6 @@ Judged by index tensors: element i of a canonical tensor is the number i, so tha
 from __future__ import annotations
 
 import math
-import weakref
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
@@ -15,11 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from allocations import Allocations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from regions import dense_regions
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from dcr_daemon.canonical.box import Box
 from dcr_daemon.canonical.coverage import exactly_once
@@ -214,36 +211,6 @@ def test_memory_that_overlaps_is_read_through_a_copy() -> None:
     assert (reader.read(0, Box.flat(3, 9)).view("f4") == [0, 1, 2] * 3).all()
 
 
-class Memory(TorchDispatchMode):
-    """Bytes of new tensors while it is on: the largest one, and the most that lived at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.largest = self.most = self._now = 0
-        self._holders: Counter[int] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {t.untyped_storage().data_ptr() for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)}
-        result = func(*args, **(kwargs or {}))
-        for t in tree_iter(result):
-            if isinstance(t, torch.Tensor):
-                self._hold(t, t.untyped_storage().data_ptr(), t.untyped_storage().nbytes(), given)
-        return result
-
-    def _hold(self, tensor: torch.Tensor, address: int, size: int, given: set[int]) -> None:
-        if address in given and not self._holders[address]:
-            return
-        if not self._holders[address]:
-            self._now += size
-            self.largest, self.most = max(self.largest, size), max(self.most, self._now)
-        self._holders[address] += 1
-        weakref.finalize(tensor, self._release, address, size)
-
-    def _release(self, address: int, size: int) -> None:
-        self._holders[address] -= 1
-        self._now -= 0 if self._holders[address] else size
-
-
 LIMIT = 1 << 20
 
 
@@ -261,7 +228,7 @@ def test_reading_never_needs_more_than_twice_the_box(given: str, region: Region)
     layout = Layout([TensorSpec("t", "BF16", (2048, 2048))])
     reader = one("p", torch.zeros(1 << 21, dtype=torch_dtype(given)), [region], layout)
     for index, piece in blocks(Map(tuple(shards_of("p", (1 << 21,), given, [region], layout))), layout, LIMIT):
-        with Memory() as seen:
+        with Allocations() as seen:
             reader.read(index, piece)
         assert seen.largest <= LIMIT
         assert seen.most <= 2 * LIMIT
