@@ -1,132 +1,37 @@
-"""What lies below a watched directory, and what of it is complete. Reads headers, never weights.
+"""What lies below a watched directory, and what of it is complete. Reads headers and tables, never weights.
 
-A *checkpoint* is a directory, 1 to 4 levels down, that directly holds `*.safetensors`. A *file is complete* when its
-writer closed it (or moved it in), or when two timed looks in a row found it unchanged and nobody was seen writing to
-it; and its header parses and its length is exactly what the header says. A *checkpoint is complete* when its complete
-files hold every tensor of the layout once, its index, if it has one, agrees, and the marker, if one is asked for, is
-there.
+A *checkpoint* is a directory, 1 to 4 levels down, that directly holds `*.safetensors`, or a `.metadata` over `*.distcp`
+files, as torch's distributed checkpoints do. A *file is complete* when its writer closed it (or moved it in), or when
+two timed looks in a row found it unchanged and nobody was seen writing to it; and its header parses and its length is
+exactly what the header says. A *checkpoint is complete* when its complete files hold every tensor of the layout once,
+its index, if it has one, agrees, and the marker, if one is asked for, is there. Files of a sharded writer hold pieces:
+together they must hold every element of every tensor once. A `.metadata` is written last: with it, and with all files
+that it names as long as it says and no newer, a distributed checkpoint is complete.
 """
 
 from __future__ import annotations
 
 import os
-import re
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-
-import msgspec
+from typing import Any
 
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.directory import find_index, read_index
 from dcr_daemon.checkpoint.safetensors import Header, read_header
 from dcr_daemon.errors import Corrupt, DcrError, Incompatible
+from dcr_daemon.projection.files import METADATA
+from dcr_daemon.publish.found import CompleteFile, Found, Pieces
+from dcr_daemon.publish.identity import FileIdentity, elsewhere, identify, only_attributes, stands_for_many, together
+from dcr_daemon.publish.naming import Fit
+from dcr_daemon.publish.pieced import PieceFiles
+from dcr_daemon.publish.tables import Tables
 
 DEPTH = 4  #: levels below the watched directory at which checkpoints are looked for
 LOOKS = 2  #: timed looks that must find a file unchanged, if nobody was seen writing to it
 LOOKS_AT_WRITTEN = 30  #: the same for one that was written to and never closed: a stalled writer, or a lost notice
-_SHARD = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
-
-
-class FileIdentity(msgspec.Struct, frozen=True, order=True):
-    """What must not change between reading a file and sealing what was read. Recorded in the seal."""
-
-    name: str
-    size: int
-    mtime_ns: int
-    inode: int
-
-
-def identify(path: Path) -> FileIdentity | None:
-    """Identity of a file by its name; None if it is gone."""
-    try:
-        stat = path.stat()
-    except OSError:
-        return None
-    return FileIdentity(path.name, stat.st_size, stat.st_mtime_ns, stat.st_ino)
-
-
-def number_in(relative: str) -> int | None:
-    """The last integer in a path: `checkpoint-40`, `global_step_7/actor/huggingface`."""
-    digits = re.findall(r"\d+", relative)
-    return int(digits[-1]) if digits else None
-
-
-@dataclass(frozen=True, slots=True)
-class CompleteFile:
-    path: Path
-    identity: FileIdentity
-    header: Header
-
-
-@dataclass(slots=True, eq=False)
-class Found:
-    """One checkpoint directory as the last look saw it.
-
-    `files` are the complete ones by name, `waiting` says by name what the others lack. `index` is the weight map of
-    its index file, `marked` whether the marker is there, `completion` its place among those that became complete.
-    `fresh` means that a file is here that may well be complete, and was not looked at often enough to tell.
-    """
-
-    path: Path
-    relative: str
-    files: dict[str, CompleteFile] = field(default_factory=dict)
-    waiting: dict[str, str] = field(default_factory=dict)
-    index: dict[str, str] | None = None
-    marked: bool = True
-    completion: int = 0
-    fresh: bool = False
-
-    @property
-    def number(self) -> int | None:
-        return number_in(self.relative)
-
-    @property
-    def order(self) -> tuple[bool, int, str]:
-        """Oldest first: by number; without one, by completion."""
-        number = self.number
-        return (number is None, self.completion if number is None else number, self.relative)
-
-    @property
-    def identity(self) -> frozenset[FileIdentity]:
-        return frozenset(file.identity for file in self.files.values())
-
-    def lacks(self, layout: Layout) -> str:
-        """What this checkpoint still waits for; empty if it is complete."""
-        if self.waiting:
-            return "; ".join(f"{name}: {why}" for name, why in sorted(self.waiting.items()))
-        if not self.marked:
-            return "its marker file"
-        if missing := self.missing(layout):
-            return f"tensors {', '.join(missing[:5])}" + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-        return ""
-
-    def missing(self, layout: Layout) -> list[str]:
-        """Layout tensors that no complete file holds."""
-        held = {name for file in self.files.values() for name in file.header.spans}
-        return [spec.name for spec in layout if spec.name not in held]
-
-    def ended(self, *, marker: bool) -> bool:
-        """Whether no more files are to come, as far as anything says so: then what is missing is an error."""
-        if self.waiting or not self.files or not self.marked:
-            return False
-        numbered = [match for name in self.files if (match := _SHARD.search(name))]
-        all_shards = bool(numbered) and len({m[1] for m in numbered}) == int(numbered[0][2])
-        # A marker may be left over from what this directory held before: shards that count themselves know better.
-        marked = marker and not numbered
-        return marked or self.index is not None or all_shards or "model.safetensors" in self.files
-
-    def check_index(self) -> None:
-        """Raise `Incompatible` if the index and the (complete) files disagree."""
-        if self.index is None:
-            return
-        homes = {name: file.path.name for file in self.files.values() for name in file.header.spans}
-        if wrong := sorted(n for n in self.index.keys() | homes.keys() if self.index.get(n) != homes.get(n)):
-            raise Incompatible(
-                f"the index of {self.path} disagrees with its files about {', '.join(wrong[:20])}",
-                hint="nothing of it is published; write the checkpoint again, or remove it",
-            )
+SHARDED = "sharded"  #: where torch's writer leaves the pieces from which it makes the checkpoint one level up
 
 
 class Survey:
@@ -136,10 +41,20 @@ class Survey:
         root: the watched directory.
         exclude: directories that are never checkpoints, nor anything in them.
         marker: name of the file that a complete checkpoint must hold.
+        ignore: globs of names outside the layout that checkpoints in pieces may hold.
+        config: the model's `config.json`, for checkpoints under a training framework's names.
     """
 
-    def __init__(self, root: Path, exclude: list[Path], marker: str | None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        exclude: list[Path],
+        marker: str | None,
+        ignore: Sequence[str] = (),
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
         self._root, self._marker = root, marker
+        self._tables = Tables(ignore, config)
         self._exclude = {path.resolve() for path in exclude}
         self._notices: deque[tuple[Path, str]] = deque()
         self._versions: dict[frozenset[FileIdentity], set[str]] = {}
@@ -150,11 +65,20 @@ class Survey:
         self._settled: dict[Path, FileIdentity] = {}
         self._headers: dict[tuple[Path, FileIdentity], Header | str] = {}
         self._completions: dict[tuple[str, frozenset[FileIdentity]], int] = {}
+        self._by_table: dict[FileIdentity, frozenset[FileIdentity]] = {}
+        self._refused: dict[str, tuple[frozenset[FileIdentity], str]] = {}
+
+    def refuse(self, relative: str, identity: frozenset[FileIdentity], why: str) -> None:
+        """The very files of this checkpoint were found not to be what they claim: they are not to be tried again."""
+        self._refused[relative] = identity, why
 
     def published(self, relative: str, identity: frozenset[FileIdentity]) -> None:
         """A checkpoint is a version now, and is not to be found again."""
         self._versions.setdefault(identity, set()).add(relative)
-        self._places[relative] = _elsewhere(identity)
+        self._places[relative] = elsewhere(identity)
+        table = next((file for file in identity if file.name == METADATA), None)
+        if table and not any(map(stands_for_many, identity)):
+            self._by_table[table] = identity
 
     def _is_version(self, relative: str, identity: frozenset[FileIdentity]) -> bool:
         """Whether the very files at `relative` are a version. A directory that was renamed since is that version still,
@@ -163,7 +87,7 @@ class Survey:
         places = self._versions.get(identity)
         if not places:
             # Moved to another disk with their times, as `rsync -a` does, files have other inodes and are the same.
-            return bool(identity) and self._places.get(relative) == _elsewhere(identity)
+            return bool(identity) and self._places.get(relative) == elsewhere(identity)
         if relative not in places and any((self._root / place).is_dir() for place in places):
             return False
         places.add(relative)
@@ -185,7 +109,7 @@ class Survey:
         while self._notices:
             path, what = self._notices.popleft()
             identity, known = identify(path), self._closed.get(path)
-            if what == "written" and known and identity and _only_attributes(known, identity):
+            if what == "written" and known and identity and only_attributes(known, identity):
                 self._closed[path] = identity
                 continue
             for table in (self._closed, self._looked, self._settled, self._written):
@@ -203,18 +127,35 @@ class Survey:
         self._take_notices()
         found = {}
         seen: set[Path] = set()
+        joined: set[str] = set()
         for directory in self._directories(self._root, 0):
-            checkpoint = self._look_at(directory, timed, seen)
+            seen.add(directory)  # tables are remembered by their directory
+            checkpoint = self._look_at(directory, timed, seen, layout)
+            if directory.name == SHARDED and self._stands_for_more(directory, checkpoint):
+                joined.add(directory.parent.relative_to(self._root).as_posix())
             if checkpoint:
                 found[checkpoint.relative] = checkpoint
+                refused = self._refused.get(checkpoint.relative)
+                if refused and not checkpoint.waiting and refused[0] == checkpoint.identity:
+                    checkpoint.refusal = refused[1]
                 if not checkpoint.lacks(layout):
                     key = (checkpoint.relative, checkpoint.identity)
                     checkpoint.completion = self._completions.setdefault(key, len(self._completions))
+        self._tables.keep(seen)
+        for name in joined & found.keys():
+            del found[name]  # the same weights, joined by the writer from pieces that are there already
         for table in (self._closed, self._looked, self._settled, self._written):
             for path in table.keys() - seen:
                 del table[path]
         self._headers = {key: header for key, header in self._headers.items() if key[0] in seen}
         return found
+
+    def _stands_for_more(self, directory: Path, checkpoint: Found | None) -> bool:
+        """Whether pieces lie here, new or published, from which a writer makes the checkpoint one level up."""
+        if checkpoint is None:
+            published = directory.relative_to(self._root).as_posix() in self._places
+            return published and next(directory.glob("shard-*.safetensors"), None) is not None
+        return checkpoint.in_pieces
 
     def _directories(self, directory: Path, depth: int) -> Iterator[Path]:
         """Candidates in name order. Links are not followed: `latest` would be a second copy of a checkpoint."""
@@ -231,27 +172,38 @@ class Survey:
             if depth + 1 < DEPTH:
                 yield from self._directories(path, depth + 1)
 
-    def _look_at(self, directory: Path, timed: bool, seen: set[Path]) -> Found | None:
+    def _look_at(self, directory: Path, timed: bool, seen: set[Path], layout: Layout) -> Found | None:
         relative = directory.relative_to(self._root).as_posix()
         found = Found(directory, _printable(relative))
         try:
-            paths = sorted(
-                path for path in directory.iterdir() if path.suffix == ".safetensors" and path.name[0] != "."
-            )
+            names = sorted(path.name for path in directory.iterdir())
         except PermissionError as error:  # it may hold what the trainer takes for published
             found.waiting["directory"] = f"cannot be listed: {error.strerror}"
             return found
         except OSError:
             return None  # vanished between two looks
-        if not paths:
+        paths = [directory / name for name in names if name.endswith(".safetensors") and name[0] != "."]
+        in_archives = METADATA in names or any(name.endswith(".distcp") for name in names)
+        if not paths and not in_archives:
             return None
         for name in (relative, *(path.name for path in paths)):
             if name != _printable(name):
                 found.waiting["name"] = f"{_printable(name)} is not UTF-8, as the name of a source must be: rename it"
                 return found
         found.marked = self._marker is None or (directory / self._marker).exists()
+        if in_archives:
+            if paths:
+                found.refusal = f"it holds {paths[0].name} and a distributed checkpoint: leave one of them"
+                return found
+            return self._look_at_table(found, timed, seen, layout)
+        return self._look_at_files(found, paths, timed, seen, layout)
+
+    def _look_at_files(
+        self, found: Found, paths: list[Path], timed: bool, seen: set[Path], layout: Layout
+    ) -> Found | None:
+        """A directory of safetensors files: of whole tensors, or of a sharded writer."""
         try:
-            index = find_index(directory)
+            index = find_index(found.path)
             found.index = read_index(index) if index else None
         except (Corrupt, Incompatible) as error:
             found.waiting["index"] = error.message
@@ -259,26 +211,69 @@ class Survey:
             named = set(found.index.values())
             paths = [path for path in paths if path.name in named]
             found.waiting |= dict.fromkeys(named - {path.name for path in paths}, "not there yet")
-        if self._is_version(found.relative, frozenset(filter(None, map(identify, paths)))):
+        if self._is_version(found.relative, together(filter(None, map(identify, paths)))):
             return None
         for path in paths:
             seen.add(path)
             self._look_at_file(path, timed, found)
+        if any(file.in_pieces for file in found.files.values()):
+            self._look_at_pieces(found, layout)
+        return found
+
+    def _look_at_pieces(self, found: Found, layout: Layout) -> None:
+        """Files of a sharded writer, of which some are complete."""
+        found.in_pieces = True
+        whole = sorted(name for name, file in found.files.items() if not file.in_pieces)
+        if whole:
+            found.refusal = f"{', '.join(whole[:5])} hold whole tensors, its other files hold pieces"
+        elif found.index is not None:
+            found.refusal = "its files hold pieces, and its index names one file for each tensor"
+        elif not found.waiting and found.marked:
+            headers = {name: file.header for name, file in found.files.items() if file.header}
+            ended = self._marker is not None
+            fit = self._tables.shards(found.path, found.identity, headers, layout, ended=ended)
+            self._judged(found, PieceFiles(found.path, _identities(found), archives=False), fit)
+
+    def _judged(self, found: Found, files: PieceFiles, fit: Fit) -> None:
+        found.pieces, found.refusal = Pieces(files, fit), fit.refusal
+
+    def _look_at_table(self, found: Found, timed: bool, seen: set[Path], layout: Layout) -> Found | None:
+        """A directory of torch's distributed checkpoint, written or being written."""
+        found.in_pieces = True
+        path = found.path / METADATA
+        seen.add(path)
+        identity = identify(path)
+        if identity is None:
+            found.waiting[METADATA] = "not there yet"
+            return found
+        if (version := self._by_table.get(identity)) is not None:
+            now = frozenset(identify(found.path / file.name, file.name) for file in version)
+            if now != version:
+                found.waiting[METADATA] = "that of a version, whose files are being rewritten or taken away"
+                return found
+            if self._is_version(found.relative, version):
+                return None
+        if not self._is_settled(path, identity, timed, found):
+            return found
+        table = self._tables.archives(found.path, identity, layout)
+        if table.fit.alien:
+            return None
+        if table.fit.refusal:
+            found.refusal = table.fit.refusal
+            return found
+        there, lacking = self._tables.files(found.path, table, identity, timed=timed)
+        there[METADATA] = identity
+        found.files = {name: CompleteFile(found.path / name, file, None) for name, file in there.items()}
+        if self._is_version(found.relative, found.identity):
+            return None
+        found.waiting |= lacking
+        self._judged(found, PieceFiles(found.path, there, archives=True), table.fit)
         return found
 
     def _look_at_file(self, path: Path, timed: bool, found: Found) -> None:
         identity = identify(path)
-        if identity is None:
+        if identity is None or not self._is_settled(path, identity, timed, found):
             return
-        if identity not in (self._closed.get(path), self._settled.get(path)):
-            before, looks = self._looked.get(path, (None, 0))
-            looks = timed + (looks if before == identity else 0)
-            self._looked[path] = (identity, looks)
-            if looks < (LOOKS_AT_WRITTEN if path in self._written else LOOKS):
-                found.waiting[path.name] = "still being written"
-                found.fresh |= before in (None, identity) and path not in self._written
-                return
-        self._settled[path] = identity
         key = (path, identity)
         if key not in self._headers:
             self._headers[key] = _header(path)
@@ -288,15 +283,22 @@ class Survey:
         else:
             found.files[path.name] = CompleteFile(path, identity, header)
 
+    def _is_settled(self, path: Path, identity: FileIdentity, timed: bool, found: Found) -> bool:
+        """Whether a file is through with being written, as far as looks and notices tell."""
+        if identity not in (self._closed.get(path), self._settled.get(path)):
+            before, looks = self._looked.get(path, (None, 0))
+            looks = timed + (looks if before == identity else 0)
+            self._looked[path] = (identity, looks)
+            if looks < (LOOKS_AT_WRITTEN if path in self._written else LOOKS):
+                found.waiting[path.name] = "still being written"
+                found.fresh |= before in (None, identity) and path not in self._written
+                return False
+        self._settled[path] = identity
+        return True
 
-def _elsewhere(identity: frozenset[FileIdentity]) -> frozenset[FileIdentity]:
-    """What is left of it on another file system."""
-    return frozenset(msgspec.structs.replace(file, inode=0) for file in identity)
 
-
-def _only_attributes(known: FileIdentity, now: FileIdentity) -> bool:
-    """Whether a closed file got another mode or an older time, as copying does last: the same notice as for a write."""
-    return (known.inode, known.size) == (now.inode, now.size) and now.mtime_ns <= known.mtime_ns
+def _identities(found: Found) -> dict[str, FileIdentity]:
+    return {name: file.identity for name, file in found.files.items()}
 
 
 def _printable(name: str) -> str:

@@ -1,7 +1,8 @@
 """`dcr publish --watch`: checkpoints that any framework writes below a directory become versions.
 
-An attempt opens at the first complete file of a checkpoint and takes up the others as they come. It is aborted and
-undone when a file that was read changes, when its directory vanishes, or when another checkpoint is complete first;
+An attempt opens at the first complete file of a checkpoint and takes up the others as they come; of a checkpoint in
+pieces (torch's distributed checkpoints, files of a sharded writer) it opens when all of them are there. It is aborted
+and undone when a file that was read changes, when its directory vanishes, or when another checkpoint is complete first;
 never by time. What was sealed is never published again: the seals say what they came from.
 """
 
@@ -9,20 +10,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from dcr_daemon import runtime
 from dcr_daemon.errors import DcrError, NotFound, StoreUnavailable
 from dcr_daemon.events import Emit, Waiting
+from dcr_daemon.publish.found import Found
+from dcr_daemon.publish.identity import FileIdentity, number_in
+from dcr_daemon.publish.model_config import read_config
 from dcr_daemon.publish.notices import Notices
 from dcr_daemon.publish.opening import open_session
 from dcr_daemon.publish.options import PublishOptions
+from dcr_daemon.publish.pieced import NotAsPromised
 from dcr_daemon.publish.published import read_published
 from dcr_daemon.publish.session import Session
 from dcr_daemon.publish.sources import SourceChanged
-from dcr_daemon.publish.survey import FileIdentity, Found, Survey, number_in
+from dcr_daemon.publish.survey import Survey
 from dcr_daemon.publish.taking import Taking, check_headers
 from dcr_daemon.store.port import Store
 
@@ -77,7 +84,7 @@ class Watcher:
     def __init__(self, options: WatchOptions, session: Session, emit: Emit) -> None:
         self._options, self._session, self._emit = options, session, emit
         self._interval = options.poll or LOOK
-        self._survey = Survey(options.watch, _excluded(options, session.ledger.store.url), options.marker)
+        self._survey = self._new_survey(None)
         self._changed = asyncio.Event()
         self._last_look = float("-inf")
         self._current: Taking | None = None
@@ -91,8 +98,14 @@ class Watcher:
         self._watched: tuple[int, int] | None = None
         self._damaged = False
 
+    def _new_survey(self, config: Mapping[str, Any] | None) -> Survey:
+        options = self._options
+        excluded = _excluded(options, self._session.ledger.store.url)
+        return Survey(options.watch, excluded, options.marker, options.ignore, config)
+
     async def run(self) -> None:
         """Until cancelled; with `once`, until what was complete at the start is published."""
+        self._survey = self._new_survey(await read_config(self._session.ledger, self._options.base))
         kept = self._session.state.path / "published.json"
         for source in await read_published(self._session.ledger, kept, self._options.watch):
             self._remember(source.path, source.identity)
@@ -156,8 +169,8 @@ class Watcher:
                 await self._seal(current)
             finally:
                 current.close()
-        for name, what in self._lacks(found).items():
-            self._emit(Waiting(what=f"{name} is incomplete and was not published: {what}"))
+        for what in self._lacks(found).values():
+            self._emit(Waiting(what=f"not published: {what}"))
         await self._session.retention.ended()
         if not found:
             self._emit(Waiting(what=f"nothing to publish: no complete checkpoint below {self._options.watch} is new"))
@@ -181,6 +194,8 @@ class Watcher:
                 return await self._step(await self._look())
         except SourceChanged as error:
             self._dying = error.message
+            if isinstance(error, NotAsPromised) and self._current:
+                self._survey.refuse(self._current.relative, self._current.identity, error.message)
             await runtime.sleep(self._setback())
         except StoreUnavailable as error:
             self._emit(Waiting(what=f"the bucket: {error.message}"))
@@ -231,7 +246,9 @@ class Watcher:
         """The checkpoint being written, if any of its files is complete. One older than the newest version, or that
         was overtaken, is left alone until it is complete: most such are remains of a crash."""
         partial = [
-            f for f in found.values() if f.files and self._is_new(f) and self._given_up.get(f.relative) != f.identity
+            f
+            for f in found.values()
+            if f.files and not f.in_pieces and self._is_new(f) and self._given_up.get(f.relative) != f.identity
         ]
         return min(_in_order(partial, found), key=lambda checkpoint: checkpoint.order, default=None)
 
@@ -243,6 +260,8 @@ class Watcher:
         if checkpoint is None:
             return f"{current.relative} vanished"
         current.check()
+        if checkpoint.refusal:
+            return f"{current.relative}: {checkpoint.refusal}"
         if strangers := current.identity - checkpoint.identity:
             names = ", ".join(sorted(identity.name for identity in strangers))
             return f"{current.relative}: {names} does not belong to it any more"
@@ -289,7 +308,7 @@ class Watcher:
 
     def _say(self, found: dict[str, Found]) -> None:
         """Tell what is waited for, each thing once."""
-        waits = {name: f"{name} is incomplete: {what}" for name, what in self._lacks(found).items()}
+        waits = self._lacks(found)
         if not waits:
             gone = "" if self._watched else ", which is not there any more"
             waits = {"": f"a checkpoint below {self._options.watch}{gone}"}
@@ -299,8 +318,13 @@ class Watcher:
         self._said = waits
 
     def _lacks(self, found: dict[str, Found]) -> dict[str, str]:
-        lacks = {name: checkpoint.lacks(self._session.layout) for name, checkpoint in found.items()}
-        return {name: what for name, what in lacks.items() if what}
+        """In a sentence for each checkpoint that is not complete, what it lacks."""
+        lacks = {name: (checkpoint, checkpoint.lacks(self._session.layout)) for name, checkpoint in found.items()}
+        return {
+            name: f"{name} is {'refused' if checkpoint.refusal else 'incomplete'}: {what}"
+            for name, (checkpoint, what) in lacks.items()
+            if what
+        }
 
 
 def _in_order(candidates: list[Found], found: dict[str, Found]) -> list[Found]:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from dcr_daemon.checkpoint.safetensors import pack_safetensors
-from dcr_daemon.publish.survey import LOOKS_AT_WRITTEN, Survey, identify, number_in
+from dcr_daemon.publish.identity import identify, number_in
+from dcr_daemon.publish.survey import LOOKS_AT_WRITTEN, Survey
 
 
 @pytest.mark.parametrize(
@@ -17,6 +18,7 @@ from dcr_daemon.publish.survey import LOOKS_AT_WRITTEN, Survey, identify, number
         ("global_step_7/actor/huggingface", 7),
         ("run2/step_0011", 11),
         ("epoch-3-step-12", 12),
+        ("checkpoint-40/pytorch_model_fsdp_0", 40),
         ("final", None),
     ],
 )
