@@ -6,9 +6,11 @@ a contiguous one. A whole or row-sharded tensor is a box of rank 1.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -73,11 +75,39 @@ class Box:
         """Canonical element index of each ordinal (int64, same length)."""
         if self.contiguous:
             return ordinals + self.dst
-        rest, index = ordinals, np.full_like(ordinals, self.dst)
-        for n, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            rest, place = np.divmod(rest, n)
-            index += place * stride
-        return index
+        from dcr_daemon.canonical import kernels
+
+        shape, strides = _padded(self.shape, self.strides)
+        where = np.require(ordinals, dtype=np.int64, requirements=["C", "W"])
+        found = np.empty(where.size, dtype=np.int64)
+        kernels.place(where, self.dst, shape, strides, found)
+        return found
+
+    @property
+    def ascending(self) -> bool:
+        """Whether ordinals rise with canonical elements, in a box that `fits`: its strides fall."""
+        steps = [stride for n, stride in zip(self.shape, self.strides, strict=True) if n > 1]
+        return all(outer > inner for outer, inner in itertools.pairwise(steps))
+
+    def apart(self, other: Box) -> bool:
+        """Whether the two are seen to share no element, by their ends or by remainders; exact for what is cut alike.
+
+        False says nothing: their elements may still pass each other by.
+        """
+        if self.last < other.dst or other.last < self.dst:
+            return True
+        for modulus in {*self.strides, *other.strides}:
+            one, two = self._remainders(modulus), other._remainders(modulus)
+            if one and two and (one[1] < two[0] or two[1] < one[0]):
+                return True
+        return False
+
+    def _remainders(self, modulus: int) -> tuple[int, int] | None:
+        """The interval of remainders that its elements have; None if they go round."""
+        first = self.dst % modulus
+        steps = zip(self.shape, self.strides, strict=True)
+        last = first + sum((n - 1) * stride for n, stride in steps if stride % modulus)
+        return (first, last) if last < modulus else None
 
     def view(self, lanes: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """The box inside a whole tensor's flat lanes: an array of the box's shape over the same memory.
@@ -106,3 +136,10 @@ class Box:
             ordinal += place * weight
         inside &= rest == 0
         return inside, ordinal[inside]
+
+
+@lru_cache(maxsize=1 << 10)
+def _padded(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """As kernels take them: with `MAX_RANK` axes."""
+    missing = MAX_RANK - len(shape)
+    return np.array((1,) * missing + shape, dtype=np.int64), np.array((0,) * missing + strides, dtype=np.int64)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import uint64
+from numba import int64, uint32, uint64
 
 from dcr_daemon.canonical.jit import kernel
 
@@ -77,3 +77,20 @@ def sum_lattice(bits: Any, dst: Any, strides: Any, key: Any, per: Any) -> Any:
                     for d in range(row.size):
                         total += summand(row[d], first + uint64(d) * step, key, per)
     return total
+
+
+@kernel
+def place(ordinals: Any, dst: Any, shape: Any, strides: Any, found: Any) -> None:
+    """Canonical element of each ordinal in a box of rank 4."""
+    small = shape[0] * shape[1] * shape[2] * shape[3] <= int64(0xFFFFFFFF)  # then in 32 bits, twice as fast
+    for i in range(ordinals.size):
+        element = int64(dst)
+        rest = ordinals[i]
+        for axis in range(3, 0, -1):
+            n = shape[axis]
+            if n == 1:
+                continue
+            above = int64(uint32(rest) // uint32(n)) if small else rest // n
+            element += (rest - above * n) * strides[axis]
+            rest = above
+        found[i] = element + rest * strides[0]

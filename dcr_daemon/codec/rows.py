@@ -98,7 +98,7 @@ def read_rows(table: fmt.Table, layout: Layout) -> Rows:
             raise corrupt(f"a segment of {specs[int(which[np.argmin(sound)])].name} {what}")
 
     shape, strides = _axes(table)
-    require((shape > 0).all(axis=1) & (strides > 0).all(axis=1), "has a box with an empty axis")
+    require(np.minimum(shape, strides).min(axis=1) > 0, "has a box with an empty axis")
     # Sizes first: only what is bounded may be multiplied.
     bounded = (shape <= SEGMENT_BYTES).all(axis=1) & ((shape == 1) | (strides < inside[:, None].astype("<u8"))).all(
         axis=1

@@ -41,4 +41,5 @@ def _compile(width: int) -> None:
         chunk = open_chunk(encoder.finish(identity).data, layout)
         changes = [chunk.changes(i) for i in range(len(chunk.segments))]
     sum_at(changes[0].operands, changes[0].positions, 0)
+    Box(0, (16, 16), (1, 16)).canonical(changes[0].positions)
     sum_box(np.zeros((16, 16), dtype=lane).T, Box(0, (16, 16), (1, 16)), 0)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import int64, types, uint64
+from numba import int64, types, uint32, uint64
 from numba.extending import intrinsic
 
 from dcr_daemon.canonical.jit import kernel
@@ -103,15 +103,20 @@ def locate(elements: Any, row: Any, picked: Any, relative: Any, targets: Any) ->
     row's base); returns how many.
     """
     k = 0
+    reach = int64(0)
+    for axis in range(4):
+        reach += (row[SHAPE + axis] - 1) * row[SOURCE + axis]
     for i in range(elements.size):
         rest = elements[i] - row[START]
-        if rest < 0:
+        if rest < 0 or rest > reach:
             continue
         local = int64(0)
         inside = True
         for axis in range(4):
+            if row[SHAPE + axis] == 1:
+                continue
             stride = row[SOURCE + axis]
-            place = rest // stride
+            place = int64(uint32(rest) // uint32(stride))  # what a row reaches fits, and this divides twice as fast
             if place >= row[SHAPE + axis]:
                 inside = False
                 break

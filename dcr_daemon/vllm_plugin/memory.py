@@ -159,7 +159,9 @@ class HostTables:
 
     def locate(self, row: int, elements: I64) -> tuple[I64, U32, U32]:
         lo, hi = _window(elements, self._rows[row])
-        part = np.require(elements[lo:hi], dtype=np.int64, requirements=["C", "W"])
+        part = elements[lo:hi]
+        if not part.flags.carray or part.dtype != np.int64:  # another kind of array is another kernel to compile
+            part = np.require(part, dtype=np.int64, requirements=["C", "W"])
         picked = np.empty(part.size, dtype=np.int64)
         element, target = np.empty(part.size, dtype=np.uint32), np.empty(part.size, dtype=np.uint32)
         k = self._kernels.locate(part, self._table[row], picked, element, target)
@@ -169,7 +171,7 @@ class HostTables:
         line, k = self._table[row], self._kernels
         key = line[k.KEY : k.KEY + 1].view(np.uint64)[0]
         start = int(line[k.START])
-        return int(k.sum_lanes(lanes.ctypes.data, lanes.itemsize, start, element.ctypes.data, element.size, key))
+        return int(k.sum_lanes(_address(lanes), lanes.itemsize, start, _address(element), element.size, key))
 
     def moved(self) -> str | None:
         return self._homes.moved()
@@ -191,7 +193,7 @@ class HostMemory(HostTables):
     def gather(self, row: int, targets: U32, out: Bits) -> None:
         line = self._table[row]
         self._kernels.gather(
-            int(line[self._kernels.ADDRESS]), out.itemsize, targets.ctypes.data, targets.size, out.ctypes.data
+            int(line[self._kernels.ADDRESS]), out.itemsize, _address(targets), targets.size, _address(out)
         )
 
     def stage(self, groups: Sequence[Group]) -> None:
@@ -201,8 +203,8 @@ class HostMemory(HostTables):
             row = self._table[group.row]
             line[k.G_BASE], line[k.G_WIDTH] = row[k.ADDRESS], row[k.WIDTH]
             line[k.G_START], line[k.G_KEY], line[k.G_COUNT] = row[k.START], row[k.KEY], group.element.size
-            line[k.G_TARGET], line[k.G_ELEMENT] = group.target.ctypes.data, group.element.ctypes.data
-            line[k.G_OLD], line[k.G_NEW] = group.old.ctypes.data, group.new.ctypes.data
+            line[k.G_TARGET], line[k.G_ELEMENT] = _address(group.target), _address(group.element)
+            line[k.G_OLD], line[k.G_NEW] = _address(group.old), _address(group.new)
         self._groups, self._sums = table, np.zeros(len(groups), dtype=np.uint64)
         self._staged = tuple(groups)  # keeps the arrays behind the addresses alive
 
@@ -240,11 +242,16 @@ class HostMemory(HostTables):
             seen = now
 
 
+def _address(array: npt.NDArray[Any]) -> int:
+    """Where its bytes are; `ctypes.data` says the same and makes objects on the way, four times for every segment."""
+    return int(array.__array_interface__["data"][0])
+
+
 def _window(elements: I64, row: Row) -> tuple[int, int]:
     """The part of `elements` that may lie in a row: by bisection if they ascend, else all."""
     if elements.size == 0:
         return 0, 0
-    start, last = row.region.dst, row.region.dst_last
+    start, last = row.side.dst, row.side.last
     if elements[0] >= start and elements[-1] <= last:
         return 0, elements.size
     lo, hi = np.searchsorted(elements, [start, last + 1])

@@ -13,12 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from dcr_daemon.canonical.box import MAX_RANK, nested
+from dcr_daemon.canonical.box import MAX_RANK, Box, nested
 from dcr_daemon.canonical.compose import compose
 from dcr_daemon.canonical.region import (
     MAX_AXES,
@@ -36,7 +37,11 @@ from dcr_daemon.canonical.region import (
 from dcr_daemon.vllm_plugin.calls import BoxRow, Held
 
 WIDE = 1 << 32  #: relative places are kept as u32
+FEW = 16  #: rows of one tensor that are looked at one by one
 MOST_CUTS = 4096  #: of one copy that has more axes than a box or a row
+
+
+Ints = npt.NDArray[np.int64]
 
 
 class Unplaceable(Exception):
@@ -89,7 +94,8 @@ class Repack:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A region as the kernels walk it; `offset`: the storage element of the parameter's own 0.
+    """A region as the kernels walk it; `offset`: the storage element of the parameter's own 0. `side`: its canonical
+    elements.
 
     Live element of the load-format place `region.src + p`: `base + p`, or, repacked, `base + table[inner + p]`.
     """
@@ -99,6 +105,7 @@ class Row:
     parameter: str
     region: Region
     offset: int
+    side: Box
     repack: Repack | None = None
 
     @property
@@ -180,6 +187,12 @@ def walkable(region: Region, repack: Repack | None = None) -> list[Region]:
     return [row for part in parts for narrow in _narrow(part) for row in _in_axes(narrow)]
 
 
+@lru_cache(maxsize=1 << 16)
+def apart(one: Box, other: Box) -> bool:
+    """`Box.apart`, once: the tensors of all layers, and of all versions, are cut alike."""
+    return one.apart(other)
+
+
 @dataclass(slots=True)
 class Placement:
     """All that one worker holds of a layout. Lists are in layout order where they are per tensor.
@@ -197,6 +210,19 @@ class Placement:
     twins: list[tuple[int, int]] = field(default_factory=list)
     loaded: dict[int, tuple[str, ...]] = field(default_factory=dict)
     forms: dict[str, Any] = field(default_factory=dict)
+    _ends: dict[int, tuple[Ints, Ints, Ints]] = field(default_factory=dict)
+
+    def met(self, tensor: int, segment: Box) -> list[int]:
+        """Numbers of the rows that may hold elements of a box of `tensor`."""
+        rows = self.by_tensor.get(tensor, [])
+        if len(rows) > FEW:
+            if tensor not in self._ends:
+                sides = [self.rows[number].side for number in rows]
+                first, last = [side.dst for side in sides], [side.last for side in sides]
+                self._ends[tensor] = np.array(rows), np.array(first), np.array(last)
+            numbers, starts, ends = self._ends[tensor]
+            rows = numbers[(starts <= segment.last) & (ends >= segment.dst)].tolist()
+        return [number for number in rows if not apart(self.rows[number].side, segment)]
 
     def add(self, copy: Copy, *, tensor: int, offset: int, repack: Repack | None) -> None:
         """Add one copy as a box with its rows, or, where one box has not axes enough, as several.
@@ -212,7 +238,7 @@ class Placement:
             raise Unplaceable(f"a copy with {len(copy.region.shape)} axes, cut {math.prod(spare)} times")
         for piece in wire_pieces(copy.region):
             parts = walkable(piece, repack)
-            rows = [Row(len(self.boxes), tensor, copy.parameter, part, offset, repack) for part in parts]
+            rows = [Row(len(self.boxes), tensor, copy.parameter, part, offset, box(part), repack) for part in parts]
             self.boxes.append(identity(piece, tensor))
             self.by_tensor.setdefault(tensor, []).extend(range(len(self.rows), len(self.rows) + len(rows)))
             self.rows.extend(rows)

@@ -9,7 +9,7 @@ and after the last. So `apply` and `rollback` are repeatable in any order until 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from dcr_daemon.canonical.dtypes import lane_dtype
 from dcr_daemon.canonical.layout import Layout
-from dcr_daemon.codec.chunk import Changes, Segment
+from dcr_daemon.codec.chunk import Changes
 from dcr_daemon.codec.decode import Chunk, open_chunk
 from dcr_daemon.errors import CorruptChunk, EngineRefused, Exhausted
 from dcr_daemon.vllm_plugin import faults
@@ -49,7 +49,7 @@ class Arena:
     def reset(self) -> None:
         self._used = 0
 
-    def take(self, count: int, dtype: str) -> npt.NDArray[Any]:
+    def take(self, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """`count` lanes; raises `Full`."""
         start = -(-self._used // 8) * 8
         end = start + count * np.dtype(dtype).itemsize
@@ -129,7 +129,10 @@ class Preparation:
         self._advance = advance
         self._groups: list[Group] = []
         self._by_row: dict[int, list[Group]] = {}
+        self._sums: dict[int, tuple[int, int]] = {}  # old and new of groups (by identity) that no later hop has changed
         self._loaded: set[int] = set()
+        self._held = np.zeros(len(layout), dtype=bool)
+        self._held[[*placement.by_tensor, *placement.loaded]] = True
 
     def run(self, txn: str, hops: Sequence[HopFiles]) -> Transaction:
         """Prepare as many hops as fit.
@@ -143,7 +146,7 @@ class Preparation:
         fits = len(hops)
         while True:
             self._arena.reset()
-            self._groups, self._by_row, self._loaded = [], {}, set()
+            self._groups, self._by_row, self._sums, self._loaded = [], {}, {}, set()
             done: list[SegmentSums] = []
             try:
                 for number, hop in enumerate(hops[:fits]):
@@ -162,27 +165,27 @@ class Preparation:
     def _hop(self, number: int, hop: HopFiles, of: tuple[int, int]) -> SegmentSums:
         entries: list[tuple[int, int, int, int, int]] = []
         for segment_number, chunk, index, part in self._segments(hop):
-            segment = chunk.segments[index]
+            segment = chunk.segment(index)
             if segment.tensor in self._placement.loaded:
                 self._loaded.add(segment.tensor)
-            rows = [r for r in self._placement.by_tensor.get(segment.tensor, ()) if self._meet(segment, r)]
-            if rows:
+            if rows := self._placement.met(segment.tensor, segment.box):
                 changes = chunk.changes(index)
                 elements = segment.box.canonical(changes.positions)
-                order = _ascending(elements)
-                if order is not None:
+                if not segment.box.ascending:
+                    order = np.argsort(elements)
                     elements = elements[order]
-                    changes = replace(changes, positions=changes.positions[order], operands=changes.operands[order])
+                    changes = Changes(segment, changes.positions[order], changes.operands[order])
                 for row in rows:
                     entry = self._change(number, row, changes, elements)
                     if entry is not None:
                         entries.append((segment_number, self._placement.rows[row].box, *entry))
             faults.slice_done()
             self._advance((of[0] + part) / of[1])
+        self._advance((of[0] + 1) / of[1])
         return _segment_sums(hop.version, entries)
 
     def _segments(self, hop: HopFiles) -> Iterator[tuple[int, Chunk, int, float]]:
-        """(number in the hop, chunk, index in the chunk, share of the hop done)."""
+        """Segments of tensors that this worker holds: (number in the hop, chunk, index in the chunk, share done)."""
         first = 0
         for i, path in enumerate(hop.chunks):
             chunk = open_chunk(Path(path).read_bytes(), self._layout)
@@ -192,15 +195,10 @@ class Preparation:
                     f"{hop.version}, {hop.attempt}",
                     hint="stage the version again",
                 )
-            for index in range(len(chunk.segments)):
-                yield first + index, chunk, index, (i + (index + 1) / len(chunk.segments)) / len(hop.chunks)
-            first += len(chunk.segments)
+            for index in np.flatnonzero(self._held[chunk.table.tensor]).tolist():
+                yield first + index, chunk, index, (i + (index + 1) / len(chunk)) / len(hop.chunks)
+            first += len(chunk)
             chunk.release()
-
-    def _meet(self, segment: Segment, row: int) -> bool:
-        """Whether a segment may hold elements of a row: else it is not even decoded."""
-        place = self._placement.rows[row].region
-        return segment.box.dst <= place.dst_last and place.dst <= segment.box.last
 
     def _change(
         self, hop: int, row: int, changes: Changes, elements: npt.NDArray[np.int64]
@@ -213,11 +211,15 @@ class Preparation:
         old = np.empty(picked.size, dtype=lane)
         self._memory.gather(row, target, old)
         held = self._overlay(hop, row, element, old)
-        new = replace(changes, operands=changes.operands[picked]).resolve(old).astype(lane, copy=False)
+        if picked.size < elements.size:
+            changes = Changes(changes.segment, changes.positions[picked], changes.operands[picked])
+        new = changes.resolve(old).astype(lane, copy=False)
         before = self._memory.sum_lanes(row, old, element)
         after = self._memory.sum_lanes(row, new, element)
         fresh = self._update(held, new, picked.size)
-        self._append(hop, row, element, target, old, new, fresh)
+        group = self._append(hop, row, element, target, old, new, fresh)
+        if group is not None and fresh is None:
+            self._sums[id(group)] = before, after
         return int(picked.size), before, after
 
     def _overlay(self, hop: int, row: int, element: U32, old: Bits) -> list[tuple[Group, npt.NDArray[np.int64]]]:
@@ -245,23 +247,25 @@ class Preparation:
         for group, found in held:
             mine = found >= 0
             group.new[found[mine]] = new[mine]
+            self._sums.pop(id(group), None)
             fresh &= ~mine
         return fresh
 
     def _append(
         self, hop: int, row: int, element: U32, target: U32, old: Bits, new: Bits, fresh: npt.NDArray[np.bool_] | None
-    ) -> None:
+    ) -> Group | None:
         count = element.size if fresh is None else int(fresh.sum())
         if not count:
-            return
+            return None
         kept: list[npt.NDArray[Any]] = []
         for values in (element, target, old, new):
-            space = self._arena.take(count, values.dtype.str)
+            space = self._arena.take(count, values.dtype)
             space[:] = values if fresh is None else values[fresh]
             kept.append(space)
         group = Group(row, hop, *kept)
         self._groups.append(group)
         self._by_row.setdefault(row, []).append(group)
+        return group
 
     def _require_twins(self) -> None:
         """One memory under two names takes one value: raises `EngineRefused` if a change gives it two."""
@@ -282,8 +286,12 @@ class Preparation:
         memory, groups = self._memory, self._groups
         self._require_twins()
         memory.stage(groups)
-        old = np.array([memory.sum_lanes(g.row, g.old, g.element) for g in groups], dtype=np.uint64)
-        new = np.array([memory.sum_lanes(g.row, g.new, g.element) for g in groups], dtype=np.uint64)
+        sums = [
+            self._sums.get(id(g))
+            or (memory.sum_lanes(g.row, g.old, g.element), memory.sum_lanes(g.row, g.new, g.element))
+            for g in groups
+        ]
+        old, new = np.array(sums, dtype=np.uint64).reshape(-1, 2).T
         answer = PreparedRank(
             txn=txn,
             fits=fits,
@@ -300,13 +308,6 @@ def _joined(groups: Sequence[Group]) -> tuple[npt.NDArray[Any], ...]:
     target, new = (np.concatenate([getattr(group, name) for group in groups]) for name in ("target", "new"))
     order = np.argsort(target)
     return target[order], new[order]
-
-
-def _ascending(elements: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
-    """None if canonical elements ascend already (all but transposed boxes), else the order that makes them."""
-    if elements.size < 2 or bool((elements[1:] > elements[:-1]).all()):
-        return None
-    return np.argsort(elements, kind="stable")
 
 
 def _segment_sums(version: int, entries: list[tuple[int, int, int, int, int]]) -> SegmentSums:

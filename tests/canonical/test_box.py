@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcr_daemon.canonical.box import Box
@@ -28,6 +28,7 @@ boxes = st.integers(1, 4).flatmap(
 )
 
 
+@settings(deadline=None)  # the first one compiles
 @given(boxes)
 def test_ordinals_name_elements_in_row_major_order(box: Box) -> None:
     slow = elements_of(box)
@@ -85,3 +86,45 @@ def test_a_view_of_a_box_is_what_its_ordinals_name(box: Box) -> None:
     assert np.flatnonzero(lanes == 99).tolist() == sorted(places.tolist())
     with pytest.raises(ValueError, match="does not lie inside 7 elements"):
         box.view(lanes[:7])
+
+
+@st.composite
+def nested_boxes(draw: st.DrawFn) -> Box:
+    """Pieces of dense tensors of up to 4 axes, in any order of their axes, some of several tensors' worth apart."""
+    shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    step, strides = draw(st.integers(1, 3)), []
+    for n in reversed(shape):
+        strides.append(step)
+        step *= n + draw(st.integers(0, 2))
+    order = draw(st.permutations(range(len(shape))))
+    flipped = strides[::-1]
+    return Box(draw(st.integers(0, 12)), tuple(shape[a] for a in order), tuple(flipped[a] for a in order))
+
+
+@given(nested_boxes())
+def test_a_box_knows_whether_its_ordinals_rise(box: Box) -> None:
+    elements = elements_of(box)
+    assert box.ascending == (elements == sorted(elements))
+
+
+@given(nested_boxes(), nested_boxes())
+def test_boxes_that_are_seen_apart_share_no_element(one: Box, other: Box) -> None:
+    shared = set(elements_of(one)) & set(elements_of(other))
+    assert one.apart(other) == other.apart(one)
+    if one.apart(other):
+        assert not shared
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (Box(0, (8, 4), (16, 1)), Box(4, (8, 4), (16, 1))),  # neighbouring columns
+        (Box(0, (8, 4), (16, 1)), Box(16 * 5 + 8, (2, 8), (16, 1))),  # columns and a tile
+        (Box(0, (4, 16), (32, 1)), Box(16, (4, 16), (32, 1))),  # every other row
+        (Box(0, (8, 8), (16, 2)), Box(1, (8, 8), (16, 2))),  # gate and up in turn
+        (Box.flat(0, 5), Box.flat(5, 5)),
+        (Box(0, (4, 8), (1, 16)), Box(4, (8, 4), (16, 1))),  # transposed columns
+    ],
+)
+def test_shards_that_share_nothing_are_seen_apart(one: Box, other: Box) -> None:
+    assert one.apart(other)
