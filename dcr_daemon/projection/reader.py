@@ -7,6 +7,7 @@ side is strided.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ from dcr_daemon.projection.plan import Shard
 
 __all__ = ["Reader", "blocks"]
 
+TILE = 256  #: elements along either side of a transposition; its lines and those of its copy stay in a cache
 STRIP = 1 << 17  #: elements cast at a time where they are gathered first; with their cast, they fit a cache
 
 
@@ -84,7 +86,7 @@ class Reader:
 
         pieces = self._plan(tensor, box)
         with torch.no_grad():
-            if len(pieces) == 1 and pieces[0].fills_run:
+            if len(pieces) == 1 and pieces[0].fills_run and not _transposed(pieces[0].region):
                 view = self._view(pieces[0], pieces[0].region)
                 if isinstance(pieces[0].shard.value, values.Bits) or view.is_contiguous():
                     return lanes(values.apply(pieces[0].shard.value, view.contiguous()))
@@ -96,14 +98,13 @@ class Reader:
 
     def _fill(self, made: Any, piece: _Piece) -> None:
         """Put a piece into its places of the buffer."""
-        value, whole = piece.shard.value, piece.region
-        if isinstance(value, values.Bits):
-            made.as_strided(whole.shape, whole.dst_strides, whole.dst).copy_(self._view(piece, whole))
-            return
-        for strip in _strips(whole):
-            cast = values.apply(value, self._view(piece, strip).contiguous())
-            made.as_strided(strip.shape, strip.dst_strides, strip.dst).copy_(cast)
-            del cast  # before the next strip is gathered
+        value = piece.shard.value
+        for part in _parts(piece.region, whole=isinstance(value, values.Bits)):
+            view = self._view(piece, part)
+            if not isinstance(value, values.Bits):
+                view = values.apply(value, view.contiguous())
+            made.as_strided(part.shape, part.dst_strides, part.dst).copy_(view)
+            del view  # before the next part is gathered
 
     def _view(self, piece: _Piece, region: Region) -> Any:
         """The elements of a region of `piece`, where they lie, in the order of the box."""
@@ -158,11 +159,41 @@ class Reader:
             )
 
 
-def _strips(region: Region) -> Iterator[Region]:
-    """A region in parts of at most `STRIP` elements, in the order of its axes."""
-    for starts, sizes in slices(region.shape, STRIP):
+def _parts(region: Region, *, whole: bool) -> Iterator[Region]:
+    """A region in parts that are quick to copy: tiles where it is transposed, else strips, or the `whole` at once."""
+    if _transposed(region):
+        found = _tiles(region)
+    elif whole:
+        yield region
+        return
+    else:
+        found = slices(region.shape, STRIP)
+    for starts, sizes in found:
         src = sum(at * stride for at, stride in zip(starts, region.src_strides, strict=True))
         dst = sum(at * stride for at, stride in zip(starts, region.dst_strides, strict=True))
         yield region.shifted(src=src, dst=dst).with_axes(
             zip(sizes, region.src_strides, region.dst_strides, strict=True)
         )
+
+
+def _transposed(region: Region) -> bool:
+    """Whether neighbours in memory are far apart in the box: read row by row, every element is another cache line."""
+    strides = region.src_strides
+    return (
+        region.elements > TILE * TILE and region.shape[strides.index(min(strides))] > 8 and strides[-1] > min(strides)
+    )
+
+
+def _tiles(region: Region) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Starts and sizes of tiles: `TILE` long where memory runs, and about as long where the box does."""
+    along = region.src_strides.index(min(region.src_strides))
+    room, steps = TILE, list(region.shape)
+    for axis in reversed(range(len(steps))):
+        if axis == along:
+            steps[axis] = min(TILE, steps[axis])
+            continue
+        steps[axis] = min(max(1, room), steps[axis])
+        room //= steps[axis]
+    ranges = (range(0, n, step) for n, step in zip(region.shape, steps, strict=True))
+    for starts in itertools.product(*ranges):
+        yield starts, tuple(min(step, n - at) for at, step, n in zip(starts, steps, region.shape, strict=True))

@@ -114,6 +114,7 @@ def test_ranks_of_any_mesh_read_all_of_a_tensor_once_through_any_strides(
     assert exactly_once(seen, layout) == []
 
 
+@settings(deadline=None)
 @given(shape=st.lists(st.integers(1, 9), min_size=1, max_size=4), most=st.integers(1, 40))
 def test_parts_are_in_order_small_and_side_by_side(shape: list[int], most: int) -> None:
     whole = Box(5, tuple(shape), row_major(shape))
@@ -202,6 +203,22 @@ def test_what_a_rank_does_not_hold_is_refused_by_name() -> None:
     )
     with pytest.raises(Incompatible, match="once"):  # as many as wanted, and half of them twice
         hidden.read(0, Box.flat(0, 8))
+
+
+@pytest.mark.parametrize("given", ["F32", "BF16"])
+def test_a_transposition_is_read_by_tiles(given: str) -> None:
+    """Expert slices that are interleaved and transposed, larger than a tile on every side and no multiple of one."""
+    hidden, inner, rows = 300, 270, 540
+    layout = Layout([TensorSpec("t", "BF16", (hidden, rows))])
+    region = Region("t", (hidden, inner, 2), 0, (1, hidden, inner * hidden), 0, (rows, 2, 1))
+    canonical = torch.randint(-128, 128, (hidden * rows,)).to(torch.float32)
+    local = torch.empty(rows * hidden)
+    src, dst = (torch.from_numpy(side) for side in indices(region))
+    local[src] = canonical[dst]
+    reader = one("p", local.to(torch_dtype(given)), [region], layout)
+    wanted = canonical.to(torch.bfloat16).view(torch.int16).numpy().view("u2")
+    assert (reader.read(0, Box.flat(0, hidden * rows)) == wanted).all()
+    assert (reader.read(0, Box.flat(1001, 140_003)) == wanted[1001:141_004]).all()
 
 
 def test_memory_that_overlaps_is_read_through_a_copy() -> None:
