@@ -142,7 +142,8 @@ def live(
     ways = {"conversion": conversion, "adapter": adapter, "megatron": megatron, "mapped": mapped}
     if len(chosen := [name for name, way in ways.items() if way is not None]) > 1:
         raise Misuse(f"{' and '.join(chosen)} exclude each other", hint="give the one that describes these weights")
-    misfits = Misfits(f"what rank {rank} of {world} holds", layout, ignore)
+    instead = "give the transformers model itself, whose class knows how it saves, or the conversion"
+    misfits = Misfits(f"what rank {rank} of {world} holds", layout, ignore, instead=instead)
     convert: Convert | None = None
     if megatron is not None:
         handover = Handover(chunks=megatron.grid.vpp)

@@ -9,6 +9,9 @@ from fnmatch import fnmatchcase
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.errors import Incompatible
 
+SAVED = (
+    "give what it would save, in transformers `core_model_loading.revert_weight_conversion(model, model.state_dict())`"
+)
 LISTED = 100  #: names of one kind in an error
 
 
@@ -18,10 +21,11 @@ class Misfits:
     Args:
         what: the update in words.
         ignore: globs of names outside the layout that are no misfits.
+        instead: what to do if the model holds together what its checkpoint has one by one.
     """
 
-    def __init__(self, what: str, layout: Layout, ignore: Sequence[str] = ()) -> None:
-        self._what, self._layout, self._ignore = what, layout, ignore
+    def __init__(self, what: str, layout: Layout, ignore: Sequence[str] = (), *, instead: str = SAVED) -> None:
+        self._what, self._layout, self._ignore, self._instead = what, layout, ignore, instead
         self._kinds: dict[str, list[str]] = {}
 
     def ignores(self, name: str) -> bool:
@@ -42,7 +46,7 @@ class Misfits:
         texts = [f"{kind}: {listed(sorted(names))}" for kind, names in sorted(self._kinds.items())]
         hint = "nothing of it is published; correct it, or start a new stream from a base that has this layout"
         added = self._kinds.get("added", [])
-        if why := _prefixed(added, self._layout) or _fused(added, self._layout):
+        if why := _prefixed(added, self._layout) or _fused(added, self._layout, self._instead):
             hint = f"{why}; nothing of it is published"
         elif added and "missing" in self._kinds:
             hint = f"were tensors renamed? {hint}"
@@ -61,15 +65,12 @@ def _prefixed(added: list[str], layout: Layout) -> str:
     return f"the names begin with {prefix!r}, those of the base do not: give the model inside the wrapper"
 
 
-def _fused(added: list[str], layout: Layout) -> str:
+def _fused(added: list[str], layout: Layout, instead: str) -> str:
     """What to do if one of these tensors stands for numbered ones of the layout: transformers 5 trains experts so."""
     parents = {name.rpartition(".")[0] + ".0." for name in added if "." in name}
     if not any(spec.name.startswith(tuple(parents)) for spec in layout):
         return ""
-    return (
-        "the model holds tensors together that its checkpoint has one by one: give what it would save, in transformers "
-        "`core_model_loading.revert_weight_conversion(model, model.state_dict())`"
-    )
+    return f"the model holds tensors together that its checkpoint has one by one: {instead}"
 
 
 def _dots(name: str) -> Iterable[int]:

@@ -86,20 +86,24 @@ class Reader:
 
         pieces = self._plan(tensor, box)
         with torch.no_grad():
-            if len(pieces) == 1 and pieces[0].fills_run and not _transposed(pieces[0].region):
+            first = self._tensors[pieces[0].shard.parameter]
+            if len(pieces) == 1 and pieces[0].fills_run and not (first.is_cpu and _transposed(pieces[0].region)):
                 view = self._view(pieces[0], pieces[0].region)
                 if isinstance(pieces[0].shard.value, values.Bits) or view.is_contiguous():
                     return lanes(values.apply(pieces[0].shard.value, view.contiguous()))
             dtype = values.torch_dtype(self._layout[tensor].dtype)
-            made = torch.empty(box.elements, dtype=dtype, device=self._tensors[pieces[0].shard.parameter].device)
+            made = torch.empty(box.elements, dtype=dtype, device=first.device)
             for piece in pieces:
                 self._fill(made, piece)
             return lanes(made)
 
     def _fill(self, made: Any, piece: _Piece) -> None:
         """Put a piece into its places of the buffer."""
-        value = piece.shard.value
-        for part in _parts(piece.region, whole=isinstance(value, values.Bits)):
+        value, region = piece.shard.value, piece.region
+        if made.device.type != "cpu" and not isinstance(value, values.Add):  # one kernel, which casts all NaNs alike
+            made.as_strided(region.shape, region.dst_strides, region.dst).copy_(self._view(piece, region))
+            return
+        for part in _parts(region, whole=isinstance(value, values.Bits)):
             view = self._view(piece, part)
             if not isinstance(value, values.Bits):
                 view = values.apply(value, view.contiguous())

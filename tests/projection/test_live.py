@@ -239,7 +239,7 @@ def test_fused_experts_of_a_bare_state_dict_say_what_to_give() -> None:
     specs = [TensorSpec(f"mlp.experts.{e}.up_proj.weight", "F32", (2, 2)) for e in range(2)]
     with pytest.raises(Incompatible) as caught:
         one({"mlp.experts.up_proj": torch.ones(2, 2, 2)}, Layout(specs))
-    assert "one by one" in caught.value.hint
+    assert "one by one: give the transformers model itself" in caught.value.hint
 
 
 class Adapter:
