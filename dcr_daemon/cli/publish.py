@@ -33,7 +33,11 @@ def command(
     to: Annotated[str, typer.Option(envvar="DCR_STREAM", metavar="STREAM", help="Stream to publish to.")],
     watch: Annotated[
         Path,
-        typer.Option(envvar="DCR_WATCH", metavar="DIR", help="Publish every checkpoint that appears below DIR."),
+        typer.Option(
+            envvar="DCR_WATCH",
+            metavar="DIR",
+            help="Publish every checkpoint that appears below DIR: safetensors, whole or sharded, and torch DCP.",
+        ),
     ],
     base: Annotated[
         Path | None,
@@ -144,6 +148,8 @@ def command(
 
     A checkpoint is a directory below --watch that directly holds *.safetensors files, as Trainer, TRL, verl, NeMo-RL
     and prime-rl write them. Each shard is taken up when it is complete, while later ones are still being written.
+    Checkpoints that lie in pieces are published as they lie, once complete: torch's distributed checkpoints (.metadata
+    and *.distcp), and safetensors of its sharded Hugging Face writer.
 
     Example: dcr publish --to s3://bucket/run-42 --create --base /models/qwen3 --watch /checkpoints
     """

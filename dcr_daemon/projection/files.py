@@ -141,7 +141,7 @@ def dcp_pieces(directory: Path) -> list[Piece]:
     Raises:
         NotFound: there is no `.metadata`: it is no such checkpoint, or still being written.
         Corrupt: the table cannot be read, or contradicts itself.
-        Incompatible: what bears the name is no file.
+        Incompatible: what bears the name is no file, or cannot be read.
     """
     path = directory / METADATA
     body = _table_body(path)
@@ -169,7 +169,7 @@ def _table_body(path: Path) -> bytes:
         try:
             body = file.read(min(os.fstat(descriptor).st_size, METADATA_LIMIT) + 1)
         except OSError as error:
-            raise Corrupt(f"{path} cannot be read: {error.strerror}") from error
+            raise Incompatible(f"{path} cannot be read: {error.strerror}") from error
     if len(body) > METADATA_LIMIT:
         raise Corrupt(f"{path} is larger than {METADATA_LIMIT} bytes, which no table of pieces is")
     return body

@@ -21,7 +21,7 @@ import numpy as np
 from dcr_daemon.canonical.compose import compose
 from dcr_daemon.canonical.dtypes import item_size, lane_dtype
 from dcr_daemon.canonical.fingerprint import Bits
-from dcr_daemon.canonical.region import Region, merge, restrict, row_major, whole
+from dcr_daemon.canonical.region import Axis, Region, merge, restrict, row_major, whole
 from dcr_daemon.checkpoint.safetensors import open_plain
 from dcr_daemon.errors import Corrupt
 from dcr_daemon.projection.files import Piece
@@ -192,21 +192,52 @@ def read_region(descriptor: int, stored: Stored, wanted: Region, out: Bits, orig
 
 
 def _copy(descriptor: int, at: int, region: Region, out: Bits, origin: int) -> None:
+    """One box: consecutive elements straight into `out`, dense ones in one block, others along their widest stride."""
     width, reach = out.itemsize, region.src_last - region.src + 1
-    size, begin = reach * width, at + region.src * width
+    target = out[region.dst - origin :]
     if reach == region.elements == region.dst_last - region.dst + 1 and region.src_strides == region.dst_strides:
-        _fill(descriptor, out[region.dst - origin :][:reach], begin)  # consecutive on both sides
-    elif size <= SMALL or (size <= BLOCK and reach <= SPARSE * region.elements):
-        lanes = np.empty(reach, out.dtype)
-        _fill(descriptor, lanes, begin)
-        target = _strided(out[region.dst - origin :], region.shape, region.dst_strides)
-        target[...] = _strided(lanes, region.shape, region.src_strides)
+        _fill(descriptor, target[:reach], at + region.src * width)
+        return
+    if _dense(region, width):
+        _pick(descriptor, at + region.src * width, region, target)
+        return
+    axis = max(range(len(region.shape)), key=lambda a: (region.shape[a] > 1, region.src_strides[a]))
+    inner = region.with_axes([*region.axes[:axis], *region.axes[axis + 1 :]])
+    if _dense(inner, width):
+        _rows(descriptor, at + region.src * width, inner, region.axes[axis], target)
     else:
-        axis = max(range(len(region.shape)), key=lambda a: (region.shape[a] > 1, region.src_strides[a]))
         middle = region.shape[axis] // 2
         for lo, hi in ((0, middle), (middle, region.shape[axis])):
             for half in restrict(region, axis, lo, hi):
                 _copy(descriptor, at, half, out, origin)
+
+
+def _dense(region: Region, width: int) -> bool:
+    """Whether it is worth to read all that lies between its first and its last element."""
+    reach = region.src_last - region.src + 1
+    return reach * width <= SMALL or (reach * width <= BLOCK and reach <= SPARSE * region.elements)
+
+
+def _pick(descriptor: int, place: int, region: Region, target: Bits) -> None:
+    lanes = np.empty(region.src_last - region.src + 1, target.dtype)
+    _fill(descriptor, lanes, place)
+    picked = _strided(lanes, region.shape, region.src_strides)
+    _strided(target, region.shape, region.dst_strides)[...] = picked
+
+
+def _rows(descriptor: int, place: int, region: Region, axis: Axis, target: Bits) -> None:
+    """`region` again and again along `axis`: several are read before they are put where they belong, so that those of
+    a transposed tensor fill whole cache lines there."""
+    n, src, dst = axis
+    reach = region.src_last - region.src + 1
+    many = max(1, min(n, SMALL // (reach * target.itemsize)))
+    lanes = np.empty((many, reach), target.dtype)
+    for first in range(0, n, many):
+        count = min(many, n - first)
+        for i in range(count):
+            _fill(descriptor, lanes[i], place + (first + i) * src * target.itemsize)
+        picked = _strided(lanes, (count, *region.shape), (reach, *region.src_strides))
+        _strided(target[first * dst :], (count, *region.shape), (dst, *region.dst_strides))[...] = picked
 
 
 def _strided(lanes: Bits, shape: Sequence[int], strides: Sequence[int]) -> Bits:

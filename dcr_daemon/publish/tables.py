@@ -10,7 +10,7 @@ from typing import Any
 
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.safetensors import Header
-from dcr_daemon.errors import DcrError
+from dcr_daemon.errors import Corrupt, Incompatible, NotFound
 from dcr_daemon.projection.files import METADATA, Piece, dcp_pieces, pieces_of
 from dcr_daemon.publish.identity import FileIdentity, identity_of
 from dcr_daemon.publish.naming import Fit, Naming
@@ -52,7 +52,10 @@ class Tables:
                     promised[piece.file] = max(promised.get(piece.file, 0), piece.span[1])
                 return pieces
 
-            self._tables[key] = Table(self._fit(read, layout, ended=True), promised)
+            try:
+                self._tables[key] = Table(self._fit(read, layout, ended=True), promised)
+            except (NotFound, Incompatible) as error:  # it cannot be read now: nothing was learnt about it
+                return Table(Fit(refusal=error.message), {})
         return self._tables[key]
 
     def shards(
@@ -74,7 +77,7 @@ class Tables:
     def _fit(self, read: Callable[[], Sequence[Piece]], layout: Layout, *, ended: bool) -> Fit:
         try:
             pieces = read()
-        except DcrError as error:
+        except Corrupt as error:
             return Fit(refusal=error.message)
         if self._naming is None or self._naming[0] is not layout:
             self._naming = layout, Naming(layout, self._ignore, self._config)
