@@ -45,6 +45,17 @@ class Rounded(Event, frozen=True, kw_only=True):
     canonical: str
 
 
+class Mapped(Event, frozen=True, kw_only=True):
+    """All ranks of a group agreed on what each is the source of. `report` is for people, line by line."""
+
+    ranks: int
+    direct_bytes: int
+    residual_bytes: int
+    regions: int
+    report: str
+    seconds: float
+
+
 class ChunkPut(Event, frozen=True, kw_only=True):
     version: int
     attempt: int

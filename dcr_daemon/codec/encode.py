@@ -74,7 +74,7 @@ class ChunkEncoder:
         """Whether the chunk should be finished before anything is added."""
         return self.pending >= self._target or len(self._rows) >= fmt.MAX_SEGMENTS
 
-    def add(self, tensor: int, box: Box, base: Bits, new: Bits) -> Segment | None:
+    def add(self, tensor: int, box: Box, base: Bits, new: Bits, codec: Codec | None = None) -> Segment | None:
         """Take up one box: compare bits, make `base` equal to `new`, keep the difference for the chunk.
 
         Args:
@@ -83,6 +83,7 @@ class ChunkEncoder:
             base: baseline bits of the box in its row-major order: 1-D, contiguous, writable, unsigned lanes of
                 the tensor's width. Changed in place.
             new: new bits, like `base`, never written.
+            codec: of this box; by default that of all.
 
         Returns:
             The segment, or None if nothing changed.
@@ -105,7 +106,7 @@ class ChunkEncoder:
         )  # fmt: skip
         if k == 0:
             return None
-        row = self._emit(box, where[:k], old[:k], now[:k])
+        row = self._emit(box, where[:k], old[:k], now[:k], self._codec if codec is None else codec)
         segment = Segment(tensor, box, int(k), row.operation, int(before), int(after))
         row.segment = segment
         self._rows.append(row)
@@ -170,12 +171,12 @@ class ChunkEncoder:
         for byte in range(lanes.itemsize):
             self._put(stream + byte, planes[:, byte])
 
-    def _emit(self, box: Box, where: npt.NDArray[np.uint32], old: Bits, now: Bits) -> _Row:
+    def _emit(self, box: Box, where: npt.NDArray[np.uint32], old: Bits, now: Bits, codec: Codec) -> _Row:
         from dcr_daemon.codec import kernels
 
         k, elements = where.size, box.elements
         positions, shift = choose_positions(where, elements)
-        row = _Row(positions, shift, choose_operation(self._codec, old, now))
+        row = _Row(positions, shift, choose_operation(codec, old, now))
         if positions is Positions.GAPS:
             gaps = np.empty(k + (elements >> shift) // 255, dtype="u1")
             low = np.zeros((k * shift + 7) // 8, dtype="u1")

@@ -36,14 +36,19 @@ def fail(version: int, attempt_: int, group: str, rank: int, nonce: str) -> str:
     return f"{attempt(version, attempt_)}{group}-{rank}-{nonce}.fail.json"
 
 
-def declaration(version: int, attempt_: int, group: str, rank: int, nonce: str) -> str:
-    """What a rank says that it holds, before the first attempt of its group is diffed."""
-    return f"{attempt(version, attempt_)}{group}-{rank}-{nonce}.declaration"
+def declaration(version: int, attempt_: int, group: str, rank: int, nonce: str, round_: int) -> str:
+    """What a rank says that it holds, before the first attempt of its group is diffed; there are several rounds."""
+    return f"{attempt(version, attempt_)}{group}-{rank}-{nonce}{declared(round_)}"
 
 
-def verdict(version: int, attempt_: int) -> str:
-    """What rank 0 says about all declarations."""
-    return f"{attempt(version, attempt_)}verdict"
+def declared(round_: int) -> str:
+    """How the names of a round's declarations end."""
+    return f".{round_}.declaration"
+
+
+def verdict(version: int, attempt_: int, round_: int) -> str:
+    """What rank 0 says about all declarations of a round."""
+    return f"{attempt(version, attempt_)}{round_}.verdict"
 
 
 def vector(version: int, attempt_: int) -> str:

@@ -33,7 +33,10 @@ PREFIXES = (names.DATA, names.ANCHORS, names.PROBES)
 MAX_HOURS = 1e6  #: more than a century
 
 _NUMBER = r"(0|[1-9][0-9]{0,18})"
-_DATA = re.compile(rf"data/{_NUMBER}/{_NUMBER}/(?:[^/]+\.(?:dcr|part\.json|sums|fail\.json)|fingerprint\.bin)")
+_DATA = re.compile(
+    rf"data/{_NUMBER}/{_NUMBER}/"
+    r"(?:[^/]+\.(?:dcr|part\.json|sums|fail\.json|declaration)|[0-9]+\.verdict|fingerprint\.bin)"
+)
 _ANCHOR = re.compile(rf"anchors/{_NUMBER}/{_NUMBER}/.+")
 _PROBE = re.compile(r"probe/[0-9a-f]+/[^/]+")
 

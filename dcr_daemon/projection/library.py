@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dcr_daemon.errors import Incompatible
-from dcr_daemon.projection.tracing import Conversion
-from dcr_daemon.projection.transformers_v5 import conversion
+
+if TYPE_CHECKING:
+    from dcr_daemon.projection.tracing import Conversion
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,8 @@ def library(config: Mapping[str, Any]) -> Library:
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError) as error:
         raise Incompatible(f"transformers {transformers.__version__} cannot make a {kind} model: {error}") from error
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if hasattr(tensor, "shape")}
+    from dcr_daemon.projection.transformers_v5 import conversion
+
     return Library(shapes, conversion(model))
 
 

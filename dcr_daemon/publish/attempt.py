@@ -85,8 +85,11 @@ class Attempt:
         baseline.begin()
         runtime.failpoint("publish.baseline.begun")
 
-    async def diff(self, inputs: Iterable[tuple[int, Source]]) -> None:
+    async def diff(self, inputs: Iterable[tuple[int, Source]], codec: Codec | None = None) -> None:
         """Take up whole tensors, `(layout index, source)` each; returns when none of the sources is needed any more.
+
+        Args:
+            codec: of their changes; by default that of the attempt.
 
         Raises:
             Exhausted: the spool's disk is full.
@@ -97,12 +100,14 @@ class Attempt:
         def read(source: Source, block: Block) -> Bits:
             return source.read(block.box.dst, block.box.elements, layout[block.tensor].dtype)
 
-        await self.diff_blocks((n, partial(read, source, share[n])) for t, source in inputs for n in share.of(t))
+        await self.diff_blocks(
+            ((n, partial(read, source, share[n])) for t, source in inputs for n in share.of(t)), codec
+        )
 
-    async def diff_blocks(self, inputs: Iterable[tuple[int, Callable[[], Bits]]]) -> None:
+    async def diff_blocks(self, inputs: Iterable[tuple[int, Callable[[], Bits]]], codec: Codec | None = None) -> None:
         """Take up blocks of the share, by number, each with what reads its new lanes, on any thread; as `diff`."""
         work = self._batches(inputs)
-        await self._on_all_lanes([self._lane(encoder, work) for encoder in self._encoders])
+        await self._on_all_lanes([self._lane(encoder, work, codec) for encoder in self._encoders])
 
     async def finish(self) -> None:
         """No more tensors will come: close the chunks that are begun."""
@@ -122,12 +127,12 @@ class Attempt:
             if isinstance(result, BaseException):
                 raise result
 
-    async def _lane(self, encoder: ChunkEncoder, work: Iterator[Batch]) -> None:
+    async def _lane(self, encoder: ChunkEncoder, work: Iterator[Batch], codec: Codec | None) -> None:
         try:
             for batch in work:
                 if self._stopped:
                     return
-                for chunk, ref in await self._workers.run(self._take, encoder, batch):
+                for chunk, ref in await self._workers.run(self._take, encoder, batch, codec):
                     await self._admit(chunk, ref)
         except BaseException:
             self._stopped = True  # the other lanes need not go on
@@ -149,12 +154,12 @@ class Attempt:
         if batch:
             yield batch
 
-    def _take(self, encoder: ChunkEncoder, batch: Batch) -> list[tuple[EncodedChunk, ChunkRef]]:
+    def _take(self, encoder: ChunkEncoder, batch: Batch, codec: Codec | None) -> list[tuple[EncodedChunk, ChunkRef]]:
         share, full = self._baseline.share, []
         for number, read in batch:
             block, new = share[number], read()
             try:
-                encoder.add(block.tensor, block.box, self._baseline[number], new)
+                encoder.add(block.tensor, block.box, self._baseline[number], new, codec)
             except BaseException:
                 self._torn = True  # the baseline may have moved without a segment that says so
                 raise

@@ -49,6 +49,7 @@ class Member:
         self._opened: Open | None = None
         self._fates: dict[int, Seal | Abort] = {}
         self._answered: Open | None = None
+        self._refused = 0  #: the newest open that was refused
         self._sharing: Seal | None = None
 
     @property
@@ -56,8 +57,11 @@ class Member:
         """The newest sealed version, as far as the ledger was read."""
         return self.ledger.state.seal.version
 
-    async def open(self, *, step: int | None = None) -> Open:
+    async def open(self, *, step: int | None = None, call: int | None = None) -> Open:
         """Wait for rank 0 to open this call of `publish`.
+
+        Args:
+            call: its number (must P2); one more than the last by default.
 
         Raises:
             Fenced: another publisher, or another start of this group, owns the stream.
@@ -69,8 +73,8 @@ class Member:
         if self.bench.holds:
             with contextlib.suppress(StoreUnavailable):
                 await self.bench.restore()
-        self._call += 1
-        record = await self._until(self._mine, f"update {self._call} of rank 0")
+        self._call = self._call + 1 if call is None else call
+        record = await self._until(self._mine, f"update {self._call} of rank 0", self._refuse_missed)
         self._answered = record
         runtime.failpoint("publish.member.open")
         if record.step != step:
@@ -97,17 +101,17 @@ class Member:
         self._emit(Opened(version=record.version, attempt=record.seq, step=record.step))
         return attempt
 
-    async def agree(self, record: Open, declared: bytes, judge: Callable[[list[bytes]], bytes]) -> bytes:
+    async def agree(self, record: Open, round_: int, declared: bytes, judge: Callable[[list[bytes]], bytes]) -> bytes:
         """Declare what this rank holds, and wait for rank 0's verdict."""
         rank, store, limit = self.bench.rank, self.ledger.store, self._options.declaration_limit
-        key = names.declaration(record.version, record.seq, record.group, rank.number, rank.nonce)
+        key = names.declaration(record.version, record.seq, record.group, rank.number, rank.nonce, round_)
         await put(store, key, declared, self._options.patience)
         runtime.failpoint("publish.declared")
         verdict: list[bytes] = []
 
         async def look() -> None:
             with contextlib.suppress(Missing):
-                verdict.append(await store.get(names.verdict(record.version, record.seq), limit=limit))
+                verdict.append(await store.get(names.verdict(record.version, record.seq, round_), limit=limit))
 
         def found() -> bytes | None:
             self._check_open(record)
@@ -181,6 +185,22 @@ class Member:
             return self._commit(fate)
         await self._undo(fate if isinstance(fate, Abort) else None)
         return None
+
+    async def _refuse_missed(self) -> None:
+        """An open of a call that this rank has passed without answering comes to nothing, and rank 0 must know (P2)."""
+        opened = self._opened
+        missed = opened and opened.call < self._call and opened is not self._answered
+        if opened and missed and opened.seq not in self._fates and opened.seq != self._refused:
+            self._refused = opened.seq
+            await self._fail(opened, f"it has passed update {opened.call} without taking part in it")
+
+    def in_doubt(self, version: int) -> bool:
+        """See `Session.in_doubt`."""
+        return self._answered is not None
+
+    async def skip(self, *, step: int | None, call: int, reason: str) -> None:
+        """This call comes to nothing here: what rank 0 opens for it is refused when it is seen."""
+        self._call = call + 1
 
     async def _fail(self, record: Open, reason: str, patience: float = FAIL_PATIENCE) -> None:
         """Tell rank 0; it aborts. What cannot be told is found out by the next call (must P7)."""
@@ -276,6 +296,7 @@ class Member:
             if runtime.monotonic() >= self._look_at:
                 with contextlib.suppress(StoreUnavailable):
                     await self._read()
+                    await self._refuse_missed()
                 self._look_at = runtime.monotonic() + self._options.look * (0.75 + runtime.jitter() / 2)
                 if self._ousted:
                     self._check_ours()

@@ -1,5 +1,8 @@
 """`Publisher`: a training process publishes its own weights; one call of `publish` is one update.
 
+In a process group every rank has one and calls it alike: rank 0 leads, each rank publishes what it is the source of,
+and no tensor is gathered. The ranks meet in the bucket.
+
 `publish` returns when the weights may change again; encoding of the last chunks, uploads, the seal and anchors go on
 behind, on a loop of their own. One update is undecided at a time: the next call waits for its fate (must P7). An
 error of the work behind is raised once: by `wait_sealed`, or else by the next call. Between updates the session looks
@@ -16,27 +19,36 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Never, Self
 
+from dcr_daemon.codec.chunk import Codec
 from dcr_daemon.errors import DcrError, Fenced, Misuse, StoreUnavailable
 from dcr_daemon.events import Emit, Rounded, Waiting, discard
+from dcr_daemon.projection import host
 from dcr_daemon.publish.attempt import Attempt
 from dcr_daemon.publish.intake import Intake
-from dcr_daemon.publish.opening import open_session
+from dcr_daemon.publish.member import Member
+from dcr_daemon.publish.opening import open_member, open_session
 from dcr_daemon.publish.options import KEEP_VERSIONS, SCRUB_RATE, PublishOptions, default_state, parse_codec
+from dcr_daemon.publish.projected import Projected, Trainer
+from dcr_daemon.publish.rank import find_rank
 from dcr_daemon.publish.session import CLOSE_PATIENCE, Session
+from dcr_daemon.publish.share import Share, block_bytes
 from dcr_daemon.publish.sources import Source, TensorSource, settle_devices
 from dcr_daemon.publish.update import Update
 from dcr_daemon.publish.versions import checked_metadata, checked_step
-from dcr_daemon.publish.weights import as_stream, as_table, check_kind
+from dcr_daemon.publish.weights import as_shards, as_stream, as_table, check_kind, needs_projection
 from dcr_daemon.runtime import LoopThread
 from dcr_daemon.store import Store, open_store
 
-__all__ = ["Publisher", "Update"]
+__all__ = ["Publisher", "Trainer", "Update"]
 
 _ONE_PROCESS = "make and use it in the process that has the weights"
 
 
 class Publisher:
     """Publishes to one stream; a context manager. Not to be used from several threads at once.
+
+    Which rank of how many this process is, `torch.distributed` tells where it is initialised: make the publisher after
+    it, on every rank, with the same arguments.
 
     Args:
         stream: `file:///directory` or `s3://bucket/prefix`.
@@ -46,11 +58,16 @@ class Publisher:
         take_over: claim the stream from a publisher of another name that has not released it.
         state: root directory of the state (a dense copy of the model among it); None for the usual place.
         endpoint_url, region, profile: of an S3-compatible service.
+        trainer: what the tensors do not show of how they are laid out; needed for Megatron, torchtitan's adapters and
+            frameworks of one's own. DTensors and transformers models need nothing.
+        rank, world: of this process among those that publish together, without `torch.distributed`.
+        group: an id that just these processes agreed on for this start of theirs, without `torch.distributed`.
         codec: `auto`, `ulp`, `xor` or `overwrite`.
         ignore: globs of tensor names outside the base checkpoint to drop.
         upload_base: upload version 0 as an anchor when the stream is created.
         anchor_every, anchor_share, keep_versions, keep_hours: see `PublishOptions`.
         scrub_rate: bytes of the baseline that are checked per second between updates; 0 for none.
+        lag: seconds of silence after which rank 0 gives a rank up that the next update finds missing.
         patience: seconds that an unreachable bucket is tried before an update is given up. If the fate of a record
             that was sent is open even then, the error says so, and the next call finds out before it begins (must L1).
         emit: listens to events, on the publisher's own thread.
@@ -72,6 +89,10 @@ class Publisher:
         endpoint_url: str | None = None,
         region: str | None = None,
         profile: str | None = None,
+        trainer: Trainer | None = None,
+        rank: int | None = None,
+        world: int | None = None,
+        group: str | None = None,
         codec: str = "auto",
         ignore: Sequence[str] = (),
         upload_base: bool = True,
@@ -80,6 +101,7 @@ class Publisher:
         keep_versions: int | None = KEEP_VERSIONS,
         keep_hours: float | None = None,
         scrub_rate: float = SCRUB_RATE,
+        lag: float = 30.0,
         patience: float = 600.0,
         emit: Emit = discard,
     ) -> None:
@@ -97,8 +119,13 @@ class Publisher:
             keep_versions=keep_versions,
             keep_hours=keep_hours,
             scrub_rate=scrub_rate,
+            lag=lag,
             patience=patience,
         )
+        self._rank = find_rank(group, rank, world)
+        self._trainer = trainer or Trainer()
+        self._projected: Projected | None = None
+        self._calls = 0
         self._emit = emit
         self._update: Update | None = None
         self._unknown: Update | None = None
@@ -108,10 +135,12 @@ class Publisher:
         self._told: set[tuple[str, str]] = set()
         self._loop: LoopThread | None = LoopThread("dcr-publisher")
 
-        async def open_all() -> tuple[Store, Session]:
+        async def open_all() -> tuple[Store, Session | Member]:
             store = await open_store(stream, endpoint_url=endpoint_url, region=region, profile=profile, emit=emit)
             try:
-                return store, await open_session(self._options, store, emit)
+                if self._rank.leads:
+                    return store, await open_session(self._options, store, emit, self._rank)
+                return store, await open_member(self._options, store, emit, self._rank)
             except BaseException:
                 await store.close()
                 raise
@@ -138,7 +167,8 @@ class Publisher:
         """Publish one update; returns when the weights may be changed again.
 
         Args:
-            weights: a module, a mapping, or an iterable of `(name, tensor)`; every tensor of the base checkpoint.
+            weights: a module, a mapping, or an iterable of `(name, tensor)`; every tensor of the base checkpoint. On
+                many ranks what each of them holds: DTensors, shards, Megatron's model chunks.
             step: the trainer's own label; it may go back.
             metadata: JSON-like data for the version's record.
 
@@ -146,43 +176,105 @@ class Publisher:
             Incompatible: tensors added, missing, retyped or reshaped, all named; nothing is published.
             Fenced: another publisher owns the stream.
             StoreUnavailable: the bucket does not answer, now or for the update before.
+            Given: another rank cannot take part; no rank publishes this update.
         """
-        check_kind(weights)
-        step, data = checked_step(step), checked_metadata(metadata)
         self._check_usable()
-        self._wait_behind()
-        self._running.call(self._end_tending())
-        self._settle_unknown()
-        intake = Intake(
-            f"step {step}" if step is not None else "the update", self._session.layout, self._options.ignore
-        )
-        table = as_table(weights, self._session.layout)
-        if table is not None:
-            attempt = self._diff_table(table, intake, step)
+        self._calls += 1
+        try:
+            check_kind(weights)
+            step, data = checked_step(step), checked_metadata(metadata)
+            self._session.press()
+            self._wait_behind()
+            self._running.call(self._end_tending())
+            self._settle_unknown()
+        except Exception as error:
+            self._skip(error)
+            raise
+        session = self._session
+        if isinstance(session, Session) and not self._in_shards(weights, session):
+            attempt = self._publish_whole(session, weights, step)
         else:
-            attempt = self._diff_stream(as_stream(weights, self._session.layout), intake, step)
-        self._tell_rounded(intake)
+            attempt = self._publish_shards(weights, step)
         self._update = update = Update(attempt.version, lambda: self._loop is None or self._loop.here)
         self._behind = self._running.start(self._complete(attempt, update, data))
         self._behind.add_done_callback(update.ended)
         return update
 
-    def _diff_table(self, table: list[TensorSource], intake: Intake, step: int | None) -> Attempt:
+    def _skip(self, error: Exception) -> None:
+        """This call comes to nothing before it began: other ranks must not wait for it."""
+        with contextlib.suppress(DcrError):
+            self._running.call(
+                self._session.skip(step=None, call=self._calls, reason=f"{type(error).__name__}: {error}")
+            )
+
+    def _in_shards(self, weights: Any, session: Session) -> bool:
+        """Whether these weights have to be projected: there are several ranks, or names are not the checkpoint's."""
+        if self._rank.world > 1 or self._trainer.says or self._projected:
+            return True
+        return needs_projection(weights, session.layout)
+
+    def _publish_shards(self, weights: Any, step: int | None) -> Attempt:
+        """Project what this rank holds. An attempt is opened before anything is looked at: whoever finds a fault says
+        so to all ranks, and none waits for it."""
+        session, call = self._session, self._running.call
+        projected = self._projected = self._projected or Projected(
+            self._trainer, self._rank, session.layout, self._options.ignore, block_bytes(self._options.chunk_bytes),
+            self._emit,
+        )  # fmt: skip
+        try:
+            record = call(session.open(step=step, call=self._calls))
+            weights = as_shards(weights)
+            if projected.agreed:
+                projected.bind(weights)
+            else:
+                projected.hear(call(session.agree(record, 1, projected.declare(weights, record), projected.judge)))
+                projected.hear(call(session.agree(record, 2, projected.probe(record), projected.judge)))
+                call(self._hold(projected.settle()))
+            host.settle_devices(projected.devices())
+            attempt = call(session.start(record))
+            call(attempt.diff_blocks(projected.blocks()))
+            with contextlib.closing(projected.residual()) as residual:
+                for index, tensor, overwrite in residual:
+                    source = TensorSource(session.layout[index].name, tensor)
+                    settle_devices([source])
+                    call(attempt.diff([(index, source)], Codec.OVERWRITE if overwrite else None))
+            call(attempt.finish())
+        except BaseException as error:
+            self._abort(error)
+            raise
+        return attempt
+
+    async def _hold(self, share: Share) -> None:
+        self._session.bench.hold(share)
+
+    def _publish_whole(self, session: Session, weights: Any, step: int | None) -> Attempt:
+        intake = Intake(f"step {step}" if step is not None else "the update", session.layout, self._options.ignore)
+        table = as_table(weights, session.layout)
+        if table is not None:
+            attempt = self._diff_table(session, table, intake, step)
+        else:
+            attempt = self._diff_stream(session, as_stream(weights, session.layout), intake, step)
+        self._tell_rounded(intake)
+        return attempt
+
+    def _diff_table(self, session: Session, table: list[TensorSource], intake: Intake, step: int | None) -> Attempt:
         """Everything is at hand: judge it before an attempt is opened."""
         settle_devices(table)
         inputs = {index: source for source in table if (index := intake.take(source)) is not None}
-        layout = self._session.layout
+        layout = session.layout
         intake.finish(
             lambda i, start, count: inputs[i].read(start, count, layout[i].dtype),
             lambda extra, i: i in inputs and isinstance(extra, TensorSource) and extra.aliases(inputs[i]),
         )
-        attempt = self._running.call(self._session.begin(step=step))
+        attempt = self._running.call(session.begin(step=step, call=self._calls))
         self._guard(attempt, self._diff_all(attempt, ((i, source.contiguous()) for i, source in inputs.items())))
         return attempt
 
-    def _diff_stream(self, stream: Iterable[TensorSource], intake: Intake, step: int | None) -> Attempt:
+    def _diff_stream(
+        self, session: Session, stream: Iterable[TensorSource], intake: Intake, step: int | None
+    ) -> Attempt:
         """Tensors come one by one: each is diffed before the next is asked for."""
-        attempt = self._running.call(self._session.begin(step=step))
+        attempt = self._running.call(session.begin(step=step, call=self._calls))
         try:
             for source in stream:
                 index = intake.take(source)
@@ -190,7 +282,7 @@ class Publisher:
                 if index is not None:
                     settle_devices([source])
                     self._running.call(attempt.diff([(index, source.contiguous())]))
-            intake.finish(self._session.read)
+            intake.finish(session.read)
         except BaseException as error:
             self._abort(error)
             raise
@@ -242,7 +334,7 @@ class Publisher:
         except Fenced as fenced:
             error = fenced
         except DcrError:
-            if self._session.ledger.undecided or self._session.head >= update.version:
+            if self._session.in_doubt(update.version):
                 self._unknown = update
                 error = type(error)(
                     f"whether version {update.version} exists is not known: {error.message}",
@@ -329,6 +421,7 @@ class Publisher:
         if self._loop is None or not self._loop.here:
             return
         try:
+            self._session.press()
             with contextlib.suppress(TimeoutError):
                 self._wait_behind(timeout)
         finally:

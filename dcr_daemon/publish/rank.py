@@ -53,32 +53,32 @@ def find_rank(group: str | None, rank: int | None, world: int | None) -> Rank:
         raise Misuse("a rank was given without a world, or a world without a rank", hint="give rank= and world=")
     if group is not None and not _ID.match(group):
         raise Misuse(f"{group!r} is no group id", hint="1 to 32 of a-z and 0-9, new for each start of the group")
-    distributed = _distributed()
+    torch_says = distributed()
     if rank is None or world is None:
-        rank, world = (distributed.get_rank(), distributed.get_world_size()) if distributed else (0, 1)
+        rank, world = (torch_says.get_rank(), torch_says.get_world_size()) if torch_says else (0, 1)
     if not 0 <= rank < world:
         raise Misuse(f"there is no rank {rank} among {world}", hint="ranks count from 0")
     if group is None and world > 1:
-        group = _agreed(distributed, rank, world) if distributed else _launched()
+        group = _agreed(torch_says, rank, world) if torch_says else _launched()
     return Rank(group or runtime.nonce(), rank, world)
 
 
-def _distributed() -> Any:
+def distributed() -> Any:
     """`torch.distributed`, if this process has initialised it; torch is not imported for the question."""
     torch = sys.modules.get("torch")
     found = getattr(torch, "distributed", None)
     return found if found is not None and found.is_available() and found.is_initialized() else None
 
 
-def _agreed(distributed: Any, rank: int, world: int) -> str:
-    if (rank, world) != (distributed.get_rank(), distributed.get_world_size()):
+def _agreed(torch_says: Any, rank: int, world: int) -> str:
+    if (rank, world) != (torch_says.get_rank(), torch_says.get_world_size()):
         raise Misuse(
-            f"rank {rank} of {world} was given, and torch.distributed says {distributed.get_rank()} of "
-            f"{distributed.get_world_size()}",
+            f"rank {rank} of {world} was given, and torch.distributed says {torch_says.get_rank()} of "
+            f"{torch_says.get_world_size()}",
             hint="give group= as well: a value that just these ranks agreed on for this start",
         )
     drawn = [runtime.nonce()]
-    distributed.broadcast_object_list(drawn, src=0)
+    torch_says.broadcast_object_list(drawn, src=0)
     return drawn[0]
 
 

@@ -73,21 +73,24 @@ class Session:
         """See `Bench.read`."""
         return self.bench.read
 
-    async def begin(self, *, step: int | None = None) -> Attempt:
+    async def begin(self, *, step: int | None = None, call: int | None = None) -> Attempt:
         """Open an attempt at the next version and begin to diff; an undecided one is settled first (must P7).
+
+        Args:
+            call: the number of this call of `publish` (must P2); one more than the last by default.
 
         Raises:
             Fenced: another publisher owns the stream.
             StoreUnavailable: the fate of the previous attempt cannot be learnt now.
         """
-        return await self.start(await self.open(step=step))
+        return await self.start(await self.open(step=step, call=call))
 
-    async def open(self, *, step: int | None = None) -> Open:
-        """Open an attempt; `start` begins its diff. Raises as `begin`."""
+    async def open(self, *, step: int | None = None, call: int | None = None) -> Open:
+        """Open an attempt; `start` begins its diff. Arguments and errors as of `begin`."""
         await self.settle("the next update began")
         if self.bench.holds:
             await self.bench.restore()
-        self._call += 1
+        self._call = self._call + 1 if call is None else call
         self._pressed = None
 
         def make(header: Header) -> Open:
@@ -105,10 +108,11 @@ class Session:
         self._emit(Opened(version=record.version, attempt=record.seq, step=record.step))
         return attempt
 
-    async def agree(self, record: Open, declared: bytes, judge: Callable[[list[bytes]], bytes]) -> bytes:
+    async def agree(self, record: Open, round_: int, declared: bytes, judge: Callable[[list[bytes]], bytes]) -> bytes:
         """What all ranks declare that they hold, judged; the verdict, which every rank reads.
 
         Args:
+            round_: agreeing takes several.
             declared: this rank's declaration.
             judge: declarations, by rank → verdict; called on a worker. What it raises ends the attempt.
         """
@@ -116,14 +120,24 @@ class Session:
             return await self.workers.run_whole(judge, [declared])
         runtime.failpoint("publish.declared")
         keys = await self._muster(names.attempt(record.version, record.seq)).all(
-            ".declaration", what=f"version {record.version}: the declaration"
+            names.declared(round_), what=f"version {record.version}: the declaration"
         )
         store, limit = self.ledger.store, self._options.declaration_limit
         others = await asyncio.gather(*(store.get(key, limit=limit) for _, key in sorted(keys.items())))
         verdict = await self.workers.run_whole(judge, [declared, *others])
-        await put(store, names.verdict(record.version, record.seq), verdict, self._options.patience)
+        await put(store, names.verdict(record.version, record.seq, round_), verdict, self._options.patience)
         runtime.failpoint("publish.verdict.put")
         return verdict
+
+    def in_doubt(self, version: int) -> bool:
+        """Whether nobody can tell here whether `version`, which was under way, exists."""
+        return self.ledger.undecided or self.head >= version
+
+    async def skip(self, *, step: int | None, call: int, reason: str) -> None:
+        """Tell the other ranks that this call comes to nothing, so that none waits for it."""
+        if self.bench.rank.world > 1:
+            await self.open(step=step, call=call)
+            await self.settle(reason)
 
     def press(self) -> None:
         """The trainer goes on: from now on ranks that have fallen silent are given up."""

@@ -34,6 +34,23 @@ def as_stream(weights: Iterable[Any], known: Container[str]) -> Iterator[TensorS
         yield TensorSource(plain(pair[0], known), pair[1])
 
 
+def as_shards(weights: Any) -> Any:
+    """What a rank of many hands over: named pairs as a table, since none of them is made anew for each name."""
+    if callable(getattr(weights, "state_dict", None)) or isinstance(weights, Mapping):
+        return weights
+    parts = list(weights)
+    return parts if all(callable(getattr(part, "state_dict", None)) for part in parts) else dict(parts)
+
+
+def needs_projection(weights: Any, known: Container[str]) -> bool:
+    """Whether a process that has all weights has them under other names than the checkpoint's: a transformers model
+    that holds tensors together which its checkpoint has one by one."""
+    from dcr_daemon.projection.transformers_v5 import is_model
+
+    model = unwrapped(weights)
+    return is_model(model) and any(plain(name, known) not in known for name, _ in model.named_parameters())
+
+
 def check_kind(weights: Any) -> None:
     """`Misuse` for something that cannot be weights at all."""
     if not callable(getattr(weights, "state_dict", None)) and not isinstance(weights, Iterable):

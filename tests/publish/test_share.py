@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcr_daemon.canonical.box import Box
@@ -49,6 +49,7 @@ def places(box: Box) -> Any:
     return box.canonical(np.arange(box.elements, dtype=np.int64))
 
 
+@settings(deadline=None)
 @given(boxes())
 def test_ordinals_invert_canonical(box: Box) -> None:
     inside, ordinals = box.ordinals(np.arange(240, dtype=np.int64))
@@ -56,6 +57,7 @@ def test_ordinals_invert_canonical(box: Box) -> None:
     assert np.array_equal(box.canonical(ordinals), np.flatnonzero(inside))
 
 
+@settings(deadline=None)
 @given(boxes(), boxes())
 def test_a_transfer_moves_what_two_boxes_share_and_nothing_else(source: Box, target: Box) -> None:
     tensor = np.arange(240, dtype=np.uint16)
@@ -66,6 +68,7 @@ def test_a_transfer_moves_what_two_boxes_share_and_nothing_else(source: Box, tar
     assert np.array_equal(into, np.where(shared, tensor[places(target)], 999))
 
 
+@settings(deadline=None)
 @given(boxes())
 def test_gathered_runs_are_the_box(box: Box) -> None:
     tensor = np.arange(240, dtype=np.uint16)
