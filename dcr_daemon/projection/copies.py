@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from dcr_daemon.projection.dtensor import Held
+from dcr_daemon.projection.zero3 import Partitioned
 
 Number = tuple[int, int]  #: of this rank among equals, and how many they are
 Ranks = tuple[tuple[int, ...], tuple[int, ...]]  #: of a mesh: its shape, and its ranks in row-major order
@@ -26,16 +27,21 @@ class Copies:
     """
 
     def __init__(self, rank: int, world: int, replica: Number | None, tensors: Iterable[Any]) -> None:
+        tensors = list(tensors)
         meshes = {id(t.device_mesh): t.device_mesh for t in tensors if hasattr(t, "placements")}
+        partitions = {(t.rank, t.ranks) for t in tensors if isinstance(t, Partitioned)}
         self._widest = max(meshes.values(), key=lambda mesh: int(mesh.size()), default=None)
-        self._beyond = replica or ((0, 1) if meshes else (rank, world))
+        self._beyond = replica or ((0, 1) if meshes or partitions else (rank, world))
         self._within = {number: self._place(mesh) for number, mesh in meshes.items()}
-        self._plain = self._place(None)
+        self._plain = max(partitions, key=lambda p: p[1]) if partitions and not meshes else self._place(None)
 
     def of(self, here: Held, tensor: Any) -> Number:
         """This rank among all holders of the same elements; `here` counts those in the tensor's own mesh."""
         number, count = here.replica, here.replicas
-        within = self._within[id(tensor.device_mesh)] if hasattr(tensor, "placements") else self._plain
+        if isinstance(tensor, Partitioned):
+            within = 0, 1
+        else:
+            within = self._within[id(tensor.device_mesh)] if hasattr(tensor, "placements") else self._plain
         for more, times in (within, self._beyond):
             number, count = number + count * more, count * times
         return number, count

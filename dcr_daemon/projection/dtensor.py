@@ -20,6 +20,7 @@ from dcr_daemon.projection.owners import owned
 from dcr_daemon.projection.plan import Map, Shard, shards_of
 from dcr_daemon.projection.tracing import Conversion
 from dcr_daemon.projection.values import dtype_of
+from dcr_daemon.projection.zero3 import Partitioned
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +34,14 @@ class Held:
 
 
 def held(name: str, tensor: Any) -> Held:
-    """Where the local tensor of a DTensor lies in the whole one; a plain tensor is whole.
+    """Where the local tensor of a DTensor, or of a partitioned one, lies in the whole one; a plain tensor is whole.
 
     Raises:
         Incompatible: partial sums or a placement that is not known, and a local tensor of another size than its
             placements say.
     """
+    if isinstance(tensor, Partitioned):
+        return Held(tuple(tensor.local.shape), tuple(tensor.regions(name)))
     placements = getattr(tensor, "placements", None)
     if placements is None:
         return Held(tuple(tensor.shape), tuple(whole(name, tuple(tensor.shape))))

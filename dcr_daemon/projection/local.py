@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dcr_daemon.projection.zero3 import Partitioned
+
 #: of one tensor: its name, the local shape, the dtype, its placements, and the mesh's shape and this rank's place in it
 Entry = tuple[str, tuple[int, ...], str, tuple[str, ...], tuple[int, ...], tuple[int, ...]]
 Signature = tuple[Entry, ...]
@@ -13,11 +15,13 @@ Signature = tuple[Entry, ...]
 def is_tensor(value: Any) -> bool:
     import torch
 
-    return isinstance(value, torch.Tensor)
+    return isinstance(value, torch.Tensor | Partitioned)
 
 
 def local(tensor: Any) -> Any:
-    """The rank's own memory of a tensor or DTensor, detached; never a copy."""
+    """The rank's own memory of a tensor, DTensor or partitioned one, detached; never a copy."""
+    if isinstance(tensor, Partitioned):
+        return tensor.local
     tensor = tensor.detach()
     if hasattr(tensor, "placements"):
         tensor = tensor.to_local()
@@ -58,6 +62,8 @@ def signature(tensors: Mapping[str, Any]) -> Signature:
 
 def _entry(name: str, tensor: Any, meshes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]]) -> Entry:
     dtype, placements = str(tensor.dtype), getattr(tensor, "placements", None)
+    if isinstance(tensor, Partitioned):
+        return name, tuple(tensor.local.shape), dtype, ("partitioned",), (tensor.ranks,), (tensor.rank,)
     if placements is None:
         return name, tuple(tensor.shape), dtype, (), (), ()
     mesh = tensor.device_mesh

@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
+from dcr_daemon.projection.zero3 import Partitioned
+
+_WRAPPERS = ("DistributedDataParallel", "DataParallel", "DeepSpeedEngine")
 COMPILED = "_orig_mod."  #: what torch.compile puts before the names of whatever it wraps, at any depth
 
 
 def unwrapped(module: Any) -> Any:
-    """The module inside torch.compile, DistributedDataParallel and DataParallel."""
+    """The module inside torch.compile, DistributedDataParallel, DataParallel and DeepSpeed's engine."""
     while True:
         inner = getattr(module, "_orig_mod", None)
-        if inner is None and type(module).__name__ in ("DistributedDataParallel", "DataParallel"):
+        if inner is None and type(module).__name__ in _WRAPPERS:
             inner = module.module
         if inner is None:
             return module
@@ -31,10 +34,21 @@ def table(weights: Any) -> dict[str, Any]:
     """Everything a module's `state_dict` or a mapping holds, by its own name but for torch.compile's marker.
 
     A module gives its `state_dict`, so that tied parameters and persistent buffers are there under every name; FSDP2
-    reshards for it what it had gathered.
+    reshards for it what it had gathered. Parameters under ZeRO-3 are empty there, and taken with their partitions.
     """
-    entries: Mapping[Any, Any] = unwrapped(weights).state_dict() if is_module(weights) else weights
+    entries: Mapping[Any, Any] = weights
+    if is_module(weights):
+        module = unwrapped(weights)
+        entries = {**module.state_dict(), **_partitioned(module)}
     return {str(name).replace(COMPILED, ""): value for name, value in entries.items()}
+
+
+def _partitioned(module: Any) -> dict[str, Partitioned]:
+    parameters = getattr(module, "named_parameters", None)
+    if parameters is None:
+        return {}
+    every = parameters(remove_duplicate=False)
+    return {name: Partitioned.of(one) for name, one in every if getattr(one, "ds_tensor", None) is not None}
 
 
 def plain(name: str, known: Container[str]) -> str:

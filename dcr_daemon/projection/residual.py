@@ -204,7 +204,8 @@ class Gather:
 
 def _reachable(tensor: Any) -> bool:
     """Whether this rank is one of those that gather the tensor."""
-    return not hasattr(tensor, "full_tensor") or tensor.device_mesh.get_coordinate() is not None
+    mesh = getattr(tensor, "device_mesh", None)  # ZeRO-3 has a group, which every holder is in
+    return mesh is None or mesh.get_coordinate() is not None
 
 
 def _whole(tensor: Any) -> Any:

@@ -7,11 +7,78 @@ persistence threshold are whole on every rank: they are replicas, and have an ow
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from dcr_daemon.canonical.region import Region, intersect_src
+from dcr_daemon.canonical.region import Region, intersect_src, whole
 from dcr_daemon.errors import Incompatible
 from dcr_daemon.projection.owners import owned
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Partitioned:
+    """A parameter of which this rank has a partition, in the words of a tensor: `shape` and `dtype` are the whole's.
+
+    Attributes:
+        local: the partition, flat and padded to the size of all of them.
+        rank, ranks: of this process in `group`, whose partitions together are the parameter.
+        hidden: why the partition's memory has not the parameter's values; "" if it has.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    local: Any
+    rank: int
+    ranks: int
+    group: Any = None
+    hidden: str = ""
+
+    @classmethod
+    def of(cls, parameter: Any) -> Partitioned:
+        """A parameter as DeepSpeed marks it: `ds_tensor` is the partition, `ds_shape` the shape of the whole."""
+        import torch.distributed as dist
+
+        part, group = parameter.ds_tensor, getattr(parameter, "ds_process_group", None)
+        rank = getattr(parameter, "ds_zero_partition_rank", None)
+        ranks = getattr(parameter, "ds_zero_partition_world_size", None)
+        rank = dist.get_rank(group=group) if rank is None else rank
+        ranks = dist.get_world_size(group=group) if ranks is None else ranks
+        hidden = "its partition is quantised" if hasattr(part, "ds_quant_scale") else ""
+        if getattr(getattr(part, "status", None), "name", "AVAILABLE") != "AVAILABLE":
+            hidden = "its partition is swapped out"
+        return cls(tuple(parameter.ds_shape), parameter.dtype, part.detach(), int(rank), int(ranks), group, hidden)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def detach(self) -> Partitioned:
+        return self
+
+    def full_tensor(self) -> Any:
+        """The whole parameter, by a collective of its group."""
+        import torch
+        import torch.distributed as dist
+
+        flat = torch.empty(self.ranks * self.local.numel(), dtype=self.dtype, device=self.local.device)
+        dist.all_gather_into_tensor(flat, self.local, group=self.group)
+        return flat[: self.numel()].view(self.shape)
+
+    def regions(self, name: str) -> list[Region]:
+        """Where the partition lies in the whole parameter.
+
+        Raises:
+            Incompatible: its memory has not the parameter's values.
+        """
+        if self.hidden:
+            raise Incompatible(f"{name} cannot be read: {self.hidden}", hint="keep partitions in memory to publish")
+        size = int(self.local.numel())
+        return partition(whole(name, self.shape), self.numel(), self.rank, self.ranks, size=size)
 
 
 def partition(

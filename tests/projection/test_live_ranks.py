@@ -80,6 +80,19 @@ def test_the_scenes_are_what_they_are_called(told: tuple[Path, list[dict[str, An
     assert "Replicate()" in placements["hybrid"]
 
 
+def test_partitions_of_zero3_are_gathered_for_what_is_residual(told: tuple[Path, list[dict[str, Any]]]) -> None:
+    base, ranks = told
+    sums = {name: whole.double().sum().item() * 2 for name, whole in model_of(base).state_dict().items()}
+    for rank in ranks:
+        assert rank["zero3"]["gathered"] == pytest.approx(sums)
+
+
+def model_of(base: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+
+
 def test_ranks_beside_a_smaller_mesh_count_as_its_copies(told: tuple[Path, list[dict[str, Any]]]) -> None:
     layout = Layout(TensorSpec(name, "F32", shape) for name, shape in live_ranks.PLAIN.items())
     got = assembled(layout, (reading for rank in told[1] for reading in rank["replicated tp"]["before"]))

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from enum import Enum
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from readings import assembled, readings
 from regions import pairs
+from torch import nn
 
 from dcr_daemon.canonical.coverage import exactly_once
+from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.canonical.region import Region, indices, whole
 from dcr_daemon.errors import Incompatible
+from dcr_daemon.projection.live import live
 from dcr_daemon.projection.titan import grouped_experts, rotary_rows
 from dcr_daemon.projection.zero3 import flat_range, partition, persistent
 
@@ -65,3 +72,56 @@ def test_ranges_of_one_flat_buffer_cover_all_its_parameters(sizes: list[int], wo
 def test_what_every_rank_keeps_whole_has_one_owner() -> None:
     owners = [rank for rank in range(4) if persistent(whole("norm", (8,)), rank, 4)]
     assert len(owners) == 1
+
+
+class Status(Enum):
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+
+
+def partitioned(net: nn.Module, values: dict[str, torch.Tensor], rank: int, world: int) -> None:
+    """What DeepSpeed leaves in a model: a padded partition beside each parameter, whose own data are gone."""
+    for name, parameter in net.named_parameters():
+        whole_value = values[name]
+        size = -(-whole_value.numel() // world)
+        padded = torch.zeros(size * world)
+        padded[: whole_value.numel()] = whole_value.reshape(-1)
+        parameter.ds_shape, parameter.ds_tensor = whole_value.shape, padded[rank * size :][:size].clone()
+        parameter.ds_tensor.status = Status.AVAILABLE
+        parameter.ds_zero_partition_rank, parameter.ds_zero_partition_world_size = rank, world
+        parameter.data = torch.empty(0)
+
+
+def test_a_models_partitions_are_read_as_the_whole_of_it() -> None:
+    net = nn.ModuleDict({"first": nn.Linear(5, 7), "norm": nn.RMSNorm(4)})
+    net.register_buffer("scale", torch.arange(3.0))
+    values = {name: p.detach().clone() for name, p in net.named_parameters()}
+    specs = [TensorSpec(name, "BF16", tuple(value.shape)) for name, value in values.items()]
+    layout = Layout([*specs, TensorSpec("scale", "F32", (3,))])
+    read = []
+    for rank in range(3):
+        partitioned(net, values, rank, 3)
+        held = live(net, layout, rank=rank, world=3)
+        assert held.map.residual == held.dropped == {}
+        partitioned(net, values, rank, 3)  # the next step's, elsewhere in memory
+        read += readings(held.rebind(net), layout)
+    for spec, bits in zip(layout, assembled(layout, read), strict=True):
+        if spec.name != "scale":
+            wanted = values[spec.name].to(torch.bfloat16).reshape(-1).view(torch.int16).numpy().view("u2")
+            assert (bits == wanted).all(), spec.name
+    partitioned(net, values, 2, 4)
+    with pytest.raises(Incompatible, match=r"first\.weight is"):
+        held.rebind(net)
+
+
+def test_a_partition_that_is_not_in_memory_is_residual() -> None:
+    net = nn.ModuleDict({"first": nn.Linear(5, 7), "second": nn.Linear(3, 2, bias=False)})
+    values = {name: p.detach().clone() for name, p in net.named_parameters()}
+    layout = Layout(TensorSpec(name, "F32", tuple(value.shape)) for name, value in values.items())
+    partitioned(net, values, 0, 2)
+    net["first"].weight.ds_tensor.status = Status.NOT_AVAILABLE
+    net["second"].weight.ds_tensor.ds_quant_scale = torch.ones(1)
+    found = live(net, layout, rank=0, world=2).map
+    assert "swapped out" in found.residual["first.weight"]
+    assert "quantised" in found.residual["second.weight"]
+    assert {region.name for region in found.regions} == {"first.bias"}

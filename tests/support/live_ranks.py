@@ -104,6 +104,19 @@ def over_expert_parallel(base: Path) -> Scene:
     return two_ways(base, {f"{experts}.gate_up_proj": "grouped_gemm", f"{experts}.down_proj": "grouped_gemm"}), {}
 
 
+def partitioned(base: Path) -> Scene:
+    """As DeepSpeed's ZeRO-3 does it: a padded partition beside each parameter, whose own data are gone."""
+    model = loaded(base)
+    for parameter in model.parameters():
+        size = -(-parameter.numel() // WORLD)
+        padded = torch.zeros(size * WORLD)
+        padded[: parameter.numel()] = parameter.detach().reshape(-1)
+        parameter.ds_shape, parameter.ds_numel = parameter.shape, parameter.numel()
+        parameter.ds_tensor = padded[dist.get_rank() * size :][:size].clone()
+        parameter.data = torch.empty(0)
+    return model, {}
+
+
 SCENES: dict[str, Callable[[Path], Scene]] = {
     "fsdp": fsdp,
     "columns": columns,
@@ -112,6 +125,7 @@ SCENES: dict[str, Callable[[Path], Scene]] = {
     "tp": tensor_parallel,
     "fsdp over tp": over_tensor_parallel,
     "fsdp over experts": over_expert_parallel,
+    "zero3": partitioned,
 }
 
 
@@ -126,12 +140,14 @@ def of_scene(scene: Scene, layout: Layout, rank: int) -> dict[str, Any]:
             for tensor in held.tensors.values():
                 tensor.mul_(2)
         after = readings(held.rebind(weights), layout, LIMIT)
+    gathered = {name: t.full_tensor() for name, t in held.handed.items() if type(t).__name__ == "Partitioned"}
     return {
         "before": before,
         "after": after,
         "residual": dict(held.map.residual),
         "dropped": dict(held.dropped),
         "largest": seen.largest,
+        "gathered": {name: tensor.double().sum().item() for name, tensor in gathered.items()},
         "placements": {repr(p) for t in held.handed.values() for p in getattr(t, "placements", ())},
     }
 
