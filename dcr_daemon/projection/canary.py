@@ -4,11 +4,11 @@ Nothing communicates, nothing reads or changes a weight, and nothing as large as
 the algebra, for every parameter, at full size:
 
     map       what the map says is what placements and conversion say
-    trace     the export, followed again, moves elements as the conversion says
 
-On stand-ins (rehearsal.py), once for all parameters of a form (equal names but for numbers, equal shape and placement),
-so that a model of 94 layers costs as much as one layer:
+Once for all parameters of a form (equal names but for numbers, equal shape, placement and regions), so that a model of
+94 layers costs as much as one layer; at full size by following the export again, then on stand-ins (rehearsal.py):
 
+    trace     the export of these parameters alone moves elements as the conversion says
     numbers   the export of numbered elements puts each where the conversion says
     values    zeros of both signs, denormals, infinities and NaNs come out of the value functions as of the export
     canary    a random 1 % edit, projected, compared and patched into the export's result, is the export of the edited
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,7 +97,7 @@ def probe(
     forms: dict[Hashable, list[str]] = defaultdict(list)
     for name, shards in parameters.items():
         if name not in faults:
-            forms[_form(name, tensors[name], shards)].append(name)
+            forms[_form(name, tensors[name], shards, model.targets(name))].append(name)
     for members in forms.values():
         if why := model.rehearsed(members[0], parameters[members[0]]):
             faults |= dict.fromkeys(members, why)
@@ -111,16 +111,17 @@ def _judged(name: str, tensor: Any, layout: Layout, conversion: Conversion | Non
     return name in layout and tuple(tensor.shape) == layout[layout.index(name)].shape
 
 
-def _form(name: str, tensor: Any, shards: Sequence[Shard]) -> Hashable:
+def _form(name: str, tensor: Any, shards: Sequence[Shard], targets: Sequence[Region]) -> Hashable:
     """Equal for parameters that one rehearsal stands for."""
+    regions = tuple((r.shape, r.src, r.src_strides, r.dst, r.dst_strides) for r in targets)
     mesh, values = getattr(tensor, "device_mesh", None), tuple(sorted(str(one.value) for one in shards))
     placed = str(getattr(tensor, "placements", "")), tuple(mesh.shape) if mesh is not None else ()
-    return numberless(name), tuple(tensor.shape), str(tensor.dtype), placed, values
+    return numberless(name), tuple(tensor.shape), str(tensor.dtype), placed, values, regions
 
 
 def within(region: Region, truth: Sequence[Region]) -> bool:
     """Whether each pair of `region` is one of `truth`'s, however either is cut into boxes."""
-    if normalise(region) in {normalise(one) for one in truth}:
+    if region in truth:
         return True
     agreed = 0
     for one in truth:
@@ -129,6 +130,13 @@ def within(region: Region, truth: Sequence[Region]) -> bool:
                 if pair.src == pair.dst and all(n == 1 or a == b for n, a, b in pair.axes):
                     agreed += pair.elements
     return agreed == region.elements
+
+
+def _all_within(shards: Sequence[Shard], truth: Iterable[Region]) -> bool:
+    by_name: dict[str, list[Region]] = defaultdict(list)
+    for one in truth:
+        by_name[one.name].append(one)
+    return all(within(region, by_name.get(region.name, ())) for one in shards for region in one.regions)
 
 
 @dataclass(frozen=True)
@@ -143,28 +151,19 @@ class _Model:
 
     def misplaced(self, parameters: Mapping[str, Sequence[Shard]]) -> dict[str, str]:
         """Parameters whose regions are not what placements, conversion and export say at full size, with reasons."""
-        again = self._traced_again()
         faults = {}
         for name, shards in parameters.items():
             try:
-                truth = chain(held(name, self.tensors[name]).regions, {name: self._targets(name)})
+                truth = chain(held(name, self.tensors[name]).regions, {name: self.targets(name)})
             except Incompatible as error:
                 faults[name] = error.message
                 continue
-            if not all(within(region, truth) for one in shards for region in one.regions):
+            if not _all_within(shards, truth):
                 faults[name] = "its map is not what its placement and the export say"
-            elif again is not None and _normal(again.regions[name]) != _normal(self._targets(name)):
-                faults[name] = "the conversion is not what the export does"
         return faults
 
-    def _traced_again(self) -> Conversion | None:
-        if self.conversion is None or self.convert is None:
-            return None
-        return trace(
-            self.convert, {name: self.tensors[name] for name in self.conversion.regions if name in self.tensors}
-        )
-
-    def _targets(self, name: str) -> Sequence[Region]:
+    def targets(self, name: str) -> Sequence[Region]:
+        """Where a whole parameter goes."""
         if self.conversion is None:
             return whole(name, tuple(self.tensors[name].shape))
         return self.conversion.regions[name]
@@ -172,7 +171,7 @@ class _Model:
     def fed(self, name: str, shards: Sequence[Shard]) -> list[str]:
         """Canonical tensors that a parameter is a source of, on this rank and on others."""
         names = dict.fromkeys(region.name for one in shards for region in one.regions)
-        names |= dict.fromkeys(region.name for region in self._targets(name))
+        names |= dict.fromkeys(region.name for region in self.targets(name))
         return [target for target in names if target in self.layout]
 
     def rehearsed(self, name: str, shards: Sequence[Shard]) -> str:
@@ -182,22 +181,25 @@ class _Model:
         sources = self._sources(name)
         if absent := [source for source in sources if source not in self.tensors]:
             return f"it is exported together with {', '.join(absent)}, which this rank does not have"
+        export = self.convert or dict
+        try:
+            again = trace(export, {source: self.tensors[source] for source in sources}).regions[name]
+        except FOREIGN as error:
+            return f"its export does not run on {', '.join(sources)} alone: {error}"
+        if set(map(normalise, again)) != set(map(normalise, self.targets(name))):
+            return "the conversion is not what the export does"
         real = {source: tuple(self.tensors[source].shape) for source in sources}
         why = "no stand-in is small enough"
         for shapes in shrunk(real, self.elements):
             try:
-                return Rehearsal(name, self.tensors, shards, self.layout, self.convert or dict, shapes).fault()
+                return Rehearsal(name, self.tensors, shards, self.layout, export, shapes).fault()
             except FOREIGN as error:
                 why = str(error)
-        return f"its export does not run on small stand-ins of {', '.join(sources)}: {why}"
+        return f"its export does not run on small stand-ins: {why}"
 
     def _sources(self, name: str) -> tuple[str, ...]:
         """The parameters that are exported with this one: all that its canonical tensors are made of."""
         if self.conversion is None:
             return (name,)
-        targets = dict.fromkeys(region.name for region in self._targets(name))
+        targets = dict.fromkeys(region.name for region in self.targets(name))
         return tuple(sorted({name, *(s for target in targets for s in self.conversion.sources.get(target, ()))}))
-
-
-def _normal(regions: Sequence[Region]) -> set[Region]:
-    return {normalise(region) for region in regions}

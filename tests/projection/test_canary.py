@@ -12,6 +12,7 @@ import gate_ranks
 import pytest
 import torch
 from allocations import Allocations
+from rank_processes import run_ranks
 
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.canonical.region import Region, boxes, slab, whole
@@ -175,7 +176,7 @@ def test_an_export_that_does_not_run_on_parts_or_stand_ins_is_residual_with_its_
             raise ValueError("not these")
         return export(table)
 
-    assert probed(convert=refuses).residual == {"norm": "its export does not run on small stand-ins of norm: not these"}
+    assert probed(convert=refuses).residual == {"norm": "its export does not run on small stand-ins: not these"}
 
     def together(table: Mapping[str, Any]) -> dict[str, Any]:
         if "norm" not in table:
@@ -183,7 +184,7 @@ def test_an_export_that_does_not_run_on_parts_or_stand_ins_is_residual_with_its_
         return export(table)
 
     found = probed(convert=together).residual
-    assert found["embed"] == "its export does not run on small stand-ins of embed: 'norm'"
+    assert found["embed"] == "its export does not run on embed alone: 'norm'"
     assert "norm" not in found
 
 
@@ -329,4 +330,5 @@ def test_boxes_of_a_map_are_what_the_patch_is_made_of() -> None:
 
 
 def test_four_ranks_ask_torch_where_it_puts_elements(tmp_path: Path) -> None:
-    gate_ranks.run("canary", tmp_path)
+    (out := tmp_path / "canary").mkdir()
+    run_ranks(gate_ranks.__file__, gate_ranks.WORLD, out)

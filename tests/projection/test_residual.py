@@ -9,6 +9,7 @@ from typing import Any
 import gate_ranks
 import pytest
 import torch
+from rank_processes import run_ranks
 
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.errors import Incompatible
@@ -216,4 +217,5 @@ def test_a_gather_knows_what_it_can_construct() -> None:
 
 def test_four_ranks_construct_what_is_residual(tmp_path: Path) -> None:
     """A map that is wrong on one rank, from its probe over declarations and verdict to the tensors of its owners."""
-    gate_ranks.run("residual", tmp_path)
+    (out := tmp_path / "residual").mkdir()
+    run_ranks(gate_ranks.__file__, gate_ranks.WORLD, out)

@@ -1,13 +1,13 @@
 """One rank of a world of four: probes, declares, is judged, and constructs what is residual, as a trainer's rank would.
 
 Run as a program, one process per rank, by tests/projection/test_residual.py and test_canary.py; gloo over a file, no
-ports. What a rank finds it checks itself; ranks meet in files, as they do in a bucket.
+ports. The name of the folder says which part is played. What a rank finds it checks itself; ranks meet in files, as
+they do in a bucket.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import live_ranks
 import mesh_ranks
 import pytest
 import torch
@@ -42,35 +43,16 @@ from dcr_daemon.projection.gate import (
     judge,
 )
 from dcr_daemon.projection.intervals import Cut
+from dcr_daemon.projection.live import live
 from dcr_daemon.projection.meshes import probe_meshes
 from dcr_daemon.projection.plan import Map
+from dcr_daemon.projection.reader import Reader
 from dcr_daemon.projection.residual import Exporter, Gather, Hook, Residual
+from dcr_daemon.projection.startup import Current, examine
 from dcr_daemon.projection.tracing import Conversion
 from dcr_daemon.projection.transformers_v5 import conversion, converter
 
 WORLD = 4
-
-
-def run(part: str, out: Path) -> None:
-    """Start the four ranks and wait for them; what the first that fails says is the error."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, __file__, part, str(rank), str(out)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(WORLD)
-    ]
-    try:
-        told = [process.communicate(timeout=300)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    failed = [text for process, text in zip(started, told, strict=True) if process.returncode]
-    assert not failed, max(failed, key=lambda text: "AssertionError" in text)[-4000:]
 
 
 class Meeting:
@@ -114,7 +96,7 @@ def tiny() -> Any:
 
     torch.manual_seed(7)
     fields = {
-        "vocab_size": 70, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8,
+        "vocab_size": 72, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8,
         "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 2,
         "moe_intermediate_size": 24, "max_position_embeddings": 64,
     }  # fmt: skip
@@ -240,7 +222,7 @@ def check_hook(sharded: Sharded, meeting: Meeting, rank: int) -> None:
     assert found.residual.keys() == {"model.embed_tokens.weight"}
     lie = 2
     if rank == lie:
-        with pytest.raises(Incompatible, match=r"lm_head\.weight as F32 \(32, 70\), and the checkpoint has BF16"):
+        with pytest.raises(Incompatible, match=r"lm_head\.weight as F32 \(32, 72\), and the checkpoint has BF16"):
             list(residual.iterate())
     else:
         sharded.check(residual.iterate(), verdict.owned(rank))
@@ -278,8 +260,31 @@ def check_partial(meeting: Meeting, rank: int) -> None:
     assert [tensor.tolist() for _, tensor in got] == ([[[6.0, 6.0]] * 3] if rank == 0 else [])
 
 
+def check_scenes(meeting: Meeting, rank: int, out: Path) -> None:
+    """Models as training scripts shard them: nothing fails, all is direct, and all could be constructed as well."""
+    (model := tiny()).save_pretrained(base := out / "base")  # the library writes on rank 0 alone
+    dist.barrier()
+    truth, layout = exported(model), live_ranks.published(base)
+    for scene in ("tp", "fsdp over experts"):
+        weights, more = live_ranks.SCENES[scene](base)
+        found = live(weights, layout, rank=rank, world=WORLD, **more)
+        exporter = Current(found).exporter(layout, None)
+        probed = examine(found, layout, exporter, Reader(found, layout).read, together=True)
+        assert (probed.residual, probed.checked > 0) == ({}, True), scene
+        verdict = meeting.verdict(found.map, layout, exporter, probed=dict(probed.residual), dropped=found.dropped)
+        assert (verdict.residues, verdict.direct_bytes) == ({}, layout.nbytes)
+        every = {spec.name: "for the test" for spec in layout}
+        verdict = meeting.verdict(found.without(every).map, layout, exporter, probed=every)
+        built = dict(Residual(verdict, layout, rank, exporter).iterate())
+        assert {layout[index].name for index in built} == set(verdict.owned(rank))
+        for index, tensor in built.items():
+            assert torch.equal(tensor.view(torch.int16), truth[layout[index].name].view(torch.int16)), scene
+
+
 def residual(rank: int, out: Path) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(WORLD), "LOCAL_RANK": str(rank)}
     sharded, meeting = Sharded(rank), Meeting(out, rank)
+    check_scenes(meeting, rank, out)
     check_planted(sharded, meeting, rank)
     check_undetected(sharded, meeting, rank)
     check_hook(sharded, meeting, rank)
@@ -382,12 +387,12 @@ def canary(rank: int, out: Path) -> None:
     check_cost(rank)
 
 
-def main(part: str, rank: int, out: Path) -> None:
+def main(rank: int, out: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{out}/meet", rank=rank, world_size=WORLD)
-    {"canary": canary, "residual": residual}[part](rank, out)
+    {"canary": canary, "residual": residual}[out.name](rank, out)
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
+    main(int(sys.argv[1]), Path(sys.argv[2]))
