@@ -1,0 +1,348 @@
+"""Many ranks publish one version or none, whichever of them fails (musts P1, P2, P3, P7)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from rank_group import Group, RankOf
+
+from dcr_daemon.errors import Corrupt, DcrError, Fenced, Misuse
+from dcr_daemon.events import AnchorPut, Sealed
+from dcr_daemon.ledger.records import Abort, Seal
+from dcr_daemon.publish.muster import Given
+from dcr_daemon.publish.opening import open_session
+from dcr_daemon.publish.options import PublishOptions
+from dcr_daemon.publish.rank import Rank, find_rank
+from dcr_daemon.publish.share import Block
+
+
+@pytest.fixture
+def ranked(world: Any) -> Callable[..., Group]:
+    """`ranked(n)`: a group of n ranks on the world's stream; the same state directory for all groups."""
+
+    def make(count: int, **more: Any) -> Group:
+        chosen: dict[str, Any] = {
+            "state": world.state, "base": world.base, "create": True, "patience": 5.0, "workers": 1, "name": "trainer",
+            "upload_base": False, "lag": 0.3,
+        } | more  # fmt: skip
+        return Group(count, lambda n: PublishOptions(**chosen), lambda n: world.store(), world.events)
+
+    return make
+
+
+def chain(world: Any, toolbox: Any, count: int) -> list[Any]:
+    weights = [world.weights]
+    for n in range(count):
+        weights.append(toolbox.step_weights(weights[-1], seed=n))
+    return weights
+
+
+def check(world: Any, toolbox: Any, weights: list[Any]) -> None:
+    """The stream's versions are exactly these, and nothing else."""
+    found = world.reader.versions()
+    assert sorted(found) == list(range(len(weights)))
+    assert all(toolbox.same(found[n], one) for n, one in enumerate(weights))
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_every_rank_gives_its_part_and_the_version_is_whole(world: Any, toolbox: Any, ranked: Any, count: int) -> None:
+    weights = chain(world, toolbox, 3)
+
+    async def run() -> None:
+        group = await ranked(count).open()
+        for step, one in enumerate(weights[1:], 1):
+            sealed = await group.publish(one, step)
+            assert (sealed.version, sealed.step) == (step, step)
+        await group.close()
+
+    asyncio.run(run())
+    check(world, toolbox, weights)
+    seals = [record for record in world.reader.records() if isinstance(record, Seal)]
+    assert [len(seal.parts) for seal in seals] == [count] * 3
+
+
+def test_the_number_of_ranks_changes_on_one_stream(world: Any, toolbox: Any, ranked: Any) -> None:
+    weights = chain(world, toolbox, 5)
+
+    async def run() -> None:
+        for version, count in enumerate([4, 2, 4, 3, 5], 1):
+            group = await ranked(count).open()
+            await group.publish(weights[version])
+            await group.close()
+
+    asyncio.run(run())
+    check(world, toolbox, weights)
+
+
+def test_one_process_and_many_take_turns(world: Any, toolbox: Any, ranked: Any) -> None:
+    weights = chain(world, toolbox, 4)
+
+    async def alone(new: Any) -> None:
+        options = PublishOptions(state=world.state, base=world.base, create=True, name="trainer", workers=1)
+        session = await open_session(options, world.store(), world.events)
+        attempt = await session.begin()
+        share = session.bench.baseline.share
+        reads = (
+            (n, lambda b=share[n]: new[session.layout[b.tensor].name][b.box.dst : b.box.dst + b.box.elements])
+            for n in range(len(share))
+        )
+        await attempt.diff_blocks(reads)
+        await attempt.finish()
+        await session.seal(attempt)
+        await session.close()
+
+    async def run() -> None:
+        await alone(weights[1])
+        group = await ranked(3).open()
+        await group.publish(weights[2])
+        await group.close()
+        await alone(weights[3])
+        group = await ranked(2).open()
+        await group.publish(weights[4])
+        await group.close()
+
+    asyncio.run(run())
+    check(world, toolbox, weights)
+
+
+def test_anchors_are_written_in_shares_and_lead_other_worlds_back(world: Any, toolbox: Any, ranked: Any) -> None:
+    weights = chain(world, toolbox, 5)
+
+    async def run() -> None:
+        group = await ranked(3, anchor_every=2).open()
+        for one in weights[1:5]:
+            await group.publish(one)
+        await group.close()
+        group = await ranked(2, base=None, create=False, state=world.root / "elsewhere").open()  # nothing is cached
+        await group.publish(weights[5])
+        await group.close()
+
+    asyncio.run(run())
+    assert [event.version for event in world.events.of(AnchorPut)] == [2, 4]
+    check(world, toolbox, weights)
+
+
+def test_a_rank_that_fails_ends_the_update_for_all_and_the_next_one_is_right(
+    world: Any, toolbox: Any, ranked: Any
+) -> None:
+    weights = chain(world, toolbox, 2)
+
+    async def run() -> None:
+        group = await ranked(3).open()
+        await group.publish(weights[1], 1)
+
+        async def work(rank: RankOf) -> Any:
+            bad = {**weights[2], "embed.weight": None} if rank.rank.number == 1 else weights[2]
+            return await rank.publish(bad, 2)
+
+        results = await group.all(work)
+        assert isinstance(results[1], TypeError)
+        assert all(isinstance(results[n], Given) for n in (0, 2))
+        assert "rank 1 gave the update up: TypeError" in str(results[0])
+        await group.publish(weights[2], 3)
+        await group.close()
+
+    asyncio.run(run())
+    check(world, toolbox, weights)
+
+
+def test_ranks_that_publish_different_steps_publish_nothing(world: Any, toolbox: Any, ranked: Any) -> None:
+    weights = chain(world, toolbox, 1)
+
+    async def run() -> None:
+        group = await ranked(3).open()
+        results = await group.all(lambda rank: rank.publish(weights[1], 7 + (rank.rank.number == 2)))
+        assert isinstance(results[2], Misuse)
+        assert all(isinstance(results[n], Given) for n in (0, 1))
+        await group.publish(weights[1], 9)
+        await group.close()
+
+    asyncio.run(run())
+    check(world, toolbox, weights)
+
+
+def test_a_call_that_one_rank_skips_is_nobodys(world: Any, toolbox: Any, ranked: Any) -> None:
+    weights = chain(world, toolbox, 1)
+
+    async def run() -> None:
+        group = await ranked(3).open()
+        group.ranks[1].calls += 1  # its script left one out
+        results = await group.all(lambda rank: rank.publish(weights[1]) if rank.rank.number != 1 else _late(rank))
+        assert all(isinstance(results[n], Given) for n in (0, 2))
+        assert "passed update 1 without taking part" in str(results[0])
+        await asyncio.gather(*(rank.publish(weights[1]) for rank in group.ranks if rank.rank.number != 1), late[0])
+        await group.close()
+
+    late: list[Any] = []
+
+    async def _late(rank: RankOf) -> None:
+        late.append(asyncio.ensure_future(rank.publish(weights[1])))
+
+    asyncio.run(run())
+    check(world, toolbox, weights)
+
+
+def test_a_rank_that_is_gone_is_given_up_when_the_next_update_begins(world: Any, toolbox: Any, ranked: Any) -> None:
+    weights = chain(world, toolbox, 2)
+
+    async def run() -> None:
+        group = await ranked(3).open()
+        await group.publish(weights[1], 1)
+        lost = group.ranks[2]
+
+        async def work(rank: RankOf) -> Any:
+            if rank is lost:
+                return None
+            publishing = asyncio.ensure_future(rank.publish(weights[2], 2))
+            await asyncio.sleep(0.5)
+            assert not publishing.done()  # no clock ends the wait
+            rank.session.press()
+            return await publishing
+
+        results = await group.all(work)
+        assert isinstance(results[0], Given)
+        assert "rank 2" in str(results[0])
+        assert isinstance(results[1], Given)
+        lost.calls += 1
+        await group.publish(weights[2], 3)
+        await group.close()
+
+    asyncio.run(run())
+    check(world, toolbox, weights)
+
+
+def test_a_leftover_of_an_older_group_never_gets_into_a_seal(world: Any, toolbox: Any, ranked: Any) -> None:
+    weights = chain(world, toolbox, 3)
+
+    async def run() -> None:
+        old = await ranked(3).open()
+        await old.publish(weights[1], 1)
+        leftover = old.ranks[2]
+        # Rank 2 sleeps in the middle of an update; the others die, and the group is started anew.
+        starting = [asyncio.ensure_future(rank.start(weights[2], 2)) for rank in old.ranks]
+        await asyncio.gather(*starting)
+        for rank in old.ranks[:2]:
+            await rank.session.bench.close()
+        new = await ranked(2).open()
+        await new.publish(weights[2], 2)
+        attempt = leftover.session.bench.attempt
+        assert attempt is not None
+        with pytest.raises(Fenced):  # it wakes up
+            await leftover.session.seal(attempt)
+        assert leftover.session.bench.baseline.version == 1
+        with pytest.raises(Fenced):
+            await leftover.publish(weights[3], 3)
+        await new.publish(weights[3], 3)
+        await new.close()
+        await leftover.session.bench.close()
+
+    asyncio.run(run())
+    check(world, toolbox, weights)
+    for record in world.reader.records():
+        if isinstance(record, Seal) and record.version > 1:
+            assert len(record.parts) == 2
+
+
+@pytest.mark.parametrize("wrong", ["twice", "missing"])
+def test_shares_that_do_not_add_up_are_never_sealed(world: Any, toolbox: Any, ranked: Any, wrong: str) -> None:
+    weights = chain(world, toolbox, 1)
+
+    async def run() -> None:
+        group = await ranked(2).open()
+        right = group.ranks[1].deal
+
+        def deal(layout: Any, rank: int, count: int) -> list[Block]:
+            blocks = right(layout, rank, count)
+            if wrong == "missing":
+                return blocks[1:]
+            have = {block.tensor for block in blocks}
+            return [*blocks, next(b for b in right(layout, 0, count) if b.tensor not in have)]
+
+        group.ranks[1].deal = deal
+        results = await group.all(lambda rank: rank.publish(weights[1], 1))
+        assert isinstance(results[0], Corrupt)
+        assert "does not add up to version 0" in str(results[0])
+        assert isinstance(results[1], Given)
+        await group.close()
+
+    asyncio.run(run())
+    assert sorted(world.reader.versions()) == [0]
+    (abort,) = [record for record in world.reader.records() if isinstance(record, Abort)]
+    assert abort.rebuild
+
+
+def test_a_rank_whose_baseline_is_not_the_base_is_found_by_the_sums_and_builds_it_anew(
+    world: Any, toolbox: Any, ranked: Any
+) -> None:
+    weights = chain(world, toolbox, 2)
+
+    async def run() -> None:
+        group = await ranked(3).open()
+        await group.publish(weights[1], 1)
+        baseline = group.ranks[2].session.bench.baseline
+        baseline[0][:] ^= 1
+        await baseline.believe(1)  # a lie that its own sums agree with
+        results = await group.all(lambda rank: rank.publish(weights[2], 2))
+        assert isinstance(results[0], Corrupt)
+        await group.publish(weights[2], 3)
+        await group.close()
+
+    asyncio.run(run())
+    check(world, toolbox, weights)
+
+
+def test_two_processes_that_are_one_rank_publish_nothing(world: Any, toolbox: Any, ranked: Any) -> None:
+    weights = chain(world, toolbox, 1)
+
+    async def run() -> None:
+        group = ranked(2)
+        twin = RankOf(
+            PublishOptions(state=world.root / "twin", base=world.base, create=True, patience=5.0, workers=1),
+            world.store(), world.events, Rank(group.ranks[0].rank.group, 1, 2),
+        )  # fmt: skip
+        await group.open()
+        await twin.open()
+        results = await asyncio.gather(
+            *(rank.publish(weights[1], 1) for rank in [*group.ranks, twin]), return_exceptions=True
+        )
+        # Whether rank 0 sees both before it has what it waits for is a race; what is sealed is of one of them.
+        assert all(isinstance(one, DcrError) for one in results) or len(world.events.of(Sealed)) >= 2
+        await group.close()
+        await twin.session.bench.close()
+
+    asyncio.run(run())
+    found = world.reader.versions()
+    assert 1 not in found or toolbox.same(found[1], weights[1])
+
+
+def test_ranks_find_each_other_only_by_what_they_agreed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert find_rank(None, None, None).world == 1
+    given = find_rank("abc", 1, 2)
+    assert (given.group, given.number, given.world) == ("abc", 1, 2)
+    for wrong in [(None, 0, 2), ("A", 0, 2), ("abc", 2, 2), ("abc", 0, None)]:
+        with pytest.raises(Misuse):
+            find_rank(*wrong)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    first = find_rank(None, 0, 2)
+    assert first.group == find_rank(None, 1, 2).group
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert find_rank(None, 0, 2).group != first.group
+
+
+def test_a_members_sums_are_its_own(world: Any, toolbox: Any, ranked: Any) -> None:
+    async def run() -> None:
+        group = await ranked(3).open()
+        await group.publish(toolbox.step_weights(world.weights, seed=1))
+        vectors = [rank.session.bench.baseline.vector for rank in group.ranks]
+        assert all(v.any() for v in vectors)
+        whole = await group.ranks[0].session.bench.restorer.vector(1)
+        assert np.array_equal(np.sum(vectors, axis=0, dtype=np.uint64), whole)
+        await group.close()
+
+    asyncio.run(run())

@@ -1,0 +1,129 @@
+"""A process group in one process: rank 0's session and the members of the others, on one event loop, in real time.
+
+Each rank holds boxes of small canonical tensors and publishes them as `Publisher` does, but for the weights: they are
+arrays here, and what a rank holds is given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import Any
+
+from dcr_daemon import runtime
+from dcr_daemon.canonical.box import Box
+from dcr_daemon.canonical.fingerprint import Bits
+from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.events import Emit
+from dcr_daemon.ledger.records import Open
+from dcr_daemon.publish.member import Member
+from dcr_daemon.publish.opening import open_member, open_session
+from dcr_daemon.publish.options import PublishOptions
+from dcr_daemon.publish.rank import Rank
+from dcr_daemon.publish.session import Session
+from dcr_daemon.publish.share import Block, Share, gather
+from dcr_daemon.publish.versions import SealedVersion
+from dcr_daemon.store.port import Store
+
+Weights = Mapping[str, Bits]
+
+
+def dealt(layout: Layout, rank: int, world: int) -> list[Block]:
+    """What a rank holds: rows of even tensors, columns of odd ones, small ones whole, one rank each. Uneven."""
+    blocks = []
+    for tensor, spec in enumerate(layout):
+        if len(spec.shape) == 2 and spec.elements:
+            rows, columns = spec.shape
+            axis = tensor % 2
+            size = -(-spec.shape[axis] // world)
+            lo, hi = min(rank * size, spec.shape[axis]), min((rank + 1) * size, spec.shape[axis])
+            if lo < hi:
+                box = Box.flat(lo * columns, (hi - lo) * columns)
+                blocks.append(Block(tensor, Box(lo, (rows, hi - lo), (columns, 1)) if axis else box))
+        elif spec.elements and tensor % world == rank:
+            blocks.append(Block(tensor, Box.flat(0, spec.elements)))
+    return blocks
+
+
+class RankOf:
+    """One rank: `open` it, `publish`, `close`."""
+
+    def __init__(self, options: PublishOptions, store: Store, emit: Emit, rank: Rank) -> None:
+        self.options, self.store, self.emit, self.rank = options, store, emit, rank
+        self.session: Session | Member
+        self.deal = dealt
+        self.calls = 0
+
+    async def open(self) -> RankOf:
+        make = open_session if self.rank.leads else open_member
+        self.session = await make(self.options, self.store, self.emit, self.rank)
+        return self
+
+    async def start(self, weights: Weights, step: int | None = None) -> Any:
+        """Everything before the seal: opened, agreed, diffed. The attempt."""
+        session, self.calls = self.session, self.calls + 1
+        record = await session.open(step=step, call=self.calls)
+        if not session.bench.holds:
+            await self._agree(record)
+            blocks = self.deal(session.layout, self.rank.number, self.rank.world)
+            session.bench.hold(Share(session.layout, blocks))
+        attempt = await session.start(record)
+        share = session.bench.baseline.share
+        await attempt.diff_blocks((n, partial(self._read, weights, share[n])) for n in range(len(share)))
+        await attempt.finish()
+        return attempt
+
+    async def _agree(self, record: Open) -> None:
+        verdict = await self.session.agree(record, 1, b"%d" % self.rank.number, b" ".join)
+        assert verdict == b" ".join(b"%d" % n for n in range(self.rank.world))
+
+    def _read(self, weights: Weights, block: Block) -> Bits:
+        bits = weights[self.session.layout[block.tensor].name]
+        return gather(lambda start, count: bits[start : start + count].copy(), block.box)
+
+    async def publish(self, weights: Weights, step: int | None = None) -> SealedVersion:
+        """As `Publisher.publish` and `wait_sealed`: whatever fails is settled, then raised."""
+        try:
+            attempt = await self.start(weights, step)
+            sealed = await self.session.seal(attempt)
+        except Exception as error:
+            await self.session.settle(f"{type(error).__name__}: {error}")
+            raise
+        await self.session.anchor_if_due()
+        return sealed
+
+    async def close(self) -> None:
+        await self.session.close()
+
+
+class Group:
+    """`world` ranks of one process group.
+
+    Args:
+        make: options of a rank, by number.
+        store: of a rank, by number.
+    """
+
+    def __init__(
+        self, world: int, make: Callable[[int], PublishOptions], store: Callable[[int], Store], emit: Emit
+    ) -> None:
+        group = runtime.nonce()
+        self.ranks = [RankOf(make(n), store(n), emit, Rank(group, n, world)) for n in range(world)]
+
+    async def open(self) -> Group:
+        await asyncio.gather(*(rank.open() for rank in self.ranks))
+        return self
+
+    async def publish(self, weights: Weights, step: int | None = None) -> SealedVersion:
+        """All ranks; the same version to all."""
+        sealed = await asyncio.gather(*(rank.publish(weights, step) for rank in self.ranks))
+        assert len({(one.version, one.seq) for one in sealed}) == 1
+        return sealed[0]
+
+    async def all(self, work: Callable[[RankOf], Awaitable[Any]]) -> list[Any]:
+        """The results of every rank, errors among them."""
+        return await asyncio.gather(*(work(rank) for rank in self.ranks), return_exceptions=True)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(rank.close() for rank in self.ranks))
