@@ -58,7 +58,7 @@ def one(name: str, local: torch.Tensor, regions: list[Region], layout: Layout) -
     return Reader(Live(made, {name: local}), layout)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(region=dense_regions(), given=st.sampled_from(["F32", "BF16"]), limit=st.sampled_from([1, 2, 6, 16, 64, 4096]))
 def test_every_block_of_any_piece_is_what_the_canonical_tensor_has_there(
     region: Region, given: str, limit: int
