@@ -35,6 +35,7 @@ class Bench:
     Attributes:
         attempt: the one under way; None between updates.
         owes_anchor: the baseline was damaged: an anchor has to follow (must P4).
+        committed: a version of this process was sealed. All ranks of a group know that alike.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Bench:
         self.options, self.ledger, self.objects, self.layout, self.rank = options, ledger, objects, layout, rank
         self.state, self.workers, self._emit = state, workers, emit
         self.attempt: Attempt | None = None
-        self.owes_anchor = False
+        self.owes_anchor = self.committed = False
         self._spool = Spool(state.spool, options.spool_memory, workers)
         self._baseline: Baseline | None = None
         self._restorer: Restorer | None = None
@@ -124,6 +125,7 @@ class Bench:
         """Version and baseline move together: the seal is in the ledger."""
         attempt, self.attempt = self.attempt, None
         assert attempt is not None
+        self.committed = True
         self.owes_anchor |= self.baseline.stray
         self.baseline.commit(attempt.version, attempt.segments)
         runtime.failpoint("publish.baseline.committed")

@@ -26,6 +26,7 @@ from dcr_daemon.publish.muster import TELL_EVERY, Given
 from dcr_daemon.publish.options import PublishOptions
 from dcr_daemon.publish.session import CLOSE_PATIENCE
 from dcr_daemon.publish.versions import SealedVersion
+from dcr_daemon.publish.waits import within
 
 T = TypeVar("T")
 
@@ -169,6 +170,9 @@ class Member:
     async def settle(self, reason: str, *, patience: float | None = None) -> SealedVersion | None:
         """Give up an update that is not known to be sealed: say so to rank 0, and wait for the fate (must P7).
 
+        Args:
+            patience: seconds that rank 0 may take; as long as it takes by default.
+
         Raises:
             Fenced, StoreUnavailable: as `open`.
         """
@@ -180,7 +184,11 @@ class Member:
         await self._read()
         if record.seq not in self._fates and not self._ousted and not self._released:
             await self._fail(record, reason[:500])
-        fate = await self._fate(record)
+        if patience is None:
+            fate = await self._fate(record)
+        else:
+            what = f"rank 0's abort of version {record.version}"
+            fate = await within(patience, self._fate(record), what=what, emit=self._emit)
         if isinstance(fate, Seal) and attempt:
             return self._commit(fate)
         await self._undo(fate if isinstance(fate, Abort) else None)

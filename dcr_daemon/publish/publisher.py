@@ -224,9 +224,9 @@ class Publisher:
         try:
             record = call(session.open(step=step, call=self._calls))
             weights = as_shards(weights)
-            if projected.agreed:
+            if projected.agreed and session.bench.committed:
                 projected.bind(weights)
-            else:
+            else:  # until a version is sealed: only that is known to all ranks alike
                 projected.hear(call(session.agree(record, 1, projected.declare(weights, record), projected.judge)))
                 projected.hear(call(session.agree(record, 2, projected.probe(record), projected.judge)))
                 call(self._hold(projected.settle()))
