@@ -55,14 +55,6 @@ class Probed:
     forms: int
     seconds: float
 
-    def __add__(self, other: Probed) -> Probed:
-        return Probed(
-            {**other.residual, **self.residual},
-            self.checked + other.checked,
-            self.forms + other.forms,
-            self.seconds + other.seconds,
-        )
-
 
 def numberless(name: str) -> str:
     """A name without its numbers: equal for the same parameter of all layers and experts."""

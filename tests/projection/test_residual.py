@@ -13,9 +13,13 @@ from rank_processes import run_ranks
 
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.errors import Incompatible
+from dcr_daemon.projection.canary import probe
 from dcr_daemon.projection.dtensor import map_of
+from dcr_daemon.projection.exports import asked, probe_export
 from dcr_daemon.projection.gate import Residue, Verdict, declare, judge
-from dcr_daemon.projection.residual import ExportHook, Gather, Hook, Residual
+from dcr_daemon.projection.live import Live, live
+from dcr_daemon.projection.reader import Reader
+from dcr_daemon.projection.residual import Exporter, ExportHook, Gather, Hook, Residual
 from dcr_daemon.projection.tracing import trace
 
 LAYOUT = Layout([TensorSpec(name, "BF16", (4, 2)) for name in "abcd"])
@@ -219,3 +223,72 @@ def test_four_ranks_construct_what_is_residual(tmp_path: Path) -> None:
     """A map that is wrong on one rank, from its probe over declarations and verdict to the tensors of its owners."""
     (out := tmp_path / "residual").mkdir()
     run_ranks(gate_ranks.__file__, gate_ranks.WORLD, out)
+
+
+# ---- from what a trainer hands over to the tensors that are published
+
+SCALED = Layout(
+    [TensorSpec("codes", "F8_E4M3", (6, 4)), TensorSpec("scale", "F32", (1,)), TensorSpec("norm", "BF16", (4,))]
+)
+
+
+class Scaling:
+    """torchtitan's interface over an export with one scale for a whole tensor."""
+
+    def to_hf(self, table: dict[str, Any]) -> dict[str, Any]:
+        exported = {name: tensor for name, tensor in table.items() if name != "weight"}
+        if "weight" in table:
+            scale = table["weight"].abs().amax().float() / 448
+            exported |= {"codes": (table["weight"] / scale).to(torch.float8_e4m3fn), "scale": scale.reshape(1)}
+        return exported
+
+
+def judged(found: Live, exporter: Exporter) -> Verdict:
+    """As a rank alone does it: probes, declaration, verdict."""
+    probed = dict(probe(found.handed, found.map, SCALED, conversion=found.conversion, convert=found.convert).residual)
+    if exporter.kind == "hook":
+        read = Reader(found, SCALED).read
+        probed |= probe_export(exporter, read, found.map, SCALED, asked(SCALED)).residual
+    declaration = declare(
+        found.map, SCALED, group="g", call=1, attempt=1, rank=0, world=1, nonce="n", export=exporter.kind,
+        buildable=exporter.can_build, probed=probed,
+        computed=found.conversion.opaque if found.conversion else (), dropped=found.dropped,
+    )  # fmt: skip
+    return judge([declaration], SCALED)
+
+
+def test_an_export_with_a_shared_scale_is_constructed_from_the_weights_of_the_step() -> None:
+    weights = {"weight": torch.randn(6, 4), "norm": torch.randn(4)}
+    found = live(weights, SCALED, rank=0, world=1, adapter=Scaling())
+    current = [found]
+    exporter = Gather(lambda: current[0].handed, SCALED, found.conversion, found.convert)
+    verdict = judged(found, exporter)
+    assert verdict.overwrites == set(verdict.residual) == {"codes", "scale"}
+    assert "residual  77.778%, 2 tensors" in verdict.report(SCALED)
+    residual = Residual(verdict, SCALED, 0, exporter)
+    for step in range(2):
+        stepped = {name: tensor + step for name, tensor in weights.items()}
+        current[0] = found.rebind(stepped)
+        got = {SCALED[index].name: tensor for index, tensor in residual.iterate()}
+        made = Scaling().to_hf(stepped)
+        assert torch.equal(got["codes"].view(torch.uint8), made["codes"].view(torch.uint8))
+        assert torch.equal(got["scale"], made["scale"])
+
+
+def test_a_users_export_is_asked_for_what_a_rank_reads() -> None:
+    """It gives the values of another step: every tensor goes residual, and no probe hides it."""
+    weights = {"codes": torch.randn(6, 4).to(torch.float8_e4m3fn), "scale": torch.ones(1), "norm": torch.randn(4)}
+    found = live(weights, SCALED, rank=0, world=1)
+    right = Hook(lambda names: [(name, weights[name]) for name in names], SCALED)
+    assert judged(found, right).residual == {}
+    stale = Hook(lambda names: [(n, weights[n] * 2 if n == "norm" else weights[n]) for n in names], SCALED)
+    assert judged(found, stale).residual == {
+        "norm": "4 of 4 elements that this rank holds are not what the export gives"
+    }
+
+
+def test_a_layer_that_nobody_has_is_refused() -> None:
+    found = live({"norm": torch.randn(4)}, SCALED, rank=0, world=1)
+    exporter = Gather(lambda: found.handed, SCALED)
+    with pytest.raises(Incompatible, match=r"2 of 3 tensors .* codes: 24 of 24 elements have no source; scale"):
+        judged(found, exporter)

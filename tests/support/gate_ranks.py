@@ -46,9 +46,7 @@ from dcr_daemon.projection.intervals import Cut
 from dcr_daemon.projection.live import live
 from dcr_daemon.projection.meshes import probe_meshes
 from dcr_daemon.projection.plan import Map
-from dcr_daemon.projection.reader import Reader
 from dcr_daemon.projection.residual import Exporter, Gather, Hook, Residual
-from dcr_daemon.projection.startup import Current, examine
 from dcr_daemon.projection.tracing import Conversion
 from dcr_daemon.projection.transformers_v5 import conversion, converter
 
@@ -268,10 +266,11 @@ def check_scenes(meeting: Meeting, rank: int, out: Path) -> None:
     for scene in ("tp", "fsdp over experts"):
         weights, more = live_ranks.SCENES[scene](base)
         found = live(weights, layout, rank=rank, world=WORLD, **more)
-        exporter = Current(found).exporter(layout, None)
-        probed = examine(found, layout, exporter, Reader(found, layout).read, together=True)
-        assert (probed.residual, probed.checked > 0) == ({}, True), scene
-        verdict = meeting.verdict(found.map, layout, exporter, probed=dict(probed.residual), dropped=found.dropped)
+        exporter = Gather(lambda handed=found.handed: handed, layout, found.conversion, found.convert)
+        own = probe(found.handed, found.map, layout, conversion=found.conversion, convert=found.convert)
+        common = probe_meshes(found.handed, found.map, layout)
+        assert (own.residual, common.residual, own.checked > 0, common.checked > 0) == ({}, {}, True, True), scene
+        verdict = meeting.verdict(found.map, layout, exporter, dropped=found.dropped)
         assert (verdict.residues, verdict.direct_bytes) == ({}, layout.nbytes)
         every = {spec.name: "for the test" for spec in layout}
         verdict = meeting.verdict(found.without(every).map, layout, exporter, probed=every)
@@ -379,8 +378,8 @@ def check_cost(rank: int) -> None:
 
 def canary(rank: int, out: Path) -> None:
     sharded = Sharded(rank)
-    found = sharded.probe(sharded.map) + probe_meshes(sharded.tensors, sharded.map, sharded.layout)
-    assert found.residual == {}
+    assert sharded.probe(sharded.map).residual == {}
+    assert probe_meshes(sharded.tensors, sharded.map, sharded.layout).residual == {}
     check_all_placements(rank)
     check_a_wrong_rule(rank)
     check_ranks_that_differ(rank)
