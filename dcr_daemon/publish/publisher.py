@@ -19,10 +19,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Never, Self
 
-from dcr_daemon.codec.chunk import Codec
 from dcr_daemon.errors import DcrError, Fenced, Misuse, StoreUnavailable
 from dcr_daemon.events import Emit, Rounded, Waiting, discard
-from dcr_daemon.projection import host
+from dcr_daemon.publish import shards
 from dcr_daemon.publish.attempt import Attempt
 from dcr_daemon.publish.intake import Intake
 from dcr_daemon.publish.member import Member
@@ -31,11 +30,11 @@ from dcr_daemon.publish.options import KEEP_VERSIONS, SCRUB_RATE, PublishOptions
 from dcr_daemon.publish.projected import Projected, Trainer
 from dcr_daemon.publish.rank import find_rank
 from dcr_daemon.publish.session import CLOSE_PATIENCE, Session
-from dcr_daemon.publish.share import Share, block_bytes
+from dcr_daemon.publish.share import block_bytes
 from dcr_daemon.publish.sources import Source, TensorSource, settle_devices
 from dcr_daemon.publish.update import Update
 from dcr_daemon.publish.versions import checked_metadata, checked_step
-from dcr_daemon.publish.weights import as_shards, as_stream, as_table, check_kind, needs_projection
+from dcr_daemon.publish.weights import as_stream, as_table, check_kind, needs_projection
 from dcr_daemon.runtime import LoopThread
 from dcr_daemon.store import Store, open_store
 
@@ -214,38 +213,18 @@ class Publisher:
         return needs_projection(weights, session.layout)
 
     def _publish_shards(self, weights: Any, step: int | None) -> Attempt:
-        """Project what this rank holds. An attempt is opened before anything is looked at: whoever finds a fault says
-        so to all ranks, and none waits for it."""
-        session, call = self._session, self._running.call
+        """Project what this rank holds."""
+        session = self._session
         projected = self._projected = self._projected or Projected(
             self._trainer, self._rank, session.layout, self._options.ignore, block_bytes(self._options.chunk_bytes),
             self._emit,
         )  # fmt: skip
         try:
-            record = call(session.open(step=step, call=self._calls))
-            weights = as_shards(weights)
-            if projected.agreed and session.bench.committed:
-                projected.bind(weights)
-            else:  # until a version is sealed: only that is known to all ranks alike
-                projected.hear(call(session.agree(record, 1, projected.declare(weights, record), projected.judge)))
-                projected.hear(call(session.agree(record, 2, projected.probe(record), projected.judge)))
-                call(self._hold(projected.settle()))
-            host.settle_devices(projected.devices())
-            attempt = call(session.start(record))
-            call(attempt.diff_blocks(projected.blocks()))
-            with contextlib.closing(projected.residual()) as residual:
-                for index, tensor, overwrite in residual:
-                    source = TensorSource(session.layout[index].name, tensor)
-                    settle_devices([source])
-                    call(attempt.diff([(index, source)], Codec.OVERWRITE if overwrite else None))
-            call(attempt.finish())
+            steps = shards.steps(session, projected, weights, step=step, call=self._calls)
+            return shards.drive(steps, self._running.call)
         except BaseException as error:
             self._abort(error)
             raise
-        return attempt
-
-    async def _hold(self, share: Share) -> None:
-        self._session.bench.hold(share)
 
     def _publish_whole(self, session: Session, weights: Any, step: int | None) -> Attempt:
         intake = Intake(f"step {step}" if step is not None else "the update", session.layout, self._options.ignore)
