@@ -26,6 +26,7 @@ from dcr_daemon.events import (
     EngineLost,
     Event,
     FencedOut,
+    Mapped,
     Paused,
     RolledBack,
     ShardTaken,
@@ -117,7 +118,8 @@ class LogEvents:
             self._waiting = fields["what"]
         elif _LEVELS.get(type(event)) != "debug":
             self._waiting = ""
-        getattr(self._log, _LEVELS.get(type(event), "info"))(kind, **_rounded(fields))
+        level = "warning" if isinstance(event, Mapped) and event.residual_bytes else _LEVELS.get(type(event), "info")
+        getattr(self._log, level)(kind, **_rounded(fields))
 
 
 def _rounded(fields: dict[str, Any]) -> dict[str, Any]:

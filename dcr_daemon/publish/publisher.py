@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, Never, Self
 
 from dcr_daemon.errors import DcrError, Fenced, Misuse, StoreUnavailable
-from dcr_daemon.events import Emit, Rounded, Waiting, discard
+from dcr_daemon.events import Emit, Rounded, Waiting
 from dcr_daemon.publish import shards
 from dcr_daemon.publish.attempt import Attempt
 from dcr_daemon.publish.intake import Intake
@@ -32,6 +32,7 @@ from dcr_daemon.publish.rank import find_rank
 from dcr_daemon.publish.session import CLOSE_PATIENCE, Session
 from dcr_daemon.publish.share import block_bytes
 from dcr_daemon.publish.sources import Source, TensorSource, settle_devices
+from dcr_daemon.publish.telling import tell
 from dcr_daemon.publish.update import Update
 from dcr_daemon.publish.versions import checked_metadata, checked_step
 from dcr_daemon.publish.weights import as_stream, as_table, check_kind, needs_projection
@@ -69,7 +70,7 @@ class Publisher:
         lag: seconds of silence after which rank 0 gives a rank up that the next update finds missing.
         patience: seconds that an unreachable bucket is tried before an update is given up. If the fate of a record
             that was sent is open even then, the error says so, and the next call finds out before it begins (must L1).
-        emit: listens to events, on the publisher's own thread.
+        emit: listens to events, on the publisher's own thread; Python's logging by default (telling.py).
 
     Raises:
         Fenced: another publisher holds the stream.
@@ -102,7 +103,7 @@ class Publisher:
         scrub_rate: float = SCRUB_RATE,
         lag: float = 30.0,
         patience: float = 600.0,
-        emit: Emit = discard,
+        emit: Emit = tell,
     ) -> None:
         self._options = PublishOptions(
             state=Path(state) if state else default_state(),
