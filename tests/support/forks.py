@@ -1,10 +1,11 @@
 """Real `dcr` processes that start in milliseconds: forks of one that has imported everything, and nothing more.
 
-    python forks.py        the nursery: one JSON request per line on stdin, one answer per line on stdout
+    python forks.py [MODULE...]     the nursery: one JSON request per line on stdin, one answer per line on stdout
 
 A crash matrix starts thousands of processes, and their imports would be most of what it does. A fork is a process
 like any other (its own pid, descriptors, locks, death); the nursery has one thread, no event loop and no open file
-when it forks, and each child makes its runtime anew, so that it reads its own `DCR_FAILPOINT`.
+when it forks, and each child makes its runtime anew, so that it reads its own `DCR_FAILPOINT`. A MODULE is what some
+children need beside the package.
 """
 
 from __future__ import annotations
@@ -84,10 +85,10 @@ class Process:
 
 
 class Nursery:
-    """The process that forks. One per test worker, since a start of it costs a second."""
+    """The process that forks. One per test worker, since a start of it costs a second; more with `modules`."""
 
-    def __init__(self) -> None:
-        command = [sys.executable, __file__]
+    def __init__(self, *modules: str) -> None:
+        command = [sys.executable, __file__, *modules]
         self._server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._living: dict[int, Process] = {}
         assert self.ask(poll=0) is None
@@ -212,7 +213,7 @@ def _compile() -> None:
 
 
 def _serve() -> None:
-    for name in WARM:
+    for name in (*WARM, *sys.argv[1:]):
         importlib.import_module(name)
     _compile()
     for line in sys.stdin:

@@ -1,0 +1,1 @@
+"""Training processes for the tests: real models, cut in every way, that publish what they hold."""

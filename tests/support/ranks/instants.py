@@ -1,0 +1,46 @@
+"""Every named instant that a rank of a group passes while three versions are made, and how often at the least.
+
+`tests/shards/test_killed_ranks.py` compares this with what ranks write down, and kills one at each.
+"""
+
+from __future__ import annotations
+
+
+def _counted(*texts: str) -> dict[str, int]:
+    """`name:3 name …`: an instant, and how many passes of it are certain (one if it does not say)."""
+    pairs = [entry.partition(":") for text in texts for entry in text.split()]
+    return {name: int(count or 1) for name, _, count in pairs}
+
+
+#: before a rank has seen the first open of its group: a leftover of then is nobody yet, or a claim like any other
+_OPENING = """
+publish.base.loaded ledger.layout.created ledger.stream.put ledger.stream.answered publish.created disk.name.write
+disk.name.sync disk.name.rename disk.name.synced ledger.epoch.put ledger.epoch.answered ledger.epoch.known
+"""
+#: what every rank passes in an update
+_UPDATE = """
+publish.declared:2 disk.baseline.write publish.restore.base disk.hint.write:2 disk.hint.rename:2
+publish.baseline.begun:3 publish.chunk.begun:3 publish.diffed:3 publish.chunk.put:3 publish.chunks.put:3
+publish.sums.put:3 publish.part.put:3 publish.uploaded:3 publish.baseline.committed:3
+publish.anchor.file:2 publish.anchor.shared:2
+"""
+_LEADING = """
+ledger.open.put:3 ledger.open.answered:3 ledger.open.known:3 publish.open:3 publish.verdict.put:2
+publish.joined:3 ledger.seal.put:3 ledger.seal.answered:3 ledger.seal.known:3 publish.sealed:3
+publish.anchor.put:2 ledger.anchor.put:2 ledger.anchor.answered:2 ledger.anchor.known:2
+"""
+_ANSWERING = """
+publish.member.open:3 publish.member.fate:3
+"""
+_MARK = """
+disk.mark.write:2 disk.mark.sync:2 disk.mark.rename:2 disk.mark.synced:2
+"""
+_CLOSING = """
+ledger.release.put ledger.release.answered ledger.release.known
+"""
+
+LEADER = _counted(_OPENING, _UPDATE, _LEADING, _MARK, _CLOSING)
+MEMBER = _counted(_UPDATE, _ANSWERING, _MARK)
+
+#: of a sleeper at these instants nothing can be said but that it is in no seal
+OUTSIDE = set(_counted(_OPENING, _MARK, _CLOSING))
