@@ -1,4 +1,4 @@
-"""`dcr plan`: how much of a model a trainer's ranks can project directly, before anything runs."""
+"""`dcr plan`: how much of a model a trainer's ranks can project directly, before anything runs; or do, in a stream."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dcr_daemon.cli.options import Json
+from dcr_daemon.cli.options import EndpointUrl, Json, Profile, Region, StoreOptions, run_async
 from dcr_daemon.cli.output import print_fields, print_json, print_table, share, size
 from dcr_daemon.errors import Incompatible, Misuse
 
@@ -44,7 +44,10 @@ def _degree(name: str, meaning: str) -> Any:
 
 def command(
     config: Annotated[
-        str, typer.Argument(metavar="CONFIG", help="A model's config.json, its directory, or a name that dcr knows.")
+        str,
+        typer.Argument(
+            metavar="CONFIG", help="A model's config.json, its directory, or a name that dcr knows; or a stream's URL."
+        ),
     ],
     trainer: Annotated[Trainer, typer.Option(help="What splits the model.")] = Trainer.megatron,
     tp: Annotated[int, _degree("tp", "Tensor parallel ranks.")] = 1,
@@ -67,16 +70,25 @@ def command(
         bool | None, typer.Option("--mtp/--no-mtp", help="Train multi-token prediction; default as CONFIG says.")
     ] = None,
     rule: Annotated[Rule, typer.Option(help="paper: leave to residual what the published projection does.")] = Rule.dcr,
+    endpoint_url: EndpointUrl = None,
+    region: Region = None,
+    profile: Profile = None,
     json: Json = False,
 ) -> None:
     """Say what share of the checkpoint every rank projects by itself, what is residual and why, and what it costs.
 
-    Reads nothing but CONFIG. Docs: docs/PROJECTION.md.
+    Reads nothing but CONFIG. Given a stream, it shows what its ranks agreed on instead: every residual tensor by name,
+    with the reason. Docs: docs/PROJECTION.md.
 
     With --json: model, family, trainer, rule, world, grid, parameters, tensors, bytes, direct_bytes, direct_share,
     classes {bits, cast, add, residual: bytes}, residual {reason: bytes}, exactly_once, gaps, baseline_bytes {min, max,
-    total}, regions {min, max, total}, kinds [{kind, tensors, bytes, direct_bytes, regions, classes, why}], notes.
+    total}, regions {min, max, total}, kinds [{kind, tensors, bytes, direct_bytes, regions, classes, why}], notes. Of a
+    stream: stream, since_version, world, bytes, direct_bytes, residual_bytes, regions, residual {name: {why, owner,
+    overwrite, bytes}}.
     """
+    if "://" in config:
+        _plan_of_stream(StoreOptions(config, endpoint_url, region, profile), json)
+        return
     from dcr_daemon.projection.megatron.grid import Grid
     from dcr_daemon.projection.models.families import read_architecture
     from dcr_daemon.projection.preview import preview
@@ -96,6 +108,20 @@ def command(
             f"{len(found.gaps)} tensors do not have exactly one source each, {found.gaps[0]}",
             hint="this is a fault of dcr: please report the configuration",
         )
+
+
+def _plan_of_stream(options: StoreOptions, json: bool) -> None:
+    from dcr_daemon.cli.agreed import print_agreed, read_agreed
+
+    async def main() -> dict[str, Any]:
+        async with options.watched() as store:
+            return await read_agreed(store)
+
+    found = run_async(main())
+    if json:
+        print_json(found)
+    else:
+        print_agreed(found)
 
 
 def _layers(text: str | None) -> tuple[int, ...] | None:

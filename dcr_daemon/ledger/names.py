@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 DATA = "data/"  #: what attempts upload
+ROUNDS = 2  #: in which ranks agree on what each holds
 ANCHORS = "anchors/"  #: complete versions
 PROBES = "probe/"  #: where the start-up probe of a store leaves its objects, if it may not delete them
 

@@ -28,9 +28,8 @@ from dcr_daemon.projection.declaration import (
     declare,
     decode_declaration,
     encode_declaration,
-    unpack,
 )
-from dcr_daemon.untrusted import decode
+from dcr_daemon.untrusted import decode, unpack
 
 __all__ = [
     "Declaration", "Verdict", "declare", "decode_declaration", "decode_verdict", "encode_declaration", "encode_verdict",
@@ -165,6 +164,7 @@ def judge(declarations: Iterable[Declaration], layout: Layout) -> Verdict:
             hint="this is a fault of dcr: please report it with the log",
         )
     computed = {name for declaration in ranks for name in declaration.computed}
+    hook = ranks[0].export == "hook"  # of which nobody knows what it computes
     owners = _spread(reasons, builders, layout)
     first = ranks[0]
     return Verdict(
@@ -173,7 +173,7 @@ def judge(declarations: Iterable[Declaration], layout: Layout) -> Verdict:
         maps=hashlib.sha256("".join(declaration.map for declaration in ranks).encode()).hexdigest(),
         export=first.export,
         residues={
-            name: Residue(reasons[name], owners[name], name in computed)
+            name: Residue(reasons[name], owners[name], hook or name in computed)
             for name in sorted(reasons, key=layout.index)
         },
         direct_bytes=census.nbytes, residual_bytes=residual_bytes, boxes=census.boxes,

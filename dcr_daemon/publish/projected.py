@@ -129,8 +129,6 @@ class Projected:
 
         live, rank, export = self._known, self._rank, self._exporter
         computed = set(live.conversion.opaque) if live.conversion else set()
-        if export.kind == "hook":
-            computed = {spec.name for spec in self._layout}  # nobody knows what it does
         can = self._trainer.export is not None or not (self._trainer.megatron or self._trainer.mapped)
         self._declaration = declare(
             live.map, self._layout, group=rank.group, call=record.call, attempt=record.seq, rank=rank.number,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.cli.app import run
 
 FIELDS = {
@@ -84,3 +87,40 @@ def test_errors_say_what_to_do(
     assert error["kind"] == kind
     assert hint in error["hint"]
     assert error["message"]
+
+
+def test_a_stream_tells_what_its_ranks_agreed_on(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    import torch
+
+    from dcr_daemon import Publisher, Trainer
+    from dcr_daemon.canonical.region import whole
+    from dcr_daemon.checkpoint.directory import write_checkpoint
+    from dcr_daemon.projection.plan import Map, Shard
+    from dcr_daemon.projection.values import Bits
+
+    names = {"a": (4, 6), "b": (5,)}
+    layout = Layout([TensorSpec(name, "F32", shape) for name, shape in names.items()])
+    tensors = {name: torch.ones(shape) for name, shape in names.items()}
+    write_checkpoint(tmp_path / "base", layout, lambda name: np.zeros(layout[layout.index(name)].elements, "<u4"))
+    url = (tmp_path / "bucket").as_uri()
+    held = [Map((Shard("a", (4, 6), "F32", Bits(), tuple(whole("a", (4, 6)))),), {"b": "it is merged"}), Map(())]
+
+    def publish(rank: int) -> None:
+        trainer = Trainer(mapped=held[rank], export=lambda asked: ((name, tensors[name]) for name in asked))
+        with Publisher(
+            url, base=tmp_path / "base", create=True, name="t", state=tmp_path, trainer=trainer, rank=rank, world=2,
+            group="g",
+        ) as publisher:  # fmt: skip
+            publisher.publish({"a": tensors["a"]} if rank == 0 else {}, step=1).wait_sealed()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(publish, range(2)))
+    found = said(capsys, url)
+    assert (found["world"], found["direct_bytes"], found["residual_bytes"]) == (2, 96, 20)
+    assert found["residual"]["b"]["why"] == "it is merged (rank 0)"
+    assert run(["plan", url]) == 0
+    assert "it is merged" in capsys.readouterr().out
+
+
+def test_a_stream_of_one_process_has_nothing_agreed_on(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "there is no stream" in str(said(capsys, (tmp_path / "none").as_uri(), code=11))

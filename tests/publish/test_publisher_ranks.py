@@ -1,0 +1,199 @@
+"""`Publisher` on several ranks, each on a thread of this process: maps of one's own, and what cannot be projected."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dcr_daemon import DcrError, Publisher, Trainer
+from dcr_daemon.canonical.region import Region
+from dcr_daemon.codec.chunk import Operation
+from dcr_daemon.codec.decode import open_chunk
+from dcr_daemon.errors import Incompatible
+from dcr_daemon.projection.plan import Map, Shard
+from dcr_daemon.projection.tracing import trace
+from dcr_daemon.projection.values import Bits
+from dcr_daemon.publish.muster import Given
+
+WORLD = 3
+ROWS = ("embed.weight", "layer.0.weight", "layer.1.weight")
+
+
+def rows(layout: Any, rank: int, *, without: Sequence[str] = ()) -> Map:
+    """Rows of the matrices, and every other tensor whole on one rank."""
+    shards = []
+    for tensor, spec in enumerate(layout):
+        if spec.name in without or not spec.elements:
+            continue
+        if spec.name in ROWS:
+            count, width = spec.shape
+            size = -(-count // WORLD)
+            lo, hi = rank * size, min((rank + 1) * size, count)
+            shape: tuple[int, ...] = (hi - lo, width)
+            first = lo * width
+        elif tensor % WORLD == rank:
+            shape, first = spec.shape, 0
+        else:
+            continue
+        elements = int(np.prod(shape))
+        region = Region(spec.name, (elements,), 0, (1,), first, (1,))
+        shards.append(Shard(spec.name, shape, spec.dtype, Bits(), (region,)))
+    return Map(tuple(shards))
+
+
+def local(tensors: dict[str, Any], made: Map) -> dict[str, Any]:
+    """What a rank of `rows` holds."""
+    held = {}
+    for shard in made.shards:
+        first = shard.regions[0].dst
+        held[shard.parameter] = tensors[shard.parameter].reshape(-1)[first:][: shard.elements].reshape(shard.shape)
+    return held
+
+
+class Ranks:
+    """`WORLD` publishers of one group; `all` runs something on each, on its own thread."""
+
+    def __init__(self, world: Any, trainer: Callable[[int], Trainer], **more: Any) -> None:
+        self.world, self.pool = world, ThreadPoolExecutor(WORLD)
+        self.group = f"g{np.random.default_rng().integers(1 << 40)}"
+
+        def make(rank: int) -> Publisher:
+            return Publisher(
+                world.url, base=world.base, create=True, name="trainer", state=world.state, upload_base=False,
+                trainer=trainer(rank), rank=rank, world=WORLD, group=self.group, lag=1.0, patience=10.0,
+                emit=world.events, **more,
+            )  # fmt: skip
+
+        self.publishers = list(self.pool.map(make, range(WORLD)))
+
+    def all(self, work: Callable[[int, Publisher], Any]) -> list[Any]:
+        def safe(rank: int) -> Any:
+            try:
+                return work(rank, self.publishers[rank])
+            except DcrError as error:
+                return error
+
+        return list(self.pool.map(safe, range(WORLD)))
+
+    def close(self) -> None:
+        list(self.pool.map(Publisher.close, self.publishers))
+        self.pool.shutdown()
+
+
+def publish(weights: Callable[[int], Any], step: int) -> Callable[[int, Publisher], Any]:
+    return lambda rank, publisher: publisher.publish(weights(rank), step=step).wait_sealed().version
+
+
+def test_maps_of_ones_own_are_published_from_every_rank(world: Any, toolbox: Any) -> None:
+    layout = world.layout
+    ranks = Ranks(world, lambda rank: Trainer(mapped=rows(layout, rank)))
+    chain = [world.weights]
+    for step in range(1, 4):
+        chain.append(toolbox.step_weights(chain[-1], seed=step))
+        tensors = world.tensors(chain[-1])
+        assert ranks.all(publish(lambda rank, t=tensors: local(t, rows(layout, rank)), step)) == [step] * WORLD
+    ranks.close()
+    found = world.reader.versions()
+    assert all(toolbox.same(found[n], one) for n, one in enumerate(chain))
+
+
+def test_elements_that_no_rank_has_are_refused_by_name_on_every_rank(world: Any) -> None:
+    layout = world.layout
+    made = [rows(layout, rank, without=["norm.weight"] if rank != 9 else []) for rank in range(WORLD)]
+    ranks = Ranks(world, lambda rank: Trainer(mapped=made[rank]))
+    tensors = world.tensors(world.weights)
+    results = ranks.all(publish(lambda rank: local(tensors, made[rank]), 1))
+    assert isinstance(results[0], Incompatible)
+    assert "norm.weight" in str(results[0])
+    assert all(isinstance(one, Given) and "norm.weight" in str(one) for one in results[1:])
+    ranks.close()
+
+
+def test_what_cannot_be_projected_is_exported_by_the_users_hook_and_travels_as_overwrites(
+    world: Any, toolbox: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    layout, residual = world.layout, ("embed.weight", "norm.weight")
+    now: dict[str, Any] = {}
+    asked: list[tuple[str, ...]] = []
+
+    def export(names: Sequence[str]) -> Any:
+        asked.append(tuple(names))
+        return ((name, now[name]) for name in names)
+
+    made = [rows(layout, rank, without=residual) for rank in range(WORLD)]
+    ranks = Ranks(world, lambda rank: Trainer(mapped=made[rank], export=export))
+    chain = [world.weights]
+    for step in range(1, 3):
+        chain.append(toolbox.step_weights(chain[-1], seed=step))
+        now.update(world.tensors(chain[-1]))
+        assert ranks.all(publish(lambda rank: local(now, made[rank]), step)) == [step] * WORLD
+    ranks.close()
+    found = world.reader.versions()
+    assert all(toolbox.same(found[n], one) for n, one in enumerate(chain))
+    assert set(asked[-1]) == set(residual)
+    for path in world.root.rglob("*.dcr"):
+        for segment in open_chunk(path.read_bytes(), layout).segments:
+            if layout[segment.tensor].name in residual:
+                assert segment.operation is Operation.OVERWRITE
+
+
+def test_an_export_with_a_shared_scale_is_computed_whole_and_published(world: Any, toolbox: Any) -> None:
+    """The export divides a tensor by its largest value: every element depends on all, so no rank can project it."""
+    layout = world.layout
+
+    def convert(table: dict[str, Any]) -> dict[str, Any]:
+        out = dict(table)
+        if "embed.weight" in out:
+            out["embed.weight"] = out["embed.weight"] / out["embed.weight"].abs().max()
+        return out
+
+    tensors = {
+        name: torch.nan_to_num(t) if t.is_floating_point() else t for name, t in world.tensors(world.weights).items()
+    }
+    conversion = trace(convert, tensors)
+    assert set(conversion.opaque) == {"embed.weight"}
+    steps = []
+    with Publisher(
+        world.url, base=world.base, create=True, state=world.state, emit=world.events,
+        trainer=Trainer(conversion=conversion, export=lambda names: ((n, convert(tensors)[n]) for n in names)),
+    ) as publisher:  # fmt: skip
+        for step in range(1, 4):
+            tensors["embed.weight"][step, step] = 2.0 * step
+            steps.append({name: toolbox_bits(value) for name, value in convert(tensors).items()})
+            publisher.publish(tensors, step=step).wait_sealed()
+    found = world.reader.versions()
+    for version, want in enumerate(steps, 1):
+        for spec in layout:
+            assert np.array_equal(found[version][spec.name], want[spec.name]), (version, spec.name)
+
+
+def toolbox_bits(tensor: Any) -> Any:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().view(f"<u{tensor.element_size()}")
+
+
+def test_a_listener_is_told_what_is_residual_and_why(world: Any, caplog: pytest.LogCaptureFixture) -> None:
+    layout = world.layout
+    tensors = world.tensors(world.weights)
+    made = Map(
+        tuple(
+            Shard(s.name, s.shape, s.dtype, Bits(), (Region(s.name, (s.elements,), 0, (1,), 0, (1,)),))
+            for s in layout
+            if s.elements and s.name != "norm.weight"
+        ),
+        {"norm.weight": "nobody knows where it is"},
+    )
+    with (
+        caplog.at_level(logging.WARNING, "dcr_daemon"),
+        Publisher(
+            world.url, base=world.base, create=True, state=world.state,
+            trainer=Trainer(mapped=made, export=lambda names: ((n, tensors[n]) for n in names)),
+        ) as publisher,
+    ):  # fmt: skip
+        publisher.publish({n: t for n, t in tensors.items() if n != "norm.weight"}, step=1).wait_sealed()
+    assert "nobody knows where it is: norm.weight" in caplog.text
