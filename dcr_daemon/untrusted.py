@@ -13,6 +13,7 @@ from collections import Counter
 from typing import Any, Never, Protocol, TypeVar
 
 import msgspec
+import zstandard
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -76,3 +77,20 @@ def too_deep(body: bytes) -> bool:
         if depth > MAX_NESTING:
             return True
     return False
+
+
+def unpack(body: bytes, what: str, packed: int, unpacked: int) -> bytes:
+    """Undo zstd within limits, in bytes, that are judged before anything is allocated.
+
+    Raises:
+        ValueError: larger than a limit, or no single complete frame of the size that it declares.
+    """
+    if len(body) > packed:
+        raise ValueError(f"{what} of {len(body)} bytes; the limit is {packed}")
+    try:
+        frame = zstandard.get_frame_parameters(body)
+        if not 0 <= frame.content_size <= unpacked or frame.window_size > unpacked:
+            raise ValueError(f"{what} would unpack to more than {unpacked} bytes, or does not say to how many")
+        return zstandard.ZstdDecompressor().decompress(body, max_output_size=unpacked, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise ValueError(f"{what} does not decompress: {error}") from error

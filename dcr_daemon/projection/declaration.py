@@ -20,10 +20,11 @@ from dcr_daemon.canonical.layout import MAX_ELEMENTS, Layout
 from dcr_daemon.canonical.region import MAX_AXES, merge
 from dcr_daemon.errors import Incompatible
 from dcr_daemon.projection.plan import Map
-from dcr_daemon.untrusted import decode
+from dcr_daemon.untrusted import decode, unpack
 
 MAX_BOXES = 1 << 22  #: of one rank
 MAX_WORLD = 1 << 20
+MAX_MESHES = (1 << 16) - 1
 PACKED_LIMIT = 32 << 20  #: bytes of an encoded declaration
 UNPACKED_LIMIT = 128 << 20  #: bytes that it may unpack to: boxes of 16 bytes each, and names with reasons
 DROPPED_LIMIT = 100  #: names that are told; they are for the log
@@ -50,6 +51,9 @@ class Declaration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     tensors, kinds, starts: one entry per box, by rising tensor: layout index (u32), number of its form (u32), first
         canonical element (u64); little-endian.
     buildable: bit i (little-endian) says that the rank's export can construct tensor i of the layout.
+    meshes: the distinct sets of ranks that a collective of this rank's export needs.
+    together: one u16 per tensor of the layout, little-endian: which of `meshes` its construction needs, counted from 1;
+        0 for no other rank. Empty: none needs any.
     residual: canonical tensors that the rank could not map, or whose probe failed, with the reason.
     computed: those of them whose elements are computed from several: they travel as overwrites.
     dropped: names that the source has beside the layout (a tied head, say), the first few.
@@ -69,6 +73,11 @@ class Declaration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     kinds: bytes
     starts: bytes
     buildable: bytes
+    meshes: Annotated[
+        tuple[Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, lt=MAX_WORLD)], ...], msgspec.Meta(min_length=1)], ...],
+        msgspec.Meta(max_length=MAX_MESHES),
+    ] = ()
+    together: bytes = b""
     residual: dict[_Name, Annotated[str, msgspec.Meta(max_length=REASON_LIMIT)]]
     computed: tuple[_Name, ...]
     dropped: Annotated[tuple[_Name, ...], msgspec.Meta(max_length=DROPPED_LIMIT)]
@@ -76,6 +85,11 @@ class Declaration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     @property
     def boxes(self) -> int:
         return len(self.tensors) // 4
+
+    def partners(self, tensor: int) -> tuple[int, ...]:
+        """The ranks without which this one cannot construct tensor number `tensor` of the layout."""
+        number = int.from_bytes(self.together[2 * tensor : 2 * tensor + 2], "little")
+        return self.meshes[number - 1] if number else ()
 
     def columns(self) -> Columns:
         """Layout index, number of the form and first element of every box, without a copy."""
@@ -98,6 +112,7 @@ def declare(
     nonce: str,
     export: Export = "",
     buildable: Callable[[str], bool] | None = None,
+    partners: Callable[[str], Collection[int]] | None = None,
     probed: dict[str, str] | None = None,
     computed: Collection[str] = (),
     dropped: Iterable[str] = (),
@@ -106,6 +121,8 @@ def declare(
 
     Args:
         buildable: whether the export constructs a canonical tensor; None for one that constructs them all.
+        partners: ranks that have to take part for this rank to construct a canonical tensor, this one among them; None
+            where none has to.
         probed: residual names of the rank's own probe (canary.py), beside those of the map.
         computed: names whose export computes; those that are not residual are left out.
 
@@ -116,13 +133,24 @@ def declare(
     if strangers := sorted(name for name in residual if name not in layout):
         raise Incompatible(f"residual tensors that the layout does not have: {', '.join(strangers[:20])}")
     forms, columns = _boxes(made, layout, residual)
+    meshes, together = _meshes(layout, partners) if export and partners else ((), b"")
     can = np.array([bool(export) and (buildable is None or buildable(spec.name)) for spec in layout], np.bool_)
     return Declaration(
         group=group, call=call, attempt=attempt, rank=rank, world=world, nonce=nonce, layout=layout.digest,
         map=made.digest, export=export, forms=forms, tensors=columns[0].tobytes(), kinds=columns[1].tobytes(),
-        starts=columns[2].tobytes(), buildable=np.packbits(can, bitorder="little").tobytes(), residual=residual,
-        computed=tuple(sorted(set(computed) & residual.keys())), dropped=tuple(sorted(dropped))[:DROPPED_LIMIT],
+        starts=columns[2].tobytes(), buildable=np.packbits(can, bitorder="little").tobytes(), meshes=meshes,
+        together=together, residual=residual, computed=tuple(sorted(set(computed) & residual.keys())),
+        dropped=tuple(sorted(dropped))[:DROPPED_LIMIT],
     )  # fmt: skip
+
+
+def _meshes(layout: Layout, partners: Callable[[str], Collection[int]]) -> tuple[tuple[tuple[int, ...], ...], bytes]:
+    """The distinct sets of partners, and the number of each tensor's."""
+    known: dict[tuple[int, ...], int] = {(): 0}
+    numbers = [known.setdefault(tuple(sorted(partners(spec.name))), len(known)) for spec in layout]
+    if len(known) > MAX_MESHES:
+        raise Incompatible(f"the export of this rank needs {len(known):,} different groups of ranks")
+    return tuple(known)[1:], np.array(numbers, "<u2").tobytes()
 
 
 def _boxes(made: Map, layout: Layout, residual: Collection[str]) -> tuple[tuple[Form, ...], Columns]:
@@ -174,6 +202,9 @@ def decode_declaration(body: bytes) -> Declaration:
         and 0 <= int(starts.min()) <= int(starts.max()) <= MAX_ELEMENTS
     ):
         raise ValueError("its boxes are out of order or of no form")
+    together = np.frombuffer(declaration.together, "<u2") if len(declaration.together) % 2 == 0 else None
+    if together is None or (together.size and int(together.max()) > len(declaration.meshes)):
+        raise ValueError("its export needs ranks that it does not name")
     if not declaration.residual.keys() >= set(declaration.computed):
         raise ValueError("it calls tensors computed that are not residual")
     return declaration
@@ -188,20 +219,3 @@ def _check_form(form: Form) -> None:
         span += (n - 1) * stride
         if span > MAX_ELEMENTS:
             raise ValueError("a form that is larger than any tensor")
-
-
-def unpack(body: bytes, what: str, packed: int, unpacked: int) -> bytes:
-    """Undo zstd within limits, in bytes, that are judged before anything is allocated.
-
-    Raises:
-        ValueError: larger than a limit, or no single complete frame of the size that it declares.
-    """
-    if len(body) > packed:
-        raise ValueError(f"{what} of {len(body)} bytes; the limit is {packed}")
-    try:
-        frame = zstandard.get_frame_parameters(body)
-        if not 0 <= frame.content_size <= unpacked or frame.window_size > unpacked:
-            raise ValueError(f"{what} would unpack to more than {unpacked} bytes, or does not say to how many")
-        return zstandard.ZstdDecompressor().decompress(body, max_output_size=unpacked, allow_extra_data=False)
-    except zstandard.ZstdError as error:
-        raise ValueError(f"{what} does not decompress: {error}") from error

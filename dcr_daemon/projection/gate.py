@@ -228,7 +228,7 @@ def _check_columns(declaration: Declaration, layout: Layout) -> None:
             f"{_listed(strange) or f'number {int(tensors[-1])} of {len(layout)}'}",
             hint="run the same version of dcr on every rank",
         )
-    if 8 * len(declaration.buildable) < len(layout):
+    if 8 * len(declaration.buildable) < len(layout) or len(declaration.together) not in (0, 2 * len(layout)):
         raise Incompatible(f"rank {declaration.rank} does not say of every tensor whether it can export it")
 
 
@@ -276,16 +276,23 @@ def _advice(faults: Sequence[Fault]) -> str:
 
 
 class _Builders:
-    """Which ranks can construct which canonical tensor."""
+    """Which ranks can construct which canonical tensor.
+
+    A collective that one of its ranks does not join never ends: who cannot have all its partners is no builder.
+    """
 
     def __init__(self, ranks: Sequence[Declaration], layout: Layout) -> None:
         self.world = len(ranks)
+        self._ranks = ranks
         size = -(-len(layout) // 8)
         self._bits = np.stack([np.frombuffer(one.buildable, np.uint8)[:size] * bool(one.export) for one in ranks])
 
     def of(self, tensor: int) -> npt.NDArray[np.int64]:
         """Ranks that construct tensor number `tensor` of the layout."""
-        return np.flatnonzero(self._bits[:, tensor // 8] >> (tensor % 8) & 1)
+        can = np.flatnonzero(self._bits[:, tensor // 8] >> (tensor % 8) & 1)
+        willing = set(can.tolist())
+        joined = {mesh: willing.issuperset(mesh) for mesh in {self._ranks[n].partners(tensor) for n in willing}}
+        return can[[joined[self._ranks[n].partners(tensor)] for n in can]]
 
 
 def _check_buildable(reasons: Mapping[str, str], builders: _Builders, layout: Layout) -> None:

@@ -40,6 +40,9 @@ class Exporter(Protocol):
     def can_build(self, name: str) -> bool:
         """Whether this rank gets the whole tensor when it takes part."""
 
+    def partners(self, name: str) -> Collection[int]:
+        """The ranks without which constructing a tensor never ends on this one; none for a hook, which all call."""
+
     def build(self, names: Sequence[str], wanted: Collection[str]) -> Generator[tuple[str, Any], None, None]:
         """Construct `names`; gives those of `wanted` (torch, detached). To be driven to its end on every rank.
 
@@ -97,6 +100,9 @@ class Hook:
 
     def can_build(self, name: str) -> bool:
         return True
+
+    def partners(self, name: str) -> Collection[int]:
+        return ()
 
     def build(self, names: Sequence[str], wanted: Collection[str]) -> Generator[tuple[str, Any], None, None]:
         if not names:
@@ -164,6 +170,10 @@ class Gather:
         sources, tensors = self._sources(name), self._tensors()
         return bool(sources) and all(source in tensors and _reachable(tensors[source]) for source in sources)
 
+    def partners(self, name: str) -> Collection[int]:
+        tensors = self._tensors()
+        return {rank for source in self._sources(name) if source in tensors for rank in _members(tensors[source])}
+
     def _sources(self, name: str) -> tuple[str, ...]:
         if self._conversion is None:
             return (name,)
@@ -206,6 +216,16 @@ def _reachable(tensor: Any) -> bool:
     """Whether this rank is one of those that gather the tensor."""
     mesh = getattr(tensor, "device_mesh", None)  # ZeRO-3 has a group, which every holder is in
     return mesh is None or mesh.get_coordinate() is not None
+
+
+def _members(tensor: Any) -> Sequence[int]:
+    """The ranks of `torch.distributed` that gather the tensor together; none where it is whole."""
+    if (mesh := getattr(tensor, "device_mesh", None)) is not None:
+        ranks: list[int] = mesh.mesh.flatten().tolist()
+        return ranks
+    if (group := getattr(tensor, "group", None)) is not None:
+        return torch.distributed.get_process_group_ranks(group)
+    return ()
 
 
 def _whole(tensor: Any) -> Any:

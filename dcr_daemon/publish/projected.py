@@ -133,9 +133,16 @@ class Projected:
         self._declaration = declare(
             live.map, self._layout, group=rank.group, call=record.call, attempt=record.seq, rank=rank.number,
             world=rank.world, nonce=rank.nonce, export=export.kind if can else "", buildable=export.can_build,
-            probed=self._probed, computed=computed, dropped=live.dropped,
+            partners=export.partners if self._numbered_alike else None, probed=self._probed, computed=computed,
+            dropped=live.dropped,
         )  # fmt: skip
         return encode_declaration(self._declaration)
+
+    @property
+    def _numbered_alike(self) -> bool:
+        """Whether the ranks of meshes and process groups are called as those that publish."""
+        group = distributed()
+        return bool(group) and (group.get_rank(), group.get_world_size()) == (self._rank.number, self._rank.world)
 
     @property
     def _known(self) -> Live:

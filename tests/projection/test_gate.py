@@ -318,3 +318,25 @@ def test_bytes_that_are_no_verdict_are_a_value_error() -> None:
 def test_a_residual_name_that_no_checkpoint_has_is_refused_where_it_arises() -> None:
     with pytest.raises(Incompatible, match="the layout does not have: stranger"):
         declared(0, [], residual={"stranger": "why"})
+
+
+def test_a_collective_that_lacks_one_of_its_ranks_is_no_way_to_construct_anything() -> None:
+    """Rank 1 holds nothing of a tensor that ranks 0 and 1 would have to gather together: refused, for it would hang."""
+    up = ("layers.1.up",)
+    fields: dict[str, Any] = {"export": "own", "partners": lambda name: (0, 1) if name == "layers.0.up" else ()}
+    whole_group = [declared(rank, halves(rank, up), **fields) for rank in (0, 1)]
+    assert set(judge(whole_group, LAYOUT).residual) == {"layers.0.up"}
+    half = declared(1, halves(1, up), **fields, buildable=lambda name: name != "layers.0.up")
+    with pytest.raises(Incompatible, match=r"layers\.0\.up"):
+        judge([whole_group[0], half], LAYOUT)
+    alone = declared(0, halves(0, up), export="own")  # what it holds whole it exports by itself
+    assert judge([alone, half], LAYOUT).owned(0) == ("layers.0.up",)
+
+
+def test_a_declaration_that_needs_ranks_it_does_not_name_is_none() -> None:
+    sound = declared(0, halves(0), export="own", partners=lambda name: (0, 1))
+    assert [sound.partners(n) for n in range(len(LAYOUT))] == [(0, 1)] * len(LAYOUT)
+    for together in (b"\x02\x00" * len(LAYOUT), b"\x01"):
+        spoilt = msgspec.structs.replace(sound, together=together)
+        with pytest.raises(ValueError, match="ranks that it does not name"):
+            decode_declaration(gate.encode_declaration(spoilt))
