@@ -90,6 +90,14 @@ class AnchorPut(Event, frozen=True, kw_only=True):
     seconds: float
 
 
+class Rebuilding(Event, frozen=True, kw_only=True):
+    """A publisher's baseline is being built from `what`; told every few seconds. `done` and `total` are in bytes."""
+
+    what: str
+    done: int
+    total: int
+
+
 class Collected(Event, frozen=True, kw_only=True):
     """Retention deleted objects; nothing below version `floor` need be there any more."""
 

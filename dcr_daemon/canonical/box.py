@@ -97,12 +97,12 @@ class Box:
         if self.last < other.dst or other.last < self.dst:
             return True
         for modulus in {*self.strides, *other.strides}:
-            one, two = self._remainders(modulus), other._remainders(modulus)
+            one, two = self.remainders(modulus), other.remainders(modulus)
             if one and two and (one[1] < two[0] or two[1] < one[0]):
                 return True
         return False
 
-    def _remainders(self, modulus: int) -> tuple[int, int] | None:
+    def remainders(self, modulus: int) -> tuple[int, int] | None:
         """The interval of remainders that its elements have; None if they go round."""
         first = self.dst % modulus
         steps = zip(self.shape, self.strides, strict=True)

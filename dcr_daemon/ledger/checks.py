@@ -6,15 +6,17 @@ For `verify` alone. Damage is collected, not raised, and at the end said togethe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import ParamSpec, TypeVar
 
 import msgspec
 import numpy as np
 
 from dcr_daemon import runtime
+from dcr_daemon.canonical.box import Box
 from dcr_daemon.canonical.fingerprint import MASK, Vector, sum_box, total
 from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.checkpoint.contents import Contents, read_contents, split_tables
 from dcr_daemon.checkpoint.pieces import read_pieces
 from dcr_daemon.checkpoint.safetensors import SafetensorsBytes
 from dcr_daemon.codec.decode import open_chunk
@@ -22,15 +24,15 @@ from dcr_daemon.errors import Corrupt
 from dcr_daemon.events import Emit
 from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.objects import BelowFloor, NotYet, Objects
-from dcr_daemon.ledger.records import Anchor, ChunkRef, ObjectRef, Part, Seal, Stream
-from dcr_daemon.ledger.repairs import Damage
+from dcr_daemon.ledger.records import Anchor, AnchorIndex, ObjectRef, Part, Seal, Stream
+from dcr_daemon.ledger.repairs import SPARE, Damage
 from dcr_daemon.store.port import Store
 
 T = TypeVar("T")
 P = ParamSpec("P")
 AT_ONCE = 4  #: objects in flight
 
-Sums = list[tuple[int, int, int]]  #: of each entry of a file: tensor, elements, sum
+Sums = list[tuple[int, Box, int]]  #: of each entry of a file: tensor, box, sum
 
 
 class Check:
@@ -111,18 +113,43 @@ class Check:
         )
         if index is None:
             return
+        contents = await self._contents(index)
         files = await asyncio.gather(*(self._file(ref, anchor.version) for ref in index.files))
         await asyncio.gather(*(self._extra(ref, anchor.version) for ref in index.extras))
         sums = [entries for entries in files if entries is not None]
         if len(sums) == len(files) and (wrong := await self._wrong(anchor, sums)):
             self._damage(anchor.index.key, anchor.version, f"its files do not hold the version: {wrong}")
+        if index.contents and contents and (lies := self._outside(contents, files)):
+            self._damage(index.contents.key, anchor.version, lies)
+
+    async def _contents(self, index: AnchorIndex) -> list[Contents]:
+        """The tables of what is in an anchor's files; none if there are none, or they are damaged."""
+        if index.contents is None:
+            return []
+        reading = self._reader.read_contents(index)
+        body = await self._try(index.contents.key, index.version, reading, index.contents.size)
+        try:
+            return [read_contents(table, len(self._layout)) for table in split_tables(body or b"")]
+        except Corrupt as error:
+            self._damage(index.contents.key, index.version, error.message)
+            return []
+
+    def _outside(self, tables: Sequence[Contents], files: Sequence[Sums | None]) -> str:
+        """What is in a file and not where the tables say that it is; empty if there is nothing."""
+        places = [(table, number) for table in tables for number in range(table.counts.size)]
+        if len(places) != len(files):
+            return f"it speaks of {len(places)} files, and there are {len(files)}"
+        for (table, number), entries in zip(places, files, strict=True):
+            if wrong := table.outside(number, ((tensor, box) for tensor, box, _ in entries or ())):
+                return f"it does not know of all that the files hold of {self._layout[min(wrong)].name}"
+        return ""
 
     async def _wrong(self, anchor: Anchor, files: Iterable[Sums]) -> str:
         """Tensors that are not all there, or not as the version has them; empty if all are."""
         vector, counts = [0] * len(self._layout), [0] * len(self._layout)
-        for tensor, elements, value in (entry for entries in files for entry in entries):
+        for tensor, box, value in (entry for entries in files for entry in entries):
             vector[tensor] = (vector[tensor] + value) & MASK
-            counts[tensor] += elements
+            counts[tensor] += box.elements
         short = {spec.name for spec, count in zip(self._layout, counts, strict=True) if count != spec.elements}
         seal = self._seals.get(anchor.version, self._stream)
         try:
@@ -135,13 +162,31 @@ class Check:
 
     async def _changes(self, seal: Seal, parts: Iterable[Part]) -> Vector | None:
         """What the chunks add to the vector (mod 2^64); None if one of them cannot be read."""
-        sums = await asyncio.gather(*(self._chunk(seal, part, chunk) for part in parts for chunk in part.chunks))
+        known = [(ref, part, self._part_contents(ref, part)) for ref, part in zip(seal.parts, parts, strict=True)]
+        sums = await asyncio.gather(
+            *(self._chunk(seal, ref, part, n, held) for ref, part, held in known for n in range(len(part.chunks)))
+        )
         vector = np.zeros(len(self._layout), dtype=np.uint64)
         for delta in sums:
             if delta is None:
                 return None
             vector += delta
         return vector
+
+    def _part_contents(self, ref: ObjectRef, part: Part) -> Contents | None:
+        """What a part says about its chunks; None if nothing, or nothing that counts."""
+        if part.contents is None:
+            return None
+        try:
+            contents = read_contents(part.contents, len(self._layout))
+            if contents.counts.size != len(part.chunks):
+                raise Corrupt(f"its contents speak of {contents.counts.size} chunks, not {len(part.chunks)}")
+        except Corrupt as error:  # whoever would go by it reads all chunks instead
+            self.damages.append(
+                Damage(key=ref.key, version=part.version, what=error.message, rebuildable=True, repair=SPARE)
+            )
+            return None
+        return contents
 
     async def _sums(self, seal: Seal, parts: Iterable[Part]) -> None:
         """That what the ranks held before and after adds up to what the seal says (must P3).
@@ -168,13 +213,19 @@ class Check:
         if key and whole and records.show_u64(int(added[1])) != seal.after:
             self._damage(key, seal.version, "the sums beside the parts do not add up to the seal's sum after")
 
-    async def _chunk(self, seal: Seal, part: Part, ref: ChunkRef) -> Vector | None:
-        async def read() -> Vector:
+    async def _chunk(self, seal: Seal, of: ObjectRef, part: Part, n: int, contents: Contents | None) -> Vector | None:
+        ref = part.chunks[n]
+
+        async def read() -> tuple[Vector, set[int]]:
             data = await self._reader.read_chunk(ref, seal.version)
-            return await self._work(_chunk_sums, data, self._layout, part, ref)
+            return await self._work(_chunk_sums, data, self._layout, part, n, contents)
 
         async with self._slots:
-            return await self._try(ref.key, seal.version, read(), ref.size)
+            found = await self._try(ref.key, seal.version, read(), ref.size)
+        if found and found[1]:
+            what = f"its contents leave out what chunk {n} changes in {self._layout[min(found[1])].name}"
+            self.damages.append(Damage(key=of.key, version=seal.version, what=what, repair=_MISLEADS))
+        return found[0] if found else None
 
     async def _file(self, ref: ObjectRef, version: int) -> Sums | None:
         async def read() -> Sums:
@@ -217,9 +268,18 @@ class Check:
         self.damages = [msgspec.structs.replace(d, rebuildable=True) if d.key == key else d for d in self.damages]
 
 
-def _chunk_sums(data: bytes, layout: Layout, part: Part, ref: ChunkRef) -> Vector:
-    """What one chunk adds to the vector. Decodes every segment: a chunk that cannot be applied is damage."""
-    chunk = open_chunk(data, layout)
+_MISLEADS = (
+    "replicas are not concerned; a rank of many that restores without a cache needs an anchor at or above it: "
+    "restarted with --anchor-every 1 the publisher writes one at once"
+)
+
+
+def _chunk_sums(
+    data: bytes, layout: Layout, part: Part, number: int, contents: Contents | None
+) -> tuple[Vector, set[int]]:
+    """What one chunk adds to the vector, and the tensors in which it changes more than the contents say. Decodes every
+    segment: a chunk that cannot be applied is damage."""
+    chunk, ref = open_chunk(data, layout), part.chunks[number]
     found = (chunk.id.stream, chunk.id.attempt, chunk.id.base, chunk.id.version, chunk.id.group, chunk.id.rank)
     if found != (part.stream, part.attempt, part.base, part.version, part.group, part.rank):
         raise Corrupt(f"{ref.key} is a chunk of another attempt: {chunk.id}")
@@ -229,10 +289,11 @@ def _chunk_sums(data: bytes, layout: Layout, part: Part, ref: ChunkRef) -> Vecto
     for n, segment in enumerate(chunk.segments):
         chunk.changes(n)
         sums[segment.tensor] += segment.after - segment.before
-    return np.array([value % (1 << 64) for value in sums], dtype=np.uint64)
+    outside = contents.outside(number, ((s.tensor, s.box) for s in chunk.segments)) if contents else set[int]()
+    return np.array([value % (1 << 64) for value in sums], dtype=np.uint64), outside
 
 
 def _file_sums(body: bytes, name: str, layout: Layout) -> Sums:
     """What one file of an anchor holds."""
     found = read_pieces(SafetensorsBytes(body, name), layout)
-    return [(t, box.elements, sum_box(bits, box, int(layout.keys[t]))) for t, box, bits in found if box is not None]
+    return [(t, box, sum_box(bits, box, int(layout.keys[t]))) for t, box, bits in found if box is not None]

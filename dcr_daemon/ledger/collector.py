@@ -146,7 +146,7 @@ class Collector:
             index = await self._objects.read_anchor_index(anchor)
         except (Corrupt, NotYet, BelowFloor):
             return None
-        return [anchor.index, *index.files, *index.extras]
+        return [anchor.index, *index.all]
 
     async def _floor(self, policy: RetentionPolicy, facts: Facts) -> FloorPlan:
         """Where the policy would have the floor; an anchor is looked at only if the floor might rise to it."""

@@ -8,6 +8,7 @@ Bytes that differ are fetched once more; a second difference is damage, not weat
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -30,10 +31,13 @@ from dcr_daemon.ledger.records import (
     Stream,
 )
 from dcr_daemon.ledger.slot import pause_before
+from dcr_daemon.store.abreast import abreast
 from dcr_daemon.store.port import Store
 
 LAYOUT_LIMIT = 256 << 20  #: bytes
 FILE_LIMIT = (1 << 30) + (128 << 20)  #: bytes of one anchor file: 1 GiB of tensors and a header
+CONTENTS_LIMIT = 256 << 20  #: bytes of what says what is in the files of one anchor
+AT_ONCE = 16  #: parts read at a time
 PATIENCE = 60.0  #: seconds that a missing object is waited for, unless the caller says otherwise
 
 
@@ -112,7 +116,7 @@ class Objects:
 
     async def read_parts(self, seal: Seal) -> list[Part]:
         """The parts of a version, each checked to be of exactly this attempt (must P2), chunks named once."""
-        parts = [await self._read_part(seal, ref) for ref in seal.parts]
+        parts = await abreast((partial(self._read_part, seal, ref) for ref in seal.parts), AT_ONCE)
         keys = [chunk.key for part in parts for chunk in part.chunks]
         if len(set(keys)) != len(keys):
             raise Corrupt(f"the parts of version {seal.version} name a chunk twice")
@@ -134,8 +138,12 @@ class Objects:
         self._same_format(index.format, anchor.index)
         if (index.stream, index.version) != (anchor.stream, anchor.version):
             raise Corrupt(f"{self._name(anchor.index)} is of version {index.version} of stream {index.stream}")
-        self._below(f"anchors/{anchor.version}/", [*index.files, *index.extras], anchor.index)
+        self._below(f"anchors/{anchor.version}/", index.all, anchor.index)
         return index
+
+    async def read_contents(self, index: AnchorIndex) -> bytes | None:
+        """The tables of what is in the files of an anchor, still packed; None if it has none."""
+        return await self.read(index.contents, index.version, limit=CONTENTS_LIMIT) if index.contents else None
 
     async def read_file(self, ref: ObjectRef, version: int) -> bytes:
         """One verified file of an anchor (at most about 1 GiB)."""

@@ -30,11 +30,15 @@ _NAME = r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z"
 #: a publisher is called as its unit, pod or host is; the name is never part of a key
 Name = Annotated[str, Meta(pattern=_NAME)]
 Hex64 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{16}\Z")]
+Bytes = bytes  #: in base64; a name that no field has
 Sha256 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 #: relative to the stream; the same grammar as `store.keys`, so that no record can name anything outside the stream
 Key = Annotated[
     str, Meta(pattern=r"\A[A-Za-z0-9_][A-Za-z0-9._-]{0,199}(/[A-Za-z0-9_][A-Za-z0-9._-]{0,199})*\Z", max_length=512)
 ]
+
+
+Blob = bytes  #: base64 in JSON; a part has a field called bytes
 
 
 class ObjectRef(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
@@ -187,7 +191,8 @@ class ChunkRef(msgspec.Struct, frozen=True):
 class Part(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank contributed to one attempt (must P2: everything is repeated and compared).
 
-    `stray`: the rank diffed from bytes that are not the base's (must P4). `anchor`: it asks for an anchor.
+    `stray`: the rank diffed from bytes that are not the base's (must P4). `anchor`: it asks for an anchor. `contents`:
+    what each of the chunks touches, a table of `checkpoint.contents`; none from a process that has the model alone.
     """
 
     format: Count = FORMAT
@@ -205,6 +210,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     bytes: Count
     stray: bool = False
     anchor: bool = False
+    contents: Blob | None = None
 
 
 class Fail(msgspec.Struct, frozen=True, kw_only=True):
@@ -221,7 +227,8 @@ class Fail(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AnchorShare(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank contributed to an anchor: its files, and `sums`, the vector over what is in them."""
+    """What one rank contributed to an anchor: its files, `sums`, the vector over what is in them, and `contents`, a
+    table of `checkpoint.contents` that says where they lie."""
 
     format: Count = FORMAT
     stream: Id
@@ -231,16 +238,26 @@ class AnchorShare(msgspec.Struct, frozen=True, kw_only=True):
     nonce: Id
     files: list[ObjectRef]
     sums: ObjectRef
+    contents: Bytes | None = None
 
 
 class AnchorIndex(msgspec.Struct, frozen=True, kw_only=True):
-    """`files` are safetensors, `extras` the model's small side files (config, tokenizer); key, size and digest each."""
+    """`files` are safetensors, `extras` the model's small side files (config, tokenizer); key, size and digest each.
+
+    `contents`: tables that say what is in the files, one after the other; early writers gave none.
+    """
 
     format: Count = FORMAT
     stream: Id
     version: Count
     files: list[ObjectRef]
     extras: list[ObjectRef] = []
+    contents: ObjectRef | None = None
+
+    @property
+    def all(self) -> list[ObjectRef]:
+        """Every object that the index names."""
+        return [*self.files, *self.extras, *([self.contents] if self.contents else [])]
 
 
 NO_RECORD = "0" * 64  #: `prev` of the first record

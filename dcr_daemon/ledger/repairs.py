@@ -14,6 +14,8 @@ import msgspec
 from dcr_daemon.ledger import names
 from dcr_daemon.ledger.records import Anchor
 
+SPARE = "harmless: no reader needs it"
+
 
 class Damage(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that is wrong. `repair` says what can be done; `rebuildable` whether its content still exists."""
@@ -32,9 +34,13 @@ class Repairs:
         self._floor, self._head = floor, head
         self._anchored = {names.record(anchor.seq): anchor.version for anchor in anchors}
         vectors = {d.version for d in damages if d.version is not None and _is_vector(d)}
-        hurt = vectors | {d.version for d in damages if self._is_anchors(d)}
+        hurt = vectors | {d.version for d in damages if self._is_anchors(d) and not _is_spare(d)}
         self._whole = sorted(version for version in self._anchored.values() if version not in hurt)
-        broken = {d.version for d in damages if d.version is not None and not self._is_anchors(d) and not _is_spare(d)}
+        broken = {
+            d.version
+            for d in damages
+            if d.version is not None and not d.repair and not self._is_anchors(d) and not _is_spare(d)
+        }
         self._broken = broken | {version + 1 for version in vectors}
 
     def advise(self, damage: Damage) -> Damage:
@@ -43,7 +49,7 @@ class Repairs:
             return damage
         rebuildable, repair = damage.rebuildable, ""
         if _is_spare(damage):
-            rebuildable, repair = True, "harmless: no reader needs it"
+            rebuildable, repair = True, SPARE
         elif self._is_anchors(damage):
             rebuildable, repair = self._of_anchor(damage.version)
         else:
@@ -96,4 +102,4 @@ def _is_vector(damage: Damage) -> bool:
 
 
 def _is_spare(damage: Damage) -> bool:
-    return damage.key.endswith(".sums")
+    return damage.key.endswith((".sums", "/contents")) or damage.repair == SPARE

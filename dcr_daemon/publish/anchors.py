@@ -10,6 +10,7 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -19,6 +20,7 @@ from dcr_daemon.canonical.box import Box
 from dcr_daemon.canonical.dtypes import lane_dtype
 from dcr_daemon.canonical.fingerprint import MASK, Bits, Vector, sum_box, total
 from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.checkpoint.contents import Contents, join_tables
 from dcr_daemon.checkpoint.directory import INDEX
 from dcr_daemon.checkpoint.pieces import Piece, piece_metadata, plan_boxes, plan_files
 from dcr_daemon.checkpoint.safetensors import SafetensorsBytes, pack_safetensors
@@ -26,12 +28,15 @@ from dcr_daemon.errors import Corrupt
 from dcr_daemon.events import AnchorPut, Emit
 from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.ledger import Ledger
+from dcr_daemon.ledger.objects import CONTENTS_LIMIT
 from dcr_daemon.ledger.records import Anchor, AnchorIndex, AnchorShare, ObjectRef, Seal, show_u64
 from dcr_daemon.publish.baseline import Baseline, check_vector
 from dcr_daemon.publish.bench import Bench
 from dcr_daemon.publish.join import Joined
+from dcr_daemon.publish.muster import read_listed
 from dcr_daemon.publish.restore import total_of
 from dcr_daemon.runtime import Workers
+from dcr_daemon.store.abreast import abreast
 from dcr_daemon.store.keys import is_key
 from dcr_daemon.store.once import create_once
 from dcr_daemon.store.port import Store
@@ -39,7 +44,9 @@ from dcr_daemon.store.retry import Patience
 
 FILE_BYTES = 256 << 20  #: of tensors in one file: what `CONCURRENCY` of them may cost in memory
 CONCURRENCY = 2
+SHARES_AT_ONCE = 16  #: of other ranks, read by rank 0
 INDEX_NAME = "index.json"  #: of an anchor's own index; a side file of this name stays behind
+CONTENTS_NAME = "contents"  #: of what says what is in the files; likewise
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +157,9 @@ async def write_whole(
     plan = plan_files(source.layout, FILE_BYTES)
     files, found = await writer.put_files(plan, lambda n: _file_name(n, len(plan)))
     await writer.put_hf_index(plan)
+    table = await workers.run(_contents, plan)
     check_vector(vector, found, source.layout, f"anchor of version {version} in {ledger.store.url}", _REBUILDS)
-    return await _record(ledger, writer, version, files, vector, extras, started, emit)
+    return await _record(ledger, writer, version, files, vector, extras, started, emit, [table])
 
 
 _REBUILDS = "the publisher's memory is damaged; restart it, it rebuilds its baseline from the bucket"
@@ -166,12 +174,17 @@ async def _record(
     extras: Mapping[str, bytes],
     started: float,
     emit: Emit,
+    tables: list[bytes | None],
 ) -> Anchor:
-    """Everything is durable: name it."""
-    side = [
-        await writer.put(name, body) for name, body in sorted(extras.items()) if is_key(name) and name != INDEX_NAME
-    ]
-    index = AnchorIndex(stream=ledger.stream.stream, version=version, files=files, extras=side)
+    """Everything is durable: name it. `tables` say what is in the files; without one of them all are left out."""
+    fit = [name for name in sorted(extras) if is_key(name) and name not in (INDEX_NAME, CONTENTS_NAME)]
+    side = [await writer.put(name, extras[name]) for name in fit]
+    known = [table for table in tables if table is not None]
+    contents = None
+    if len(known) == len(tables) and sum(map(len, known)) + 4 * len(known) <= CONTENTS_LIMIT:
+        contents = await writer.put(CONTENTS_NAME, join_tables(known))
+        runtime.failpoint("publish.anchor.contents")
+    index = AnchorIndex(stream=ledger.stream.stream, version=version, files=files, extras=side, contents=contents)
     place = await writer.put(INDEX_NAME, records.encode(index))
     runtime.failpoint("publish.anchor.put")
     size = sum(file.size for file in [*files, *side])
@@ -200,13 +213,14 @@ async def write_share(bench: Bench, seal: Seal) -> AnchorShare:
     plan = plan_boxes(baseline.layout, boxes, FILE_BYTES)
     if rank.leads:  # nobody has an element of an empty tensor
         plan.append([Piece(t, None, spec) for t, spec in enumerate(baseline.layout) if not spec.elements])
-    files, vector = await writer.put_files([p for p in plan if p], lambda n: f"{address}-{n:05d}.safetensors")
+    plan = [pieces for pieces in plan if pieces]
+    files, vector = await writer.put_files(plan, lambda n: f"{address}-{n:05d}.safetensors")
     what = f"share of {rank} in the anchor of version {seal.version}"
     check_vector(baseline.vector, vector, baseline.layout, what, _REBUILDS)
     sums = await writer.put(f"{address}.sums", vector.astype("<u8").tobytes())
     share = AnchorShare(
         stream=seal.stream, group=rank.group, version=seal.version, rank=rank.number, nonce=rank.nonce, files=files,
-        sums=sums,
+        sums=sums, contents=await bench.workers.run(_contents, plan),
     )  # fmt: skip
     runtime.failpoint("publish.anchor.shared")
     await writer.put(f"{address}.share.json", records.encode(share))
@@ -224,30 +238,42 @@ async def join_anchor(
     Raises:
         as `write_anchor`.
     """
-    ledger, started = bench.ledger, runtime.monotonic()
-    shares = [own, *[await _read_share(bench, key, seal, number) for number, key in sorted(keys.items())]]
-    size = 8 * len(bench.layout)
-    sums = [await bench.objects.read(share.sums, seal.version, limit=size) for share in shares]
-    if any(len(body) != size for body in sums):
-        raise Corrupt(f"the sums of the anchor of version {seal.version} are not as long as the layout")
-    vector = np.array([np.frombuffer(body, "<u8") for body in sums]).sum(axis=0, dtype=np.uint64)
+    ledger, started, size = bench.ledger, runtime.monotonic(), 8 * len(bench.layout)
+    shares: dict[int, AnchorShare] = {0: own}
+    vector = bench.baseline.vector  # what its own files were proved to hold
+
+    async def take(number: int, key: str) -> None:
+        share = shares[number] = await _read_share(bench, key, seal, number)
+        sums = await bench.objects.read(share.sums, seal.version, limit=size)
+        if len(sums) != size:
+            raise Corrupt(f"{share.sums.key} does not hold a vector of {len(bench.layout)} tensors")
+        np.add(vector, np.frombuffer(sums, "<u8"), out=vector)
+
+    await abreast((partial(take, number, key) for number, key in keys.items()), SHARES_AT_ONCE)
     want = await bench.restorer.vector(seal.version)
     check_vector(want, vector, bench.layout, f"anchor of version {seal.version} in {ledger.store.url}", _REBUILDS)
     prefix = names.anchor(seal.version, seal.seq)
     writer = _Writer(ledger.store, bench.baseline, prefix, bench.workers, bench.options.patience)
-    files = [file for share in shares for file in share.files]
-    return await _record(ledger, writer, seal.version, files, vector, extras, started, emit)
+    files = [file for _, share in sorted(shares.items()) for file in share.files]
+    tables = [share.contents for _, share in sorted(shares.items())]
+    return await _record(ledger, writer, seal.version, files, vector, extras, started, emit, tables)
 
 
 async def _read_share(bench: Bench, key: str, seal: Seal, number: int) -> AnchorShare:
+    body = await read_listed(bench.ledger.store, key, limit=records.PART_LIMIT, patience=bench.options.patience)
     try:
-        share = records.decode_anchor_share(await bench.ledger.store.get(key, limit=records.PART_LIMIT))
+        share = records.decode_anchor_share(body)
     except ValueError as error:
         raise Corrupt(f"{key} is no share of an anchor: {error}") from error
     found = (share.stream, share.group, share.version, share.rank)
     if found != (seal.stream, bench.rank.group, seal.version, number):
         raise Corrupt(f"{key} is a share of another anchor: {found}")
     return share
+
+
+def _contents(plan: Sequence[list[Piece]]) -> bytes | None:
+    """A table of what is in the planned files."""
+    return Contents.of([[(p.tensor, p.box) for p in pieces if p.box] for pieces in plan]).pack()
 
 
 class _Writer:

@@ -21,6 +21,7 @@ import numpy as np
 
 from dcr_daemon import runtime
 from dcr_daemon.canonical.fingerprint import Bits, Vector, advance
+from dcr_daemon.checkpoint.contents import Contents
 from dcr_daemon.codec.chunk import ChunkId, Codec, Segment
 from dcr_daemon.codec.decode import open_chunk
 from dcr_daemon.codec.encode import ChunkEncoder, EncodedChunk
@@ -80,6 +81,7 @@ class Attempt:
         self._batch_bytes = block_bytes(chunk_bytes)
         self._number = itertools.count()
         self.segments: list[Segment] = []
+        self._of_chunk: dict[int, Sequence[Segment]] = {}
         self._stopped = self._torn = False
         self.changed = 0
         baseline.begin()
@@ -182,6 +184,7 @@ class Attempt:
         n = chunk.id.n
         await self._spool.put(chunk)
         self.segments.extend(chunk.segments)
+        self._of_chunk[n] = chunk.segments
         self.changed += chunk.changed
         if not self._stopped:
             await self._uploads.admit(n, ref, lambda: self._spool.data(n))
@@ -208,11 +211,19 @@ class Attempt:
             stream=r.stream, group=r.group, call=r.call, attempt=r.seq, base=r.base, version=r.version,
             rank=self._rank.number, nonce=self._rank.nonce, chunks=chunks, sums=sums, changed=self.changed,
             bytes=sum(c.size for c in chunks), stray=self._baseline.stray, anchor=anchor,
+            contents=await self._contents(),
         )  # fmt: skip
         body = records.encode(part)
         part_ref = await put(store, names.part(*address), body, patience)
         runtime.failpoint("publish.part.put")
         return Contribution(part_ref, before, after, self.changed, part.bytes)
+
+    async def _contents(self) -> bytes | None:
+        """What each chunk touches, for other ranks that restore: they read those that touch what is theirs. Nobody
+        needs that of a process that holds all and is alone."""
+        if self._baseline.share.complete:
+            return None
+        return await self._workers.run(_contents, [self._of_chunk[n] for n in sorted(self._of_chunk)])
 
     async def cancel(self) -> None:
         """Stop uploading. What is in the bucket stays there, named by nothing."""
@@ -247,6 +258,10 @@ class Attempt:
     def forget(self) -> None:
         """The version is sealed: nothing will be undone."""
         self._spool.clear()
+
+
+def _contents(chunks: Sequence[Sequence[Segment]]) -> bytes | None:
+    return Contents.of([[(segment.tensor, segment.box) for segment in segments] for segments in chunks]).pack()
 
 
 async def put(store: Store, key: str, body: bytes, patience: float) -> ObjectRef:

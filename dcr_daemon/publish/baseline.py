@@ -17,7 +17,8 @@ import asyncio
 import contextlib
 import mmap
 import os
-from collections.abc import AsyncIterable, Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -37,6 +38,7 @@ from dcr_daemon.errors import Corrupt, Incompatible
 from dcr_daemon.publish.intake import differences
 from dcr_daemon.publish.share import Block, Share, gather, transfer
 from dcr_daemon.runtime import Workers
+from dcr_daemon.store.abreast import Abreast
 from dcr_daemon.untrusted import decode_json
 
 ALIGNMENT = 64  #: bytes; every block begins on a cache line of its own
@@ -209,8 +211,11 @@ class Baseline:
         block = self.share[number]
         return sum_box(self._bits[number], block.box, int(self.layout.keys[block.tensor]))
 
-    async def load(self, checkpoint: Checkpoint) -> None:
-        """Copy a checkpoint into the map; no version is claimed by that.
+    async def load(self, checkpoint: Checkpoint, told: Callable[[int], None] = lambda size: None) -> None:
+        """Copy what the share has of a checkpoint into the map; no version is claimed by that.
+
+        Args:
+            told: called with the bytes of each block that is there.
 
         Raises:
             Incompatible: its layout is another, with the names that differ.
@@ -222,34 +227,33 @@ class Baseline:
                 f"{checkpoint.path} does not have the stream's layout: {differences(self.layout, checkpoint.layout)}",
                 hint="give the checkpoint that the stream was created from",
             )
-        jobs = [self._workers.run_whole(self._copy, checkpoint, number) for number in range(len(self.share))]
-        for result in await asyncio.gather(*jobs, return_exceptions=True):  # none writes on after the first failure
-            if isinstance(result, BaseException):
-                raise result
+
+        async def copy(number: int) -> None:
+            await self._workers.run_whole(self._copy, checkpoint, number)
+            told(self.share.nbytes(number))
+
+        async with Abreast(2 * self._workers.count) as group:
+            for number in range(len(self.share)):
+                await group.start(partial(copy, number))
 
     def _copy(self, checkpoint: Checkpoint, number: int) -> None:
         block = self.share[number]
         name = self.layout[block.tensor].name
         file = checkpoint.file(name)
-        self._bits[number][:] = gather(lambda start, count: file.read(name, start, count), block.box)
+        gather(lambda start, count: file.read(name, start, count), block.box, self._bits[number])
 
     def place(self, tensor: int, box: Box, bits: Bits) -> int:
         """Take what the share has of a box of canonical elements; how many they are. No version is claimed by that."""
         return sum(transfer(bits, box, self[n], self.share[n].box) for n in self.share.touching(tensor, box))
 
-    async def apply(self, chunks: AsyncIterable[Chunk]) -> None:
-        """Move the map one version forward; `chunks` are all of that version's, verified and decoded.
+    def apply(self, chunk: Chunk) -> None:
+        """Take what a verified chunk has for the share. On any thread; no version is claimed by that.
 
         Raises:
-            Corrupt: the map does not hold what a chunk changes.
+            CorruptChunk: a segment does not decode.
         """
-        self.lose()
-        async for chunk in chunks:
-            await self._workers.run_whole(self._apply, chunk)
-
-    def _apply(self, chunk: Chunk) -> None:
-        for i, segment in enumerate(chunk.segments):
-            changes, elements = None, None
+        for i in self.share.segments(chunk):
+            segment, changes, elements = chunk.segment(i), None, None
             for number in self.share.touching(segment.tensor, segment.box):
                 changes = changes or chunk.changes(i)
                 if elements is None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -15,12 +15,14 @@ from dcr_daemon.ledger import records
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.records import PART_LIMIT, ObjectRef, Open, Part
 from dcr_daemon.publish.attempt import Contribution
+from dcr_daemon.publish.muster import read_listed
+from dcr_daemon.store.abreast import abreast
 from dcr_daemon.store.port import Store
 
 CONCURRENCY = 16  #: parts read at a time
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Joined:
     """All ranks' contributions: vectors added up, sizes in bytes, `changed` in elements.
 
@@ -35,48 +37,54 @@ class Joined:
     anchor: bool = False
     stray: bool = False
 
+    def add(self, part: Part, before: Vector, after: Vector) -> None:
+        """Count one more rank in. Its vectors are not kept: those of 1,024 ranks would be hundreds of megabytes."""
+        np.add(self.before, before, out=self.before)
+        np.add(self.after, after, out=self.after)
+        self.changed, self.bytes = self.changed + part.changed, self.bytes + part.bytes
+        self.anchor, self.stray = self.anchor or part.anchor, self.stray or part.stray
+
     def missed(self, base: Vector, layout: Layout) -> list[str]:
         """Tensors of which the ranks together did not hold exactly the base: an element missing, twice, or wrong."""
         return [layout[int(i)].name for i in np.flatnonzero(self.before != base)]
 
 
 async def join(
-    own: Contribution, keys: Mapping[int, str], opened: Open, store: Store, objects: Objects, layout: Layout
+    own: Contribution,
+    keys: Mapping[int, str],
+    opened: Open,
+    store: Store,
+    objects: Objects,
+    layout: Layout,
+    patience: float,
 ) -> Joined:
     """Read the part and the sums of every other rank, and add everything up.
 
     Args:
         own: rank 0's.
         keys: of the other ranks' parts.
+        patience: seconds that one which is listed may be missing.
 
     Raises:
         Corrupt: a part is not of this attempt, or not one.
         StoreUnavailable, NotYet: an object cannot be read now.
     """
-    slots = asyncio.Semaphore(CONCURRENCY)
+    given = {0: own.part}
+    joined = Joined([], own.before.copy(), own.after.copy(), own.changed, own.bytes)
 
-    async def read(number: int, key: str) -> tuple[Part, Contribution]:
-        async with slots:
-            body = await store.get(key, limit=PART_LIMIT)
-            part = _checked(key, body, opened, number)
-            sums = await objects.read(part.sums, opened.version, limit=16 * len(layout))
-            if len(sums) != 16 * len(layout):
-                raise Corrupt(f"{part.sums.key} does not hold two vectors of {len(layout)} tensors")
-            before, after = np.frombuffer(sums, dtype="<u8").reshape(2, len(layout)).astype(np.uint64)
-            place = ObjectRef(key, len(body), records.digest(body))
-            return part, Contribution(place, before, after, part.changed, part.bytes)
+    async def take(number: int, key: str) -> None:
+        body = await read_listed(store, key, limit=PART_LIMIT, patience=patience)
+        part = _checked(key, body, opened, number)
+        sums = await objects.read(part.sums, opened.version, limit=16 * len(layout))
+        if len(sums) != 16 * len(layout):
+            raise Corrupt(f"{part.sums.key} does not hold two vectors of {len(layout)} tensors")
+        before, after = np.frombuffer(sums, dtype="<u8").reshape(2, len(layout))
+        given[number] = ObjectRef(key, len(body), records.digest(body))
+        joined.add(part, before, after)
 
-    read_all = await asyncio.gather(*(read(number, key) for number, key in sorted(keys.items())))
-    given: Sequence[Contribution] = [own, *(contribution for _, contribution in read_all)]
-    return Joined(
-        parts=[one.part for one in given],
-        before=np.sum([one.before for one in given], axis=0, dtype=np.uint64),
-        after=np.sum([one.after for one in given], axis=0, dtype=np.uint64),
-        changed=sum(one.changed for one in given),
-        bytes=sum(one.bytes for one in given),
-        anchor=any(part.anchor for part, _ in read_all),
-        stray=any(part.stray for part, _ in read_all),
-    )
+    await abreast((partial(take, number, key) for number, key in keys.items()), CONCURRENCY)
+    joined.parts = [ref for _, ref in sorted(given.items())]
+    return joined
 
 
 def _checked(key: str, body: bytes, opened: Open, number: int) -> Part:

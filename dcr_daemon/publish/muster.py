@@ -8,7 +8,7 @@ its next call, a missing rank whose objects have stopped coming is given up.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
 from dcr_daemon import runtime
 from dcr_daemon.errors import Corrupt, DcrError, Missing, StoreUnavailable
@@ -20,6 +20,7 @@ from dcr_daemon.store.port import Store
 
 TELL_EVERY = 5.0  #: seconds
 FEW = 8  #: missing ranks up to which each is listed by itself, without the chunks of those that are there
+LOOKS = 6  #: at an object of which nobody has the digest, until two in a row agree
 _FIRST, _LAST = 0.02, 1.0  #: seconds between two looks
 
 
@@ -31,15 +32,24 @@ class Muster:
     """Objects of one group below `prefix`, found by their names `<group>-<rank>-<nonce><suffix>`.
 
     Args:
+        check: called now and then while it waits; what it raises ends the wait.
         lag: seconds without a new object after which a missing rank is given up once `pressed` says that the next call
             has begun; `pressed` answers when that was, on `runtime.monotonic`, or None.
     """
 
     def __init__(
-        self, store: Store, rank: Rank, prefix: str, *, lag: float, pressed: Callable[[], float | None], emit: Emit
+        self,
+        store: Store,
+        rank: Rank,
+        prefix: str,
+        *,
+        lag: float,
+        pressed: Callable[[], float | None],
+        check: Callable[[], Awaitable[None]],
+        emit: Emit,
     ) -> None:
         self._store, self._rank, self._prefix = store, rank, prefix
-        self._lag, self._pressed, self._emit = lag, pressed, emit
+        self._lag, self._pressed, self._check, self._emit = lag, pressed, check, emit
         self._name = re.compile(rf"{re.escape(prefix + rank.group)}-(\d+)-([a-z0-9]+)(.*)")
         self._seen: set[str] = set()
         self._moved = runtime.monotonic()
@@ -63,6 +73,7 @@ class Muster:
             if runtime.monotonic() - told > TELL_EVERY:
                 told = runtime.monotonic()
                 self._emit(Waiting(what=f"{what} of {_named(missing)}"))
+                await self._check()
             await runtime.sleep(pause)
             pause = min(2 * pause, _LAST)
         return found
@@ -114,6 +125,45 @@ class Muster:
                 "update has begun",
                 hint="the next version brings what this one would have; a rank that is dead has to be started anew",
             )
+
+
+async def read_listed(store: Store, key: str, *, limit: int, patience: float) -> bytes:
+    """An object that a LIST named, before any digest vouches for it.
+
+    Another node of the store may have answered the LIST, so one that is missing is waited for (must L6). And one read
+    is not believed: bytes that were mixed up on the way could still parse, and would be sealed under a digest that
+    nobody else ever sees. Such damage differs from look to look; what two in a row find is what lies there.
+
+    Raises:
+        StoreUnavailable: it did not appear in `patience` seconds.
+        Corrupt: larger than `limit`, or other bytes at every look.
+    """
+    last = None
+    for _ in range(LOOKS):
+        try:
+            body = await _wait_for(store, key, limit, patience)
+        except Corrupt:  # too large, as it was read this time
+            body = None
+        if body is not None and body == last:
+            return body
+        last = body
+    raise Corrupt(
+        f"{key} is larger than {limit} bytes, or has other ones at each of {LOOKS} reads",
+        hint="the bucket or the way to it damages objects",
+    )
+
+
+async def _wait_for(store: Store, key: str, limit: int, patience: float) -> bytes:
+    deadline, pause = runtime.monotonic() + patience, _FIRST
+    while True:
+        try:
+            return await store.get(key, limit=limit)
+        except Missing:
+            if runtime.monotonic() > deadline:
+                hint = "if the bucket is a replica, it lags; if something deletes objects, the next version shows it"
+                raise StoreUnavailable(f"{key} is listed, and not there after {patience:g} s", hint=hint) from None
+        await runtime.sleep(pause)
+        pause = min(2 * pause, _LAST)
 
 
 def _named(ranks: Iterable[int]) -> str:

@@ -7,27 +7,21 @@ and rank 0 seals nothing unless all shares add up to the whole (must P3).
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 from dcr_daemon import runtime
 from dcr_daemon.canonical.fingerprint import Vector, total
 from dcr_daemon.checkpoint.directory import Checkpoint
-from dcr_daemon.checkpoint.pieces import read_pieces
-from dcr_daemon.checkpoint.safetensors import SafetensorsBytes
-from dcr_daemon.codec.decode import Chunk, open_chunk
 from dcr_daemon.errors import Corrupt, DcrError, Incompatible, NotFound
 from dcr_daemon.events import Alarm, Emit, Waiting
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import NotYet, Objects
-from dcr_daemon.ledger.records import ChunkRef, Seal, Stream, show_u64
+from dcr_daemon.ledger.records import Seal, Stream, show_u64
 from dcr_daemon.ledger.route import NoRoute, Route
 from dcr_daemon.publish.baseline import Baseline, check_vector
+from dcr_daemon.publish.rebuild import Rebuild
 from dcr_daemon.runtime import Workers
-
-PREFETCH = 4  #: chunks under way while one is applied
 
 
 class Restorer:
@@ -37,8 +31,8 @@ class Restorer:
         self, ledger: Ledger, objects: Objects, baseline: Baseline, base: Path | None, workers: Workers, emit: Emit
     ) -> None:
         self._ledger, self._objects, self._baseline = ledger, objects, baseline
-        self._base, self._workers, self._emit = base, workers, emit
-        self._missing: set[int] = set()  # versions of which a delta did not appear
+        self._base, self._emit = base, emit
+        self._rebuild = Rebuild(objects, baseline, workers, emit)
 
     async def restore(self) -> None:
         """Bring the baseline to the newest sealed version.
@@ -54,7 +48,7 @@ class Restorer:
         head = self._ledger.state.seal.version
         if self._baseline.version == head:
             return
-        self._missing.clear()
+        self._rebuild.missing.clear()
         have = await self._cached(head)
         if have == head:
             return
@@ -65,7 +59,7 @@ class Restorer:
         for start, avoid, what in await self._ways(have):
             try:
                 route = await self._route(start, head, avoid)
-                if self._missing & set(route.hops):
+                if self._rebuild.missing & set(route.hops):
                     continue  # it was waited for once
                 if failed:
                     self._emit(Waiting(what=f"the baseline: {failed[-1].message}; trying {what}"))
@@ -99,17 +93,11 @@ class Restorer:
     async def _build(self, route: Route, head: int) -> None:
         try:
             if route.anchor is not None:
-                await self._load_anchor(route.anchor)
+                await self._rebuild.load_anchor(await self._ledger.history.anchor(route.anchor))
             elif self._baseline.version is None:
                 await self.load_base()
                 runtime.failpoint("publish.restore.base")
-            for version in route.hops:
-                try:
-                    await self._baseline.apply(self._chunks(await self._ledger.history.seal(version)))
-                except NotYet:
-                    self._missing.add(version)
-                    raise
-                runtime.failpoint("publish.restore.version")
+            await self._rebuild.apply(route.hops, self._ledger.history.seal)
             await self._prove(head, f"version {head} built from {self._ledger.store.url}")
         except BaseException:
             self._baseline.lose()
@@ -130,7 +118,8 @@ class Restorer:
         with contextlib.suppress(Corrupt, NotFound, NotYet):
             if self._baseline.share.complete and (not candidates or candidates[0][0] != head):
                 candidates.append((head, await self.vector(head)))
-        await self._baseline.prove(*candidates)
+        if candidates:
+            await self._baseline.prove(*candidates)
         runtime.failpoint("publish.restore.cached")
         return self._baseline.version
 
@@ -151,7 +140,7 @@ class Restorer:
         """Version 0 from the base checkpoint, which must have its fingerprint."""
         assert self._base is not None
         with Checkpoint(self._base) as checkpoint:
-            await self._baseline.load(checkpoint)
+            await self._rebuild.load_base(checkpoint)
         try:
             await self._prove(0, f"base {self._base}")
         except Corrupt as error:
@@ -181,50 +170,6 @@ class Restorer:
             index = await self._objects.read_anchor_index(anchor)
             return {Path(ref.key).name: await self._objects.read_file(ref, anchor.version) for ref in index.extras}
         return {}
-
-    async def _load_anchor(self, version: int) -> None:
-        anchor = await self._ledger.history.anchor(version)
-        index = await self._objects.read_anchor_index(anchor)
-        filled = [0] * len(self._baseline.layout)
-        self._baseline.lose()
-        for ref in index.files:
-            body = await self._objects.read_file(ref, version)
-            for tensor, elements in await self._workers.run_whole(self._place, body, ref.key):
-                filled[tensor] += elements
-            runtime.failpoint("publish.restore.anchor")
-        share = self._baseline.share
-        short = [s.name for t, (s, n) in enumerate(zip(share.layout, filled, strict=True)) if n != share.elements(t)]
-        if short:
-            raise Corrupt(f"the anchor of version {version} does not hold all of {', '.join(short[:10])}")
-
-    def _place(self, body: bytes, name: str) -> list[tuple[int, int]]:
-        placed = []
-        for tensor, box, bits in read_pieces(SafetensorsBytes(body, name), self._baseline.layout):
-            if box is not None:
-                placed.append((tensor, self._baseline.place(tensor, box, bits)))
-        return placed
-
-    async def _chunks(self, seal: Seal) -> AsyncIterator[Chunk]:
-        """Every chunk of a version, verified and opened; a few are fetched ahead."""
-        refs = [ref for part in await self._objects.read_parts(seal) for ref in part.chunks]
-        ahead = [asyncio.create_task(self._open(ref, seal)) for ref in refs[:PREFETCH]]
-        try:
-            for n in range(len(refs)):
-                if n + PREFETCH < len(refs):
-                    ahead.append(asyncio.create_task(self._open(refs[n + PREFETCH], seal)))
-                yield await ahead.pop(0)
-        finally:
-            for task in ahead:
-                task.cancel()
-            await asyncio.gather(*ahead, return_exceptions=True)
-
-    async def _open(self, ref: ChunkRef, seal: Seal) -> Chunk:
-        data = await self._objects.read_chunk(ref, seal.version)
-        chunk = await self._workers.run(open_chunk, data, self._baseline.layout)
-        found = (chunk.id.stream, chunk.id.attempt, chunk.id.base, chunk.id.version)
-        if found != (seal.stream, seal.attempt, seal.base, seal.version):
-            raise Corrupt(f"{ref.key} belongs to another attempt: {found}")
-        return chunk
 
 
 def total_of(record: Stream | Seal) -> str:

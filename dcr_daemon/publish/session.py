@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from dcr_daemon import runtime
@@ -29,12 +30,13 @@ from dcr_daemon.ledger.retention import RetentionPolicy
 from dcr_daemon.publish.anchors import AnchorPolicy, SinceAnchor, join_anchor, write_anchor, write_share
 from dcr_daemon.publish.attempt import Attempt, Contribution, put
 from dcr_daemon.publish.bench import Bench
-from dcr_daemon.publish.join import Joined, join, solo
-from dcr_daemon.publish.muster import Muster
+from dcr_daemon.publish.join import CONCURRENCY, Joined, join, solo
+from dcr_daemon.publish.muster import Given, Muster, read_listed
 from dcr_daemon.publish.options import PublishOptions
 from dcr_daemon.publish.retention import Retention
 from dcr_daemon.publish.versions import SealedVersion
 from dcr_daemon.publish.waits import within
+from dcr_daemon.store.abreast import abreast
 
 T = TypeVar("T")
 
@@ -103,7 +105,12 @@ class Session:
         return record
 
     async def start(self, record: Open) -> Attempt:
-        """Begin to diff for what `open` opened, from exactly its base (must P3)."""
+        """Begin to diff for what `open` opened, from exactly its base (must P3).
+
+        Raises:
+            Fenced: another publisher has claimed the stream meanwhile.
+        """
+        self.ledger.check_held()
         attempt = await self.bench.start(record)
         self._emit(Opened(version=record.version, attempt=record.seq, step=record.step))
         return attempt
@@ -123,7 +130,11 @@ class Session:
             names.declared(round_), what=f"version {record.version}: the declaration"
         )
         store, limit = self.ledger.store, self._options.declaration_limit
-        others = await asyncio.gather(*(store.get(key, limit=limit) for _, key in sorted(keys.items())))
+        reads = (
+            partial(read_listed, store, key, limit=limit, patience=self._options.patience)
+            for _, key in sorted(keys.items())
+        )
+        others = await abreast(reads, CONCURRENCY)
         verdict = await self.workers.run_whole(judge, [declared, *others])
         await put(store, names.verdict(record.version, record.seq, round_), verdict, self._options.patience)
         runtime.failpoint("publish.verdict.put")
@@ -146,8 +157,14 @@ class Session:
     def _muster(self, prefix: str) -> Muster:
         return Muster(
             self.ledger.store, self.bench.rank, prefix, lag=self._options.lag, pressed=lambda: self._pressed,
-            emit=self._emit,
+            check=self._still_held, emit=self._emit,
         )  # fmt: skip
+
+    async def _still_held(self) -> None:
+        """Other ranks fall silent when the stream is another publisher's: nothing is waited for then (must P6)."""
+        with contextlib.suppress(StoreUnavailable):
+            await self.ledger.read()
+        self.ledger.check_held()
 
     async def seal(
         self,
@@ -202,7 +219,9 @@ class Session:
             return solo(own)
         prefix = names.attempt(open_.version, open_.seq)
         keys = await self._muster(prefix).all(".part.json", what=f"version {open_.version}: the part")
-        joined = await join(own, keys, open_, self.ledger.store, self.bench.objects, self.layout)
+        joined = await join(
+            own, keys, open_, self.ledger.store, self.bench.objects, self.layout, self._options.patience
+        )  # fmt: skip
         runtime.failpoint("publish.joined")
         if not self._vector or self._vector[0] != open_.base:
             self._vector = open_.base, await self.bench.restorer.vector(open_.base)
@@ -378,9 +397,13 @@ class Session:
             return
         await self.bench.prove()
         own = await write_share(self.bench, seal)
-        keys = await self._muster(names.anchor(seal.version, seal.seq)).all(
-            ".share.json", what=f"the anchor of version {seal.version}: the share"
-        )
+        try:
+            keys = await self._muster(names.anchor(seal.version, seal.seq)).all(
+                ".share.json", what=f"the anchor of version {seal.version}: the share"
+            )
+        except Given as error:  # no fault of this version, nor of the next one: that brings another anchor
+            self._emit(Waiting(what=f"an anchor, written with a later version: {error.message}"))
+            return
         await join_anchor(self.bench, seal, own, keys, await self.extras(), self._emit)
         self.bench.owes_anchor = False
         self.retention.anchored()

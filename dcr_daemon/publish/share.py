@@ -17,11 +17,13 @@ import numpy as np
 from dcr_daemon.canonical.box import Box
 from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import Layout, TensorSpec
+from dcr_daemon.checkpoint.contents import Boxes, Outlines
 from dcr_daemon.codec.chunk import SEGMENT_BYTES
+from dcr_daemon.codec.decode import Chunk
 
 _STEP = 1 << 20  #: elements whose places are held at a time
-_SPARSE = 4  #: how many times a box's elements are read for it at one go
-_SMALL = 1 << 16  #: elements
+_GAP = 1 << 14  #: elements between two rows that are read over
+_SCRATCH = 1 << 21  #: elements read at one go
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +84,26 @@ class Share:
     def touching(self, tensor: int, box: Box) -> Iterator[int]:
         """Numbers of the blocks of a tensor that may hold elements of `box`."""
         for number in self._of[tensor]:
-            mine = self.blocks[number].box
-            if mine.dst <= box.last and box.dst <= mine.last:
+            if not box.apart(self.blocks[number].box):
                 yield number
+
+    @cached_property
+    def boxes(self) -> Boxes:
+        """All blocks, to be compared with what objects hold."""
+        return Boxes([(block.tensor, block.box) for block in self.blocks])
+
+    def segments(self, chunk: Chunk) -> list[int]:
+        """Numbers of the segments of a chunk that may change something of the share."""
+        if self.complete:
+            return list(range(len(chunk)))
+        table = chunk.table
+        reach = (table.shape.astype(np.int64) - 1) * table.strides.astype(np.int64)
+        first = table.dst.astype(np.int64)
+        ends = np.cumsum(table.rank, dtype=np.int64)
+        last = first + np.add.reduceat(reach, ends - table.rank)
+        none = np.zeros_like(first)
+        outlines = Outlines(table.tensor.astype(np.int64), first, last, none, none, none)
+        return [int(n) for n in np.flatnonzero(self.boxes.touched(outlines))]
 
     @cached_property
     def complete(self) -> bool:
@@ -134,20 +153,54 @@ def transfer(bits: Bits, source: Box, into: Bits, target: Box) -> int:
     return copied
 
 
-def gather(read: Callable[[int, int], Bits], box: Box) -> Bits:
+def gather(read: Callable[[int, int], Bits], box: Box, out: Bits | None = None) -> Bits:
     """Lanes of a box in its own order, where whole runs are all that can be read: `read(first, count)`.
 
-    Rows that lie close together are read at one go; never much more than the box itself is held.
+    Rows that lie close together are read with what is between them, which costs less than a read of each (a disk's
+    pages and read-ahead would bring it anyway); what is further apart is read by itself. No more than `_SCRATCH`
+    elements are held beside the box.
+
+    Args:
+        out: where to; lanes [elements] of the box. New ones by default.
     """
-    if box.contiguous:
-        return read(box.dst, box.elements)
-    span = box.last - box.dst + 1
-    if span <= max(_SPARSE * box.elements, _SMALL):
-        lanes = read(box.dst, span)
-        strides = tuple(stride * lanes.itemsize for stride in box.strides)
-        return np.ascontiguousarray(np.lib.stride_tricks.as_strided(lanes, box.shape, strides)).reshape(-1)
-    axis = int(np.argmax([(n - 1) * stride for n, stride in zip(box.shape, box.strides, strict=True)]))
-    shape, strides = list(box.shape), box.strides
-    shape[axis] = 1
-    rows = [gather(read, Box(box.dst + i * strides[axis], tuple(shape), strides)) for i in range(box.shape[axis])]
-    return np.ascontiguousarray(np.concatenate([row.reshape(shape) for row in rows], axis=axis)).reshape(-1)
+    if out is None:
+        if box.contiguous:
+            return read(box.dst, box.elements)
+        out = np.empty(box.elements, dtype=read(box.dst, 1).dtype)
+    # By falling stride, so that the first axis is the outermost in the tensor; those of one place say nothing.
+    order = sorted(range(len(box.shape)), key=lambda i: (box.shape[i] == 1, -box.strides[i]))
+    axes = [(box.shape[i], box.strides[i]) for i in order if box.shape[i] > 1]
+    shaped = out.reshape(box.shape).transpose(order)
+    while shaped.ndim > len(axes):
+        shaped = shaped[..., 0]
+    _fill(read, box.dst, axes, shaped)
+    return out
+
+
+def _fill(read: Callable[[int, int], Bits], first: int, axes: list[tuple[int, int]], out: Bits) -> None:
+    """Read elements from `first` on along `axes`, `(places, stride)` by falling stride, into an array of that shape."""
+    if not axes:
+        out[...] = read(first, 1)[0]
+        return
+    (n, stride), inner = axes[0], axes[1:]
+    span = 1 + sum((places - 1) * step for places, step in inner)
+    if _close(axes) and span <= _SCRATCH:
+        most = min(n, max(1, (_SCRATCH - span) // stride + 1))
+        for at in range(0, n, most):
+            part = out[at : at + most]
+            lanes = read(first + at * stride, (part.shape[0] - 1) * stride + span)
+            steps = [step * lanes.itemsize for _, step in axes]
+            part[...] = np.lib.stride_tricks.as_strided(lanes, part.shape, steps)
+        return
+    for at in range(n):
+        _fill(read, first + at * stride, inner, out[at])
+
+
+def _close(axes: list[tuple[int, int]]) -> bool:
+    """Whether all places along the axes are so near each other that they are read together."""
+    span = 1
+    for n, stride in reversed(axes):
+        if stride - span > _GAP:
+            return False
+        span += (n - 1) * stride
+    return True
