@@ -44,7 +44,7 @@ def named() -> Iterator[str]:
                     assert isinstance(end, ast.Constant)
                     assert begin.value == "ledger."
                     yield from (f"ledger.{kind}{end.value}" for kind in RECORDS)
-            elif name == "write_whole":
+            elif name == "write_whole" and what:
                 durable = constant(call, "durable") is not False
                 yield from (f"disk.{what}.{s}" for s in ("write", "rename", *(("sync", "synced") * durable)))
             elif name in STEPS and what:

@@ -130,8 +130,16 @@ SITES = [
     ),
 ]
 
-#: named instants that a checkpoint directory never passes, and the tests of the engine that does
-ELSEWHERE = {"subscribe.loaded.kept": "tests/subscribe/test_loaded.py"}
+_OF_GROUPS = """
+publish.declared publish.verdict.put publish.joined publish.anchor.shared publish.member.open publish.member.fate
+publish.failed
+"""
+
+#: named instants that no scene passes, and the tests of what does: an engine that is not a directory, ranks of a group
+ELSEWHERE = {
+    "subscribe.loaded.kept": "tests/subscribe/test_loaded.py",
+    **dict.fromkeys(_OF_GROUPS.split(), "tests/shards/test_killed_ranks.py"),
+}
 
 #: what only a stream in a directory passes
 IN_A_DIRECTORY = {site.name for site in SITES if site.name.startswith(("store.file.", "disk.object."))}

@@ -39,8 +39,21 @@ _CLOSING = """
 ledger.release.put ledger.release.answered ledger.release.known
 """
 
+#: what is passed besides when a rank in the middle cannot take part in an update
+_GIVEN_UP = """
+publish.baseline.undone
+"""
+_ABORTING = """
+ledger.abort.put ledger.abort.answered ledger.abort.known retention.deleted
+"""
+_FAILING = """
+publish.failed
+"""
+
 LEADER = _counted(_OPENING, _UPDATE, _LEADING, _MARK, _CLOSING)
 MEMBER = _counted(_UPDATE, _ANSWERING, _MARK)
+#: of rank 0, of the rank that fails, and of others
+IN_FAILURE = _counted(_GIVEN_UP, _ABORTING), _counted(_FAILING), _counted(_GIVEN_UP)
 
 #: of a sleeper at these instants nothing can be said but that it is in no seal
 OUTSIDE = set(_counted(_OPENING, _MARK, _CLOSING))

@@ -55,12 +55,13 @@ def layout_of(path: Path) -> Layout:
         return found.layout
 
 
-async def check_stream(url: str, out: Path, expected: Mapping[int, Weights]) -> list[Told]:
+async def check_stream(url: str, out: Path, expected: Mapping[int, Weights], like: Layout | None = None) -> list[Told]:
     """Every version is bit for bit what is expected, each element sent by one rank; `verify` finds nothing.
 
     Args:
         out: where versions are materialised, and removed.
         expected: weights by version, of all versions but 0.
+        like: the layout that each version has; without it, all tensors are BF16.
     """
     store = await open_store(url)
     try:
@@ -71,18 +72,19 @@ async def check_stream(url: str, out: Path, expected: Mapping[int, Weights]) -> 
         seals = await ledger.history.between(1)
         assert [seal.version for seal in seals] == sorted(expected)
         for version in expected:
-            await _check_version(store, version, out, expected[version])
+            await _check_version(store, version, out, expected[version], like)
         return await _check_shares(store, ledger, seals)
     finally:
         await store.close()
 
 
-async def _check_version(store: Store, version: int, out: Path, expected: Weights) -> None:
+async def _check_version(store: Store, version: int, out: Path, expected: Weights, like: Layout | None) -> None:
     await materialize(store, version=version, out=out)
     layout, built = layout_of(out), weights_of(out)
     shutil.rmtree(out)
     assert built.keys() == expected.keys(), f"version {version}: {built.keys() ^ expected.keys()}"
-    assert [spec.dtype for spec in layout] == ["BF16"] * len(layout)
+    assert like is None or layout.digest == like.digest
+    assert like or [spec.dtype for spec in layout] == ["BF16"] * len(layout)
     wrong = [name for name, bits in expected.items() if not np.array_equal(built[name], bits)]
     assert not wrong, f"version {version} differs from the export in {wrong}"
 

@@ -24,7 +24,7 @@ from ranks.launch import environment
 from ranks.steps import bits, write_base
 
 LOOK = 0.02  #: seconds between two looks of a scene
-MODULES = ("ranks.steps", "torch.distributed.checkpoint")
+MODULES = ("ranks.steps", "torch.distributed.checkpoint", "dcr_daemon.projection.canary")
 
 
 @pytest.fixture(scope="session")
@@ -84,12 +84,14 @@ class Ranks:
         *,
         state: str = "state",
         armed: Mapping[int, str] | None = None,
+        spoilt: Mapping[int, int] | None = None,
         passed: bool = False,
     ) -> Life:
         """Start a group of `mesh` that goes on until `steps`.
 
         Args:
             armed: what failpoint the ranks named are started with.
+            spoilt: the step at which the ranks named hand over half of their weights at first.
             passed: whether each rank writes down the instants that it passes.
         """
         world = int(np.prod([int(n) for n in mesh.split("x")]))
@@ -99,6 +101,7 @@ class Ranks:
         for rank in range(world):
             environ = environment(rank, world) | {"RIG_MEET": str(self.home / f"meet-{life}")}
             environ["DCR_FAILPOINT"] = (armed or {}).get(rank, "")
+            environ["RIG_SPOILT"] = str((spoilt or {}).get(rank, ""))
             if passed:
                 environ["DCR_TEST_PASSED"] = str(self.home / f"passed-{life}-{rank}")
             log = self.home / f"life-{life}-rank-{rank}.log"

@@ -4,7 +4,8 @@
 
 MESH is how the ranks share the model: `4` for FSDP2 over four, `2x2` for FSDP2 over tensor parallelism, `1x4` for
 tensor parallelism alone. Begins with the step after the newest version, as a trainer that resumes; publishes a step
-when `PLACE/go-STEP` exists. RIG_MEET names the file over which the ranks of this life find each other.
+when `PLACE/go-STEP` exists, once more if it comes to nothing. RIG_MEET names the file over which the ranks of this life
+find each other; RIG_SPOILT the step at which this rank hands over half of its weights at first.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from dcr_daemon import Publisher
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.checkpoint.directory import write_checkpoint
-from dcr_daemon.errors import Fenced
+from dcr_daemon.errors import DcrError, Fenced
 
 NAME = "trainer"
 FENCED = 12
@@ -101,7 +102,15 @@ def main() -> None:
             dist.broadcast_object_list(newest)  # a trainer would know from its own checkpoint
             for step in range(newest[0] + 1, int(steps) + 1):
                 _wait_for(Path(place) / f"go-{step}")
-                sealed = publisher.publish(held(step, mesh), step=step).wait_sealed(100)
+                weights = held(step, mesh)
+                spoilt = dict(list(weights.items())[::2]) if os.environ.get("RIG_SPOILT") == str(step) else weights
+                try:
+                    sealed = publisher.publish(spoilt, step=step).wait_sealed(100)
+                except Fenced:
+                    raise
+                except DcrError as error:  # on every rank, if on one
+                    print(f"rank {rank}: step {step}, again: {error}", flush=True)
+                    sealed = publisher.publish(weights, step=step).wait_sealed(100)
                 print(f"rank {rank}: step {step} is version {sealed.version}", flush=True)
     except Fenced as error:
         print(f"rank {rank}: fenced: {error}", flush=True)
