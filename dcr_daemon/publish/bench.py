@@ -17,6 +17,7 @@ from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.records import Open, Seal
 from dcr_daemon.publish.attempt import Attempt
 from dcr_daemon.publish.baseline import Baseline
+from dcr_daemon.publish.muster import Given
 from dcr_daemon.publish.options import PublishOptions
 from dcr_daemon.publish.rank import Rank
 from dcr_daemon.publish.restore import Restorer
@@ -108,9 +109,14 @@ class Bench:
             await self.restorer.restore()
 
     async def start(self, record: Open) -> Attempt:
-        """Begin to diff for an attempt, from exactly its base (must P3)."""
+        """Begin to diff for an attempt, from exactly its base (must P3).
+
+        Raises:
+            Given: the ledger went on without the attempt; what is there now is no base of it.
+        """
         await self.restore()
-        assert record.base == self.baseline.version  # nothing else can be sealed while this one stands open
+        if record.base != self.baseline.version:
+            raise Given(f"version {record.version} was given up: the stream is at version {self.baseline.version}")
         options = self.options
         uploads = Uploads(
             self.ledger.store, version=record.version, attempt=record.seq, backlog=options.upload_backlog,

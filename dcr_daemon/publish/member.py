@@ -15,14 +15,14 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from dcr_daemon import runtime
-from dcr_daemon.errors import DcrError, Fenced, Missing, Misuse, StoreUnavailable
+from dcr_daemon.errors import Corrupt, DcrError, Fenced, Missing, Misuse, StoreUnavailable
 from dcr_daemon.events import Emit, Opened, Waiting
 from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.records import Abort, AnyRecord, Epoch, Fail, Open, Release, Seal
 from dcr_daemon.publish.anchors import write_share
 from dcr_daemon.publish.attempt import Attempt, put
 from dcr_daemon.publish.bench import Bench
-from dcr_daemon.publish.muster import TELL_EVERY, Given
+from dcr_daemon.publish.muster import TELL_EVERY, Given, read_listed
 from dcr_daemon.publish.options import PublishOptions
 from dcr_daemon.publish.session import CLOSE_PATIENCE
 from dcr_daemon.publish.versions import SealedVersion
@@ -48,9 +48,9 @@ class Member:
         self._ousted = ""
         self._released = False
         self._opened: Open | None = None
-        self._fates: dict[int, Seal | Abort] = {}
         self._answered: Open | None = None
-        self._refused = 0  #: the newest open that was refused
+        self._fates: dict[int, Seal | Abort] = {}  #: of what is answered, and of what was opened last
+        self._failed = 0  #: the newest attempt that was told to fail; the reason told first stands
         self._sharing: Seal | None = None
 
     @property
@@ -71,10 +71,10 @@ class Member:
             Misuse: rank 0 publishes another step.
         """
         await self.settle("the next update began")
-        if self.bench.holds:
-            with contextlib.suppress(StoreUnavailable):
-                await self.bench.restore()
         self._call = self._call + 1 if call is None else call
+        if self.bench.holds:
+            with contextlib.suppress(DcrError):  # `start` meets it again, when rank 0 can be told
+                await self.bench.restore()
         record = await self._until(self._mine, f"update {self._call} of rank 0", self._refuse_missed)
         self._answered = record
         runtime.failpoint("publish.member.open")
@@ -86,18 +86,19 @@ class Member:
         return record
 
     def _mine(self) -> Open | None:
-        self._check_ours()
         opened = self._opened
         if opened is None or opened.call < self._call:
+            self._check_ours()
             return None
         if opened.call > self._call:
+            self._check_ours()
             raise Given(f"rank 0 skipped update {self._call} and is in update {opened.call}")
-        if isinstance(fate := self._fates.get(opened.seq), Abort):
-            raise Given(f"rank 0 gave the update up: {fate.reason}")
+        self._check_open(opened)
         return opened
 
     async def start(self, record: Open) -> Attempt:
         """Begin to diff, from exactly the base of what rank 0 opened (must P3)."""
+        self._check_open(record)
         attempt = await self.bench.start(record)
         self._emit(Opened(version=record.version, attempt=record.seq, step=record.step))
         return attempt
@@ -108,11 +109,12 @@ class Member:
         key = names.declaration(record.version, record.seq, record.group, rank.number, rank.nonce, round_)
         await put(store, key, declared, self._options.patience)
         runtime.failpoint("publish.declared")
-        verdict: list[bytes] = []
+        judged, verdict = names.verdict(record.version, record.seq, round_), list[bytes]()
 
         async def look() -> None:
             with contextlib.suppress(Missing):
-                verdict.append(await store.get(names.verdict(record.version, record.seq, round_), limit=limit))
+                await store.get(judged, limit=limit)
+                verdict.append(await read_listed(store, judged, limit=limit, patience=self._options.patience))
 
         def found() -> bytes | None:
             self._check_open(record)
@@ -121,10 +123,10 @@ class Member:
         return await self._until(found, f"version {record.version}: rank 0's verdict", look)
 
     def _check_open(self, record: Open) -> None:
-        """Raise if the attempt has ended."""
-        self._check_ours()
-        if isinstance(fate := self._fates.get(record.seq), Abort):
+        """Raise if the attempt has ended; with rank 0's reason, even if it has closed its publisher since."""
+        if isinstance(fate := self._fates.get(record.seq), Abort) and not self._ousted:
             raise Given(f"rank 0 gave the update up: {fate.reason}")
+        self._check_ours()
 
     async def seal(self, attempt: Attempt, *, metadata: dict[str, Any] | None = None) -> SealedVersion:
         """Put this rank's part, and wait for the fate. `metadata` is rank 0's to give.
@@ -137,9 +139,10 @@ class Member:
         runtime.failpoint("publish.uploaded")
         fate = await self._fate(attempt.record)
         if isinstance(fate, Seal):
-            return self._commit(fate)
+            return await self._commit(attempt, fate)
         await self._undo(fate)
-        self._check_ours()
+        if fate is None or self._ousted:
+            self._check_ours()
         raise Given(f"version {attempt.version} was given up: {fate.reason if fate else 'rank 0 ended'}")
 
     async def _fate(self, record: Open) -> Seal | Abort | None:
@@ -154,7 +157,18 @@ class Member:
         runtime.failpoint("publish.member.fate")
         return fate
 
-    def _commit(self, seal: Seal) -> SealedVersion:
+    async def _commit(self, attempt: Attempt, seal: Seal) -> SealedVersion:
+        """The attempt was sealed. If it was with the part of another process that believes to be this rank, what this
+        one diffed is no version of anybody's (must P1)."""
+        rank = self.bench.rank
+        part = names.part(seal.version, seal.attempt, rank.group, rank.number, rank.nonce)
+        if all(ref.key != part for ref in seal.parts):
+            await self._undo(None)
+            self.bench.baseline.lose()
+            raise Corrupt(
+                f"version {seal.version} was sealed with the part of another process that is {rank}",
+                hint="end all processes of the group and start it anew",
+            )
         self._answered = None
         self._sharing = seal if seal.anchor else None
         if seal.anchor:
@@ -190,7 +204,7 @@ class Member:
             what = f"rank 0's abort of version {record.version}"
             fate = await within(patience, self._fate(record), what=what, emit=self._emit)
         if isinstance(fate, Seal) and attempt:
-            return self._commit(fate)
+            return await self._commit(attempt, fate)
         await self._undo(fate if isinstance(fate, Abort) else None)
         return None
 
@@ -198,8 +212,7 @@ class Member:
         """An open of a call that this rank has passed without answering comes to nothing, and rank 0 must know (P2)."""
         opened = self._opened
         missed = opened and opened.call < self._call and opened is not self._answered
-        if opened and missed and opened.seq not in self._fates and opened.seq != self._refused:
-            self._refused = opened.seq
+        if opened and missed and opened.seq not in self._fates:
             await self._fail(opened, f"it has passed update {opened.call} without taking part in it")
 
     def in_doubt(self, version: int) -> bool:
@@ -213,6 +226,8 @@ class Member:
     async def _fail(self, record: Open, reason: str, patience: float = FAIL_PATIENCE) -> None:
         """Tell rank 0; it aborts. What cannot be told is found out by the next call (must P7)."""
         rank = self.bench.rank
+        if record.seq == self._failed:
+            return
         fail = Fail(
             stream=record.stream, group=record.group, call=record.call, attempt=record.seq, rank=rank.number,
             nonce=rank.nonce, reason=reason,
@@ -220,6 +235,7 @@ class Member:
         key = names.fail(record.version, record.seq, record.group, rank.number, rank.nonce)
         with contextlib.suppress(StoreUnavailable):
             await put(self.ledger.store, key, records.encode(fail), patience)
+            self._failed = record.seq
         runtime.failpoint("publish.failed")
 
     async def _until(
@@ -275,18 +291,30 @@ class Member:
                 if record.group == self.bench.rank.group:
                     self._opened, self._epoch = record, record.epoch
             case Seal() | Abort():
-                self._fates = {record.attempt: record}  # one attempt is undecided at a time
+                live = {one.seq for one in (self._answered, self._opened) if one}
+                self._fates = {
+                    seq: fate for seq, fate in {**self._fates, record.attempt: record}.items() if seq in live
+                }
             case _:
                 pass
 
     async def catch_up(self) -> None:
         """Take what rank 0 may have written before this rank looked: everything since the newest claim, if it is not
         long ago."""
-        state, tip = self.ledger.state, self.ledger.tip.seq
-        first = state.epoch.seq if state.epoch else tip
-        for seq in range(max(first, tip - CATCH_UP), tip + 1):
-            with contextlib.suppress(DcrError):  # a void record says nothing
-                self._take(await self.ledger.history.record(seq))
+        claim, tip = self.ledger.state.epoch, self.ledger.tip.seq
+        if claim is None:
+            return
+        for seq in range(max(claim.seq, tip - CATCH_UP), tip + 1):
+            record = await self._past(seq)
+            if record and record.epoch == claim.seq:  # any other one here is void
+                self._take(record)
+
+    async def _past(self, seq: int) -> AnyRecord | None:
+        """A record that was read before this rank listened; None for one that says nothing, whoever reads it."""
+        for _ in range(2):
+            with contextlib.suppress(Corrupt):
+                return await self.ledger.history.record(seq)
+        return None
 
     def _check_ours(self) -> None:
         """Raise if rank 0 of this group does not hold the stream any more."""

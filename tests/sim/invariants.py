@@ -24,6 +24,7 @@ from dcr_daemon.events import Committed, Event, Serving
 from dcr_daemon.ledger import records
 from dcr_daemon.ledger.fold import Tip, begin, fold
 from dcr_daemon.ledger.records import Anchor, AnyRecord, ObjectRef, Seal
+from dcr_daemon.publish.member import Member
 from dcr_daemon.publish.session import Session
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class Watch:
         self.engines: list[SimEngine] = []
         self.heads: dict[str, int] = {}
         self.void_allowed = False
+        self.groups: dict[str, int] = {}  # of many ranks: how many, by group id
         self._states: dict[int, list[dict[str, bytes]]] = {}
         self._running: dict[SimEngine, bool] = {}
         self._were_ready: set[str] = set()  # engine processes that have served
@@ -80,6 +82,25 @@ class Watch:
         bits = [session.read(n, 0, spec.elements) for n, spec in enumerate(LAYOUT)]
         if not same(bits, self.versions[head]):
             self.world.fail("baseline", f"{process} holds other weights than version {head}")
+
+    def holds(self, process: Process, session: Session | Member, *, newest: bool) -> None:
+        """A rank has nothing under way: what it keeps is its share of a version; of the newest that it has read, unless
+        others may publish without it."""
+        bench = session.bench
+        if bench.attempt or not bench.holds or session.in_doubt(session.head + 1):
+            return
+        baseline = bench.baseline
+        if baseline.version is None or baseline.stray:
+            return
+        if baseline.version > session.head or (newest and baseline.version != session.head):
+            self.world.fail("baseline", f"{process} holds version {baseline.version}; it has read {session.head}")
+            return
+        whole = self.versions[baseline.version]
+        for number, block in enumerate(baseline.share.blocks):
+            where = block.box.canonical(np.arange(block.box.elements, dtype=np.int64))
+            if not np.array_equal(baseline[number], whole[block.tensor][where]):
+                self.world.fail("baseline", f"{process} does not hold its share of version {baseline.version}")
+                return
 
     def exited(self, actor: Actor, process: Process, error: BaseException | None) -> None:
         """Nobody is fenced by its own write."""
@@ -149,8 +170,24 @@ class Watch:
             world.fail("sealed", f"version {seal.version} of {by} is not what its trainer gave")
         if not np.array_equal(vector, vector_of(found)):
             world.fail("sealed", f"version {seal.version} has a vector of other weights")
+        self._joined(seal, by)
         self.versions.append(found)
         self.seals[seal.version] = seal
+
+    def _joined(self, seal: Seal, by: Process) -> None:
+        """One part of each rank of one group, which together held the base, every element once (must P3)."""
+        parts = [records.decode_part(self._read(ref)) for ref in seal.parts]
+        groups = {part.group for part in parts}
+        ranks = sorted(part.rank for part in parts)
+        if len(groups) != 1 or ranks != list(range(self.groups.get(min(groups), 1))):
+            self.world.fail("parts", f"version {seal.version} of {by} is made of ranks {ranks} of {sorted(groups)}")
+        sums = [np.frombuffer(self._read(part.sums), "<u8").reshape(2, -1) for part in parts]
+        before, after = np.sum(sums, axis=0, dtype=np.uint64)
+        stray = any(part.stray for part in parts)
+        if not stray and not np.array_equal(before, vector_of(self.versions[-1])):
+            self.world.fail("parts", f"what the ranks of version {seal.version} held is not version {seal.base}")
+        if not np.array_equal(after, np.frombuffer(self._read(seal.fingerprint), "<u8")):
+            self.world.fail("parts", f"what the ranks of version {seal.version} hold now is not its fingerprint")
 
     def _read(self, ref: ObjectRef) -> bytes:
         body = self.world.bucket.objects[ref.key]

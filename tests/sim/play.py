@@ -7,7 +7,7 @@ import importlib
 from functools import cache
 from typing import Any
 
-from sim import hostile, scenarios  # noqa: F401  each registers what it plays
+from sim import groups, hostile, scenarios  # noqa: F401  each registers what it plays
 from sim.engines import toy_workers
 from sim.stage import SCENARIOS as _PLAYS
 from sim.stage import Stage

@@ -10,10 +10,12 @@ from sim.actors import Actor, Collecting, Replica, SimPublisher
 from sim.bucket import Fault
 from sim.engines import SimEngine
 from sim.invariants import Watch
+from sim.ranks import Group
 from sim.trainer import Trainer, save
 from sim.world import Trigger, World
 
 CALM = 1500.0  #: virtual seconds within which everything must be well again
+PROMPT = 3  #: calls that may come to nothing after all faults have ended
 BUSY = 40  #: requests a second that nobody may exceed when all is done
 
 Play = Callable[["Stage"], Coroutine[Any, Any, None]]
@@ -32,13 +34,20 @@ class Stage:
         self.world, self.rng = world, world.rng
         self.trainer = Trainer(world.rng)
         self.watch = Watch(world, self.trainer.base)
-        self.publishers: list[SimPublisher] = []
+        self.publishers: list[SimPublisher | Group] = []
         self.replicas: list[Replica] = []
         self.operators: list[Actor] = []
 
     def publisher(self, **options: Any) -> SimPublisher:
         kind = options.pop("kind", SimPublisher)
         actor: SimPublisher = kind(self.world, self.watch, self.trainer, **options)
+        self.publishers.append(actor)
+        actor.start()
+        return actor
+
+    def group(self, **options: Any) -> Group:
+        """A process group that publishes together."""
+        actor = Group(self.world, self.watch, self.trainer, **options)
         self.publishers.append(actor)
         actor.start()
         return actor
@@ -152,6 +161,11 @@ class Stage:
             world.thaw(process)
         final = await self._publish_again()
         await self.until(lambda: final.left <= 0, CALM, "publishing again")
+        for group in self.publishers:
+            if isinstance(group, Group):
+                await self.until(group.past_is_over, CALM, f"the end of ranks of {group.role} that were left over")
+                if group.failures > PROMPT:
+                    world.fail("liveness", f"{group.failures} calls of {group.role} came to nothing without a fault")
         for replica in self.replicas:
             if not any(other.alive for other in self._beside(replica)):
                 replica.down = False
@@ -177,7 +191,7 @@ class Stage:
     def _there(self, replica: Replica) -> bool:
         return any(self.served(r) == self.watch.head for r in self._beside(replica))
 
-    async def _publish_again(self) -> SimPublisher:
+    async def _publish_again(self) -> SimPublisher | Group:
         """The publisher that holds the stream goes on; if none does, an operator takes over for a new one."""
         await asyncio.sleep(40.0)
         owner = self.watch.tip.state.epoch if self.watch.tip else None
