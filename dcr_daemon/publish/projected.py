@@ -240,6 +240,11 @@ class Projected:
         assert share is not None
         return ((n, partial(reader.read, share[n].tensor, share[n].box)) for n in self._direct)
 
+    @property
+    def exports(self) -> bool:
+        """Whether several ranks together construct what is residual."""
+        return self._rank.world > 1 and self._residual is not None and bool(self._residual.names)
+
     def residual(self) -> Generator[tuple[int, Any, bool], None, None]:
         """Residual tensors that this rank owns: layout index, tensor, whether it travels as an overwrite (collective).
 

@@ -1,8 +1,10 @@
 """One update of one rank of many, step by step: what is opened, agreed upon and diffed, in which order (musts P2, P3).
 
-    open ─► (declare ─► agree) twice, until a version is sealed ─► start ─► blocks, residual ─► finish
+    open ─► (declare ─► agree) twice, until a version is sealed ─► start ─► blocks ─► (agree) ─► residual ─► finish
 
 An attempt is opened before anything is looked at: whoever finds a fault says so to all ranks, and none waits for it.
+What is residual is constructed by collectives, which would wait without end for a rank that has failed, so the ranks
+meet in the bucket before the first one.
 The weights are the trainer's and are looked at on its thread, while sessions live on a loop. So the order is a
 generator of what the loop is to do; whoever drives it decides where the rest runs.
 """
@@ -14,6 +16,7 @@ from collections.abc import Callable, Coroutine, Generator
 from typing import Any
 
 from dcr_daemon.codec.chunk import Codec
+from dcr_daemon.ledger import names
 from dcr_daemon.projection import host
 from dcr_daemon.publish.attempt import Attempt
 from dcr_daemon.publish.member import Member
@@ -22,6 +25,9 @@ from dcr_daemon.publish.session import Session
 from dcr_daemon.publish.share import Share
 from dcr_daemon.publish.sources import TensorSource, settle_devices
 from dcr_daemon.publish.weights import as_shards
+
+EXPORT = names.ROUNDS + 1  #: the round in which every rank says that it can take part in the exports
+_READY = b"ready"
 
 Steps = Generator[Coroutine[Any, Any, Any], Any, Attempt]
 
@@ -42,6 +48,8 @@ def steps(session: Session | Member, projected: Projected, weights: Any, *, step
     host.settle_devices(projected.devices())
     attempt: Attempt = yield session.start(record)
     yield attempt.diff_blocks(projected.blocks())
+    if projected.exports:
+        yield session.agree(record, EXPORT, _READY, lambda declared: _READY)
     with contextlib.closing(projected.residual()) as residual:
         for index, tensor, overwrite in residual:
             source = TensorSource(session.layout[index].name, tensor)
