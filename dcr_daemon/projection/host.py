@@ -14,13 +14,13 @@ _pinned = ThreadLocal[dict[str, Any]](dict)
 
 def lanes(tensor: Any) -> Bits:
     """Flat unsigned lanes of a contiguous tensor: its own memory on the CPU; from a GPU, a buffer of this thread, valid
-    until its next call."""
+    until its next call; from any other device a copy."""
     import torch
 
     flat = tensor.reshape(-1)
     if flat.device.type == "cuda":
         flat = _to_host(flat)
-    return flat.contiguous().view(torch.uint8).numpy().view(lane_dtype(flat.element_size()))
+    return flat.cpu().contiguous().view(torch.uint8).numpy().view(lane_dtype(flat.element_size()))
 
 
 def _to_host(flat: Any) -> Any:

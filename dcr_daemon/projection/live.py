@@ -23,6 +23,7 @@ from dcr_daemon.projection.megatron.live import Megatron, named_chunks
 from dcr_daemon.projection.misfits import Misfits, listed
 from dcr_daemon.projection.named import COMPILED, is_module, shared_prefix, table, unwrapped
 from dcr_daemon.projection.plan import Map
+from dcr_daemon.projection.rehearsal import FOREIGN
 from dcr_daemon.projection.titan import adapter_conversion
 from dcr_daemon.projection.tracing import Conversion
 
@@ -142,7 +143,7 @@ def live(
     ways = {"conversion": conversion, "adapter": adapter, "megatron": megatron, "mapped": mapped}
     if len(chosen := [name for name, way in ways.items() if way is not None]) > 1:
         raise Misuse(f"{' and '.join(chosen)} exclude each other", hint="give the one that describes these weights")
-    instead = "give the transformers model itself, whose class knows how it saves, or the conversion"
+    instead = "give the transformers model itself, whose class knows how it saves, or Trainer(conversion=...)"
     misfits = Misfits(f"what rank {rank} of {world} holds", layout, ignore, instead=instead)
     convert: Convert | None = None
     if megatron is not None:
@@ -177,7 +178,7 @@ def _table(weights: Any) -> dict[str, Any]:
         return table(weights)
     raise Misuse(
         f"a {type(weights).__name__} was given as this rank's weights",
-        hint="give a module or a state dict; a list of Megatron's model chunks goes with megatron=",
+        hint="give a module or a state dict; a list of Megatron's model chunks goes with Trainer(megatron=...)",
     )
 
 
@@ -200,14 +201,25 @@ def _converted(
     if conversion is not None:
         return handover, tensors, conversion, None
     if adapter is not None:
-        return handover, tensors, adapter_conversion(adapter, whole), adapter.to_hf
+        return handover, tensors, _followed(lambda: adapter_conversion(adapter, whole)), adapter.to_hf
     if model is None:
         return handover, tensors, None, None
-    traced = transformers_v5.conversion(model, whole)
+    traced = _followed(lambda: transformers_v5.conversion(model, whole))
     left_out: dict[str, list[Region]] = {
         name: [] for name in whole if name not in traced.regions
     }  # `_keys_to_ignore_on_save`
     return handover, tensors, replace(traced, regions={**traced.regions, **left_out}), transformers_v5.converter(model)
+
+
+def _followed(trace: Callable[[], Conversion]) -> Conversion:
+    """An export followed on tensors without elements; it is anybody's code, and may not take them."""
+    try:
+        return trace()
+    except FOREIGN as error:
+        raise Incompatible(
+            f"the framework's own export does not run on these tensors: {type(error).__name__}: {error}",
+            hint="give what it does as Trainer(conversion=...), or the finished map as Trainer(mapped=...)",
+        ) from error
 
 
 def _library_model(weights: Any, names: list[str]) -> tuple[Any, str]:

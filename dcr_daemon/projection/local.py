@@ -61,6 +61,8 @@ def signature(tensors: Mapping[str, Any]) -> Signature:
 
 
 def _entry(name: str, tensor: Any, meshes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]]) -> Entry:
+    if not is_tensor(tensor):  # new since the map was made: to be told by name
+        return name, (), type(tensor).__name__, (), (), ()
     dtype, placements = str(tensor.dtype), getattr(tensor, "placements", None)
     if isinstance(tensor, Partitioned):
         return name, tuple(tensor.local.shape), dtype, ("partitioned",), (tensor.ranks,), (tensor.rank,)

@@ -46,13 +46,23 @@ class Misfits:
         texts = [f"{kind}: {listed(sorted(names))}" for kind, names in sorted(self._kinds.items())]
         hint = "nothing of it is published; correct it, or start a new stream from a base that has this layout"
         added = self._kinds.get("added", [])
-        if why := _prefixed(added, self._layout) or _fused(added, self._layout, self._instead):
+        if why := _adapted(added) or _prefixed(added, self._layout) or _fused(added, self._layout, self._instead):
             hint = f"{why}; nothing of it is published"
         elif added and "missing" in self._kinds:
             hint = f"were tensors renamed? {hint}"
         elif added:
-            hint = f"--ignore GLOB drops names that no server needs; {hint}"
+            hint = f"--ignore GLOB, ignore= of a Publisher, drops names that no server needs; {hint}"
         return Incompatible(f"{self._what} does not fit the stream's layout: {'; '.join(texts)}", hint=hint)
+
+
+def _adapted(added: list[str]) -> str:
+    """What to do if there are low-rank adapters beside the weights that they change, as PEFT calls both."""
+    if not any(".lora_" in name for name in added):
+        return ""
+    return (
+        "adapters are published merged: after PEFT's `merge_adapter()` give the tensors that have no `lora_` in their "
+        "names, called without `base_layer.`"
+    )
 
 
 def _prefixed(added: list[str], layout: Layout) -> str:

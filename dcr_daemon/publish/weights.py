@@ -28,18 +28,23 @@ def as_table(weights: Any, known: Container[str]) -> list[TensorSource] | None:
 
 def as_stream(weights: Iterable[Any], known: Container[str]) -> Iterator[TensorSource]:
     """Sources of an iterable of `(name, tensor)`, one at a time: the producer may reuse memory between them."""
-    for pair in weights:
-        if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
-            raise _misuse(pair)
-        yield TensorSource(plain(pair[0], known), pair[1])
+    for item in weights:
+        name, tensor = _pair(item)
+        yield TensorSource(plain(name, known), tensor)
 
 
 def as_shards(weights: Any) -> Any:
-    """What a rank of many hands over: named pairs as a table, since none of them is made anew for each name."""
+    """What a rank of many hands over: named pairs as a table, since none of them is made anew for each name.
+
+    Raises:
+        Misuse: neither a module, a table, pairs nor a list of modules.
+    """
     if callable(getattr(weights, "state_dict", None)) or isinstance(weights, Mapping):
         return weights
     parts = list(weights)
-    return parts if all(callable(getattr(part, "state_dict", None)) for part in parts) else dict(parts)
+    if parts and all(callable(getattr(part, "state_dict", None)) for part in parts):
+        return parts
+    return dict(map(_pair, parts))
 
 
 def needs_projection(weights: Any, known: Container[str]) -> bool:
@@ -55,6 +60,12 @@ def check_kind(weights: Any) -> None:
     """`Misuse` for something that cannot be weights at all."""
     if not callable(getattr(weights, "state_dict", None)) and not isinstance(weights, Iterable):
         raise _misuse(weights)
+
+
+def _pair(item: Any) -> tuple[str, Any]:
+    if not isinstance(item, tuple | list) or len(item) != 2 or not isinstance(item[0], str):
+        raise _misuse(item)
+    return item[0], item[1]
 
 
 def _misuse(value: Any) -> Misuse:

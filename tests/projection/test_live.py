@@ -6,6 +6,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -123,6 +124,20 @@ def test_everything_that_does_not_fit_is_one_error() -> None:
     assert "reshaped: scale (is [4], should be [3])" in message
     assert "retyped: norm.weight (is F16, should be BF16)" in message
     assert "--ignore" in caught.value.hint
+
+
+def test_adapters_beside_the_weights_are_refused_with_what_to_do() -> None:
+    table = {f"base_model.model.{name}": tensor for name, tensor in Net().state_dict().items()}
+    table["base_model.model.scale.lora_A.default.weight"] = torch.ones(2, 3)
+    with pytest.raises(Incompatible, match="lora_A") as caught:
+        one(table)
+    assert "merge_adapter()" in caught.value.hint
+
+
+def test_what_is_no_tensor_and_new_at_a_later_step_is_refused_by_name() -> None:
+    held = one(Net().state_dict())
+    with pytest.raises(Incompatible, match="step is new"):
+        held.rebind(Net().state_dict() | {"step": 3})
 
 
 def test_what_is_ignored_is_dropped_and_layout_tensors_never_are() -> None:
@@ -341,3 +356,39 @@ def test_misuse_is_told() -> None:
         one([("embed.weight", torch.ones(6, 4))])
     with pytest.raises(Misuse, match="egatron"):
         Megatron.of_process(architecture("llama"))
+
+
+def test_a_correction_bias_is_fp32_before_the_first_forward_pass_too() -> None:
+    """Float16Module makes it bf16 like everything; Megatron's router makes it fp32 when it is first used."""
+    model = architecture("glm4_moe", num_nextn_predict_layers=0)
+    layout = megatron_layout(model)
+    canonical = {spec.name: torch.randint(-100, 100, (spec.elements,)).float() for spec in layout}
+    chunks = chunks_of(model, Grid(), 0, canonical=canonical)
+    later = dict(chunks[0].tensors)
+    chunks[0].tensors |= {name: bias.bfloat16() for name, bias in later.items() if name.endswith("expert_bias")}
+    early = one(chunks, layout, megatron=Megatron(model, Grid(), 0))
+    before = assembled(layout, readings(early, layout))
+    chunks[0].tensors = later
+    after = assembled(layout, readings(early.rebind(chunks), layout))
+    assert [bits.tobytes() for bits in before] == [bits.tobytes() for bits in after]
+
+
+@pytest.mark.parametrize(
+    ("family", "built", "wrong"),
+    [
+        ("llama", {"num_attention_heads": 4, "num_query_groups": 1, "kv_channels": 8}, "kv_channels is 8 in the model"),
+        ("deepseek_v3", {"num_attention_heads": 16}, "num_attention_heads is 16 in the model and 8 in the arch"),
+        ("nemotron_h", {"mamba_num_groups": 2, "mamba_state_dim": 6}, "mamba_state_dim is 6 in the model and 3"),
+        ("qwen3_next", {"linear_num_key_heads": 3, "linear_key_head_dim": 4}, "linear_key_head_dim is 4"),
+    ],
+)
+def test_an_architecture_of_equal_shapes_and_other_heads_is_refused(
+    family: str, built: dict[str, int], wrong: str
+) -> None:
+    """Nothing else would tell: the rows are as many, in another order."""
+    model = architecture(family)
+    layout = megatron_layout(model)
+    chunks = chunks_of(model, Grid(), 0)
+    chunks[0].config = SimpleNamespace(hidden_size=32, num_moe_experts=None, **built)
+    with pytest.raises(Incompatible, match=f"another model's: .*{wrong}"):
+        one(chunks, layout, megatron=Megatron(model, Grid(), 0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,7 +16,7 @@ from dcr_daemon import DcrError, Publisher, Trainer
 from dcr_daemon.canonical.region import Region
 from dcr_daemon.codec.chunk import Operation
 from dcr_daemon.codec.decode import open_chunk
-from dcr_daemon.errors import Incompatible
+from dcr_daemon.errors import Incompatible, Misuse
 from dcr_daemon.projection.plan import Map, Shard
 from dcr_daemon.projection.tracing import trace
 from dcr_daemon.projection.values import Bits
@@ -115,6 +116,19 @@ def test_elements_that_no_rank_has_are_refused_by_name_on_every_rank(world: Any)
     ranks.close()
 
 
+def test_what_are_no_weights_is_refused_on_the_rank_that_gives_it(world: Any, toolbox: Any) -> None:
+    layout = world.layout
+    ranks = Ranks(world, lambda rank: Trainer(mapped=rows(layout, rank)))
+    tensors = world.tensors(world.weights)
+    odd = ["norm.weight"]
+    results = ranks.all(publish(lambda rank: odd if rank == 1 else local(tensors, rows(layout, rank)), 1))
+    assert isinstance(results[1], Misuse)
+    assert all(isinstance(one, Given) and "Misuse" in str(one) for one in (results[0], results[2]))
+    pairs = ranks.all(publish(lambda rank: list(local(tensors, rows(layout, rank)).items()), 2))
+    assert pairs == [1] * WORLD
+    ranks.close()
+
+
 def test_what_cannot_be_projected_is_exported_by_the_users_hook_and_travels_as_overwrites(
     world: Any, toolbox: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -141,6 +155,34 @@ def test_what_cannot_be_projected_is_exported_by_the_users_hook_and_travels_as_o
         for segment in open_chunk(path.read_bytes(), layout).segments:
             if layout[segment.tensor].name in residual:
                 assert segment.operation is Operation.OVERWRITE
+
+
+def test_no_rank_begins_an_export_that_another_one_cannot_join(world: Any, toolbox: Any) -> None:
+    """An export is a collective: whoever enters it waits for all, and a rank that has failed never comes."""
+    layout, residual = world.layout, ("embed.weight", "norm.weight")
+    now: dict[str, Any] = {}
+    meeting = threading.Barrier(WORLD, timeout=60)
+
+    def export(names: Sequence[str]) -> Any:
+        meeting.wait()
+        return ((name, now[name]) for name in names)
+
+    made = [rows(layout, rank, without=residual) for rank in range(WORLD)]
+    ranks = Ranks(world, lambda rank: Trainer(mapped=made[rank], export=export))
+
+    def next_step(step: int, broken: int | None = None) -> list[Any]:
+        now.update(world.tensors(toolbox.step_weights(world.weights, seed=step)))
+        return ranks.all(publish(lambda rank: {} if rank == broken else local(now, made[rank]), step))
+
+    assert next_step(1) == [1] * WORLD
+    for broken in range(WORLD):
+        results = next_step(2, broken)
+        assert isinstance(results.pop(broken), Incompatible)
+        assert broken == 0 or all(isinstance(one, Given) for one in results)
+        assert all(isinstance(one, DcrError) for one in results)
+    assert next_step(3) == [2] * WORLD
+    ranks.close()
+    assert not meeting.broken
 
 
 def test_an_export_with_a_shared_scale_is_computed_whole_and_published(world: Any, toolbox: Any) -> None:
