@@ -119,20 +119,22 @@ class Check:
         sums = [entries for entries in files if entries is not None]
         if len(sums) == len(files) and (wrong := await self._wrong(anchor, sums)):
             self._damage(anchor.index.key, anchor.version, f"its files do not hold the version: {wrong}")
-        if index.contents and contents and (lies := self._outside(contents, files)):
+        if index.contents and contents is not None and (lies := self._outside(contents, files)):
             self._damage(index.contents.key, anchor.version, lies)
 
-    async def _contents(self, index: AnchorIndex) -> list[Contents]:
-        """The tables of what is in an anchor's files; none if there are none, or they are damaged."""
+    async def _contents(self, index: AnchorIndex) -> list[Contents] | None:
+        """The tables of what is in an anchor's files; None if it has none, or they are damaged."""
         if index.contents is None:
-            return []
+            return None
         reading = self._reader.read_contents(index)
         body = await self._try(index.contents.key, index.version, reading, index.contents.size)
+        if body is None:
+            return None
         try:
-            return [read_contents(table, len(self._layout)) for table in split_tables(body or b"")]
+            return [read_contents(table, len(self._layout)) for table in split_tables(body)]
         except Corrupt as error:
             self._damage(index.contents.key, index.version, error.message)
-            return []
+            return None
 
     def _outside(self, tables: Sequence[Contents], files: Sequence[Sums | None]) -> str:
         """What is in a file and not where the tables say that it is; empty if there is nothing."""

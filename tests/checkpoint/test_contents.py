@@ -145,3 +145,16 @@ def test_tables_come_apart_as_they_were_joined() -> None:
         with pytest.raises(Corrupt, match="cut off"):
             list(split_tables(cut))
     assert list(split_tables(b"")) == []
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=300), st.integers(0, 1 << 30), st.integers(0, 255))
+def test_any_bytes_are_a_table_or_corrupt(noise: bytes, place: int, value: int) -> None:
+    good = bytearray(zstandard.decompress(table(2, [1, 1], [(0, 3, 5, 4, 1, 1), (2, 0, 9, 0, 0, 0)])))
+    good[place % len(good)] = value
+    for raw in (noise, bytes(good)):
+        try:
+            contents = read_contents(zstandard.compress(raw), TENSORS)
+        except Corrupt:
+            continue
+        contents.touched(Boxes([(0, Box.flat(0, 4)), (2, Box(1, (3, 2), (4, 1)))]))
