@@ -9,7 +9,8 @@
     │   └── CorruptChunk                      the same, found by the chunk decoder
     ├── Exhausted                    exit 14  disk, tmpfs or memory budget full, or a disk that takes nothing
     ├── StoreUnavailable             exit 15  the bucket did not answer within the budget
-    └── EngineRefused                exit 16  the engine cannot take this stream or transaction
+    ├── EngineRefused                exit 16  the engine cannot take this stream or transaction
+    └── Given                        exit 1   another rank cannot take part; publish the next update (in training alone)
 
 A new kind exists only where a caller acts differently. The message names the thing; `hint` says what to do
 next. `Missing` is not an error of DCR: it is a store's answer that a key does not exist.
@@ -73,6 +74,10 @@ class StoreUnavailable(DcrError):
 
 class EngineRefused(DcrError):
     exit_code = 16
+
+
+class Given(DcrError):
+    """An update of many ranks was given up, here or elsewhere: no rank publishes it, and the next one is right."""
 
 
 class Missing(Exception):

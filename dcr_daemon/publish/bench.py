@@ -10,14 +10,13 @@ from __future__ import annotations
 from dcr_daemon import runtime
 from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import Layout
-from dcr_daemon.errors import Misuse
+from dcr_daemon.errors import Given, Misuse
 from dcr_daemon.events import Aborted, Alarm, Emit, Sealed
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.records import Open, Seal
 from dcr_daemon.publish.attempt import Attempt
 from dcr_daemon.publish.baseline import Baseline
-from dcr_daemon.publish.muster import Given
 from dcr_daemon.publish.options import PublishOptions
 from dcr_daemon.publish.rank import Rank
 from dcr_daemon.publish.restore import Restorer

@@ -15,14 +15,14 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from dcr_daemon import runtime
-from dcr_daemon.errors import Corrupt, DcrError, Fenced, Missing, Misuse, StoreUnavailable
+from dcr_daemon.errors import Corrupt, DcrError, Fenced, Given, Missing, Misuse, StoreUnavailable
 from dcr_daemon.events import Emit, Opened, Waiting
 from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.records import Abort, AnyRecord, Epoch, Fail, Open, Release, Seal
 from dcr_daemon.publish.anchors import write_share
 from dcr_daemon.publish.attempt import Attempt, put
 from dcr_daemon.publish.bench import Bench
-from dcr_daemon.publish.muster import TELL_EVERY, Given, read_listed
+from dcr_daemon.publish.muster import TELL_EVERY, read_listed
 from dcr_daemon.publish.options import PublishOptions
 from dcr_daemon.publish.session import CLOSE_PATIENCE
 from dcr_daemon.publish.versions import SealedVersion

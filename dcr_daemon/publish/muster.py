@@ -11,7 +11,7 @@ import re
 from collections.abc import Awaitable, Callable, Iterable
 
 from dcr_daemon import runtime
-from dcr_daemon.errors import Corrupt, DcrError, Missing, StoreUnavailable
+from dcr_daemon.errors import Corrupt, Given, Missing, StoreUnavailable
 from dcr_daemon.events import Emit, Waiting
 from dcr_daemon.ledger import records
 from dcr_daemon.ledger.records import PART_LIMIT
@@ -22,10 +22,6 @@ TELL_EVERY = 5.0  #: seconds
 FEW = 8  #: missing ranks up to which each is listed by itself, without the chunks of those that are there
 LOOKS = 6  #: at an object of which nobody has the digest, until two in a row agree
 _FIRST, _LAST = 0.02, 1.0  #: seconds between two looks
-
-
-class Given(DcrError):
-    """Another rank gave the attempt up, or is given up."""
 
 
 class Muster:

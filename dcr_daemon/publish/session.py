@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from dcr_daemon import runtime
 from dcr_daemon.canonical.fingerprint import Vector, total
 from dcr_daemon.checkpoint.directory import read_extras
-from dcr_daemon.errors import Corrupt, Fenced, StoreUnavailable
+from dcr_daemon.errors import Corrupt, Fenced, Given, StoreUnavailable
 from dcr_daemon.events import Emit, Opened, Waiting
 from dcr_daemon.ledger import names
 from dcr_daemon.ledger.ledger import Header
@@ -31,7 +31,7 @@ from dcr_daemon.publish.anchors import AnchorPolicy, SinceAnchor, join_anchor, w
 from dcr_daemon.publish.attempt import Attempt, Contribution, put
 from dcr_daemon.publish.bench import Bench
 from dcr_daemon.publish.join import CONCURRENCY, Joined, join, solo
-from dcr_daemon.publish.muster import Given, Muster, read_listed
+from dcr_daemon.publish.muster import Muster, read_listed
 from dcr_daemon.publish.options import PublishOptions
 from dcr_daemon.publish.retention import Retention
 from dcr_daemon.publish.versions import SealedVersion

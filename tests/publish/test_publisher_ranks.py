@@ -16,11 +16,10 @@ from dcr_daemon import DcrError, Publisher, Trainer
 from dcr_daemon.canonical.region import Region
 from dcr_daemon.codec.chunk import Operation
 from dcr_daemon.codec.decode import open_chunk
-from dcr_daemon.errors import Incompatible, Misuse
+from dcr_daemon.errors import Given, Incompatible, Misuse
 from dcr_daemon.projection.plan import Map, Shard
 from dcr_daemon.projection.tracing import trace
 from dcr_daemon.projection.values import Bits
-from dcr_daemon.publish.muster import Given
 
 WORLD = 3
 ROWS = ("embed.weight", "layer.0.weight", "layer.1.weight")
