@@ -150,6 +150,27 @@ def test_a_rank_that_fails_ends_the_update_for_all_and_the_next_one_is_right(
     check(world, toolbox, weights)
 
 
+def test_members_hear_why_rank_0_gave_up_even_if_it_has_closed_since(world: Any, toolbox: Any, ranked: Any) -> None:
+    weights = chain(world, toolbox, 1)
+
+    async def run() -> None:
+        group = await ranked(3).open()
+        await group.publish(weights[1], 1)
+        leader, members = group.ranks[0], group.ranks[1:]
+        with pytest.raises(TypeError):
+            await leader.publish({**weights[1], "embed.weight": None}, 2)
+        await leader.close()
+        for rank in members:
+            with pytest.raises(Given, match="rank 0 gave the update up: TypeError"):
+                await rank.publish(weights[1], 2)
+            with pytest.raises(Given, match="rank 0 has closed its publisher"):
+                await rank.publish(weights[1], 3)
+            await rank.close()
+
+    asyncio.run(run())
+    check(world, toolbox, weights)
+
+
 def test_ranks_that_publish_different_steps_publish_nothing(world: Any, toolbox: Any, ranked: Any) -> None:
     weights = chain(world, toolbox, 1)
 
