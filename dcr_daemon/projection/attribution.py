@@ -175,9 +175,10 @@ def of_chunks(chunks: Any, megatron: Megatron, layout: Layout, misfits: Misfits)
     for name in {region.name for shard in seen.map.shards for region in shard.regions}:
         if name not in layout and not misfits.ignores(name):
             misfits.note("added", name)
-        elif name in layout and layout[layout.index(name)].shape != predicted[name].shape:
-            shapes = list(predicted[name].shape), list(layout[layout.index(name)].shape)
-            misfits.note("reshaped", f"{name} (is {shapes[0]}, should be {shapes[1]})")
+    for name, spec in predicted.items():
+        if name in layout and layout[layout.index(name)].shape != spec.shape:
+            shapes = list(spec.shape), list(layout[layout.index(name)].shape)
+            misfits.note("reshaped", f"{name} (is {shapes[0]} by the architecture, should be {shapes[1]})")
     for name, shape in seen.unknown.items():
         if misfits.ignores(name):
             found.drop(name, "ignored")

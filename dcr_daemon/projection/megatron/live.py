@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dcr_daemon.errors import Incompatible, Misuse
+from dcr_daemon.projection.megatron.configuration import check_configuration
 from dcr_daemon.projection.megatron.grid import Grid
 from dcr_daemon.projection.megatron.model import VOCABULARY_MULTIPLE
 from dcr_daemon.projection.megatron.shards import Spot, shard, spots
@@ -82,8 +83,10 @@ def shards_of(
         rank: this process in the grid.
 
     Raises:
+        Incompatible: the model was built from another architecture.
         Misuse: the degrees do not divide the architecture, or the chunks are not as many as the grid's virtual stages.
     """
+    check_configuration(_listed(model), architecture)
     chunks = _chunks(model, grid.vpp)
     shards: list[Shard] = []
     bound: dict[str, Any] = {}
@@ -127,16 +130,24 @@ def _called(chunk: int, name: str, chunks: int) -> str:
     return f"{chunk}.{name}" if chunks > 1 else name
 
 
+def _listed(model: Any) -> Sequence[Any]:
+    return model if isinstance(model, list | tuple) else [model]
+
+
 def _chunks(model: Any, chunks: int) -> list[dict[str, Any]]:
-    found = [_tensors(chunk) for chunk in (model if isinstance(model, list | tuple) else [model])]
+    found = [_tensors(chunk) for chunk in _listed(model)]
     if len(found) != chunks:
         raise Misuse(f"{len(found)} model chunks for {chunks} virtual stages", hint="pass the list of all chunks")
     return found
 
 
 def _tensors(model: Any) -> dict[str, Any]:
-    """Parameters, and the one kind of buffer that checkpoints hold, by their names without wrappers."""
-    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith("router.expert_bias"))
+    """Parameters, and the one kind of buffer that checkpoints hold, by their names without wrappers.
+
+    That one is fp32 from the router's first forward pass on, whatever `Float16Module` made of it. Seen so from the
+    start, it does not change its dtype between a version that is published before any step and the next.
+    """
+    buffers = ((name, buffer.float()) for name, buffer in model.named_buffers() if name.endswith("router.expert_bias"))
     return {_bare(name): tensor for name, tensor in (*model.named_parameters(), *buffers)}
 
 
