@@ -206,7 +206,7 @@ def _check_group(ranks: Sequence[Declaration], layout: Layout) -> None:
     if wrong := _odd(ranks, "export", "another way to export"):
         raise Incompatible(
             f"the ranks cannot construct residual tensors together: {'; '.join(wrong)}",
-            hint="give the same residual= on every rank: exports run as collectives",
+            hint="give the same Trainer(export=...) on every rank: exports run as collectives",
         )
     for declaration in ranks:
         _check_columns(declaration, layout)
@@ -265,13 +265,13 @@ def _advice(faults: Sequence[Fault]) -> str:
     if any(fault.double for fault in faults):
         return (
             "say which ranks hold alike what no mesh counts with replica=(number, count): plain tensors on several "
-            "ranks, copies on pipeline stages; or give residual= an export of the framework"
+            "ranks, copies on pipeline stages; or give Trainer(export=...) that constructs them"
         )
     if any(fault.outside for fault in faults):
         return "the map does not belong to this checkpoint: check the model's configuration and shapes"
     return (
         "publish from every rank of every pipeline stage, with all layers that the base checkpoint has; count as "
-        "replicas only ranks that publish, with replica=(number, count); or give residual= an export of the framework"
+        "replicas only ranks that publish, with replica=(number, count); or give Trainer(export=...) that builds them"
     )
 
 
@@ -302,7 +302,7 @@ def _check_buildable(reasons: Mapping[str, str], builders: _Builders, layout: La
         more = f" and {len(lost) - LISTED} more" if len(lost) > LISTED else ""
         raise Incompatible(
             f"{len(lost):,} tensors cannot be projected, and no rank can export them: {shown}{more}",
-            hint="give residual= an export of the framework that constructs them",
+            hint="give Trainer(export=...) that constructs them",
         )
 
 
