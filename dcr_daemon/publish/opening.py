@@ -31,6 +31,8 @@ from dcr_daemon.runtime import Workers
 from dcr_daemon.store.port import Store
 from dcr_daemon.store.probe import probe
 
+CREATION = 7200.0  #: seconds that members wait for a stream: rank 0 reads the whole base before it creates one
+
 
 async def open_session(options: PublishOptions, store: Store, emit: Emit, rank: Rank | None = None) -> Session:
     """Claim the stream in `store`, or create it, as rank 0 (must P5).
@@ -73,16 +75,21 @@ async def open_member(options: PublishOptions, store: Store, emit: Emit, rank: R
 
     Raises:
         as `open_session`, but for what only rank 0 decides.
+        NotFound: rank 0 has not created it in `CREATION` seconds.
     """
     async with _Opening(options, store, emit, rank) as opening:
         pause, told = 0.1, runtime.monotonic()
+        deadline = told + CREATION
         while True:
             try:
                 await opening.ledger.read()
                 break
-            except NotFound:
+            except NotFound as error:
                 if not options.create:
                     raise
+                if runtime.monotonic() > deadline:
+                    hint = "rank 0 was to create it, and says why it has not"
+                    raise NotFound(error.message, hint=hint) from error
             if runtime.monotonic() - told > TELL_EVERY:
                 told = runtime.monotonic()
                 emit(Waiting(what=f"the stream at {store.url}, which rank 0 creates"))

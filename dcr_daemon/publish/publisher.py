@@ -60,7 +60,8 @@ class Publisher:
         endpoint_url, region, profile: of an S3-compatible service.
         trainer: what the tensors do not show of how they are laid out; needed for Megatron, torchtitan's adapters and
             frameworks of one's own. DTensors and transformers models need nothing.
-        rank, world: of this process among those that publish together, without `torch.distributed`.
+        rank, world: of this process among those that publish together, where `torch.distributed` does not tell it: one
+            rank that gathers all weights and publishes alone is `rank=0, world=1`.
         group: an id that just these processes agreed on for this start of theirs, without `torch.distributed`.
         codec: `auto`, `ulp`, `xor` or `overwrite`.
         ignore: globs of tensor names outside the base checkpoint to drop.

@@ -42,9 +42,9 @@ class Rank:
 def find_rank(group: str | None, rank: int | None, world: int | None) -> Rank:
     """This process's rank: as given, else as `torch.distributed` or its launcher says, else alone.
 
-    If `torch.distributed` is initialised and no `group` is given, rank 0 draws one and broadcasts it: the one
-    collective call of a publisher. Without it a group needs a launcher's run id that is new in each incarnation, or
-    `group`.
+    If `torch.distributed` is initialised and no `group` is given, rank 0 draws one and broadcasts it, and no rank goes
+    on before all are here: the one collective call of a publisher's construction. Without it a group needs a launcher's
+    run id that is new in each incarnation, or `group`.
 
     Raises:
         Misuse: numbers that do not go together, or ranks that have nothing to agree on a group by.
@@ -55,7 +55,7 @@ def find_rank(group: str | None, rank: int | None, world: int | None) -> Rank:
         raise Misuse(f"{group!r} is no group id", hint="1 to 32 of a-z and 0-9, new for each start of the group")
     torch_says = distributed()
     if rank is None or world is None:
-        rank, world = (torch_says.get_rank(), torch_says.get_world_size()) if torch_says else (0, 1)
+        rank, world = (torch_says.get_rank(), torch_says.get_world_size()) if torch_says else _of_launcher()
     if not 0 <= rank < world:
         raise Misuse(f"there is no rank {rank} among {world}", hint="ranks count from 0")
     if group is None and world > 1:
@@ -82,12 +82,20 @@ def _agreed(torch_says: Any, rank: int, world: int) -> str:
     return drawn[0]
 
 
+def _of_launcher() -> tuple[int, int]:
+    """As torchrun and its like tell each process; alone if nobody does. Processes that a launcher started together and
+    that each believed to be alone would fence one another."""
+    rank, world = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
+    return (int(rank), int(world)) if rank.isdecimal() and world.isdecimal() else (0, 1)
+
+
 def _launched() -> str:
     """The launcher's run id and restart count, if its run id is one."""
     run, restart = os.environ.get("TORCHELASTIC_RUN_ID", "none"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if run in ("", "none"):
         raise Misuse(
             "the ranks have nothing to tell this start of the group from an earlier one by",
-            hint="initialise torch.distributed before the Publisher, start torchrun with --rdzv-id, or give group=",
+            hint="initialise torch.distributed before the Publisher, start torchrun with --rdzv-id, or give group=; "
+            "one process that publishes alone is rank=0, world=1",
         )
     return hashlib.sha256(f"{run} {restart}".encode()).hexdigest()[:16]
