@@ -133,6 +133,7 @@ class Bench:
         self.committed = True
         self.owes_anchor |= self.baseline.stray
         self.baseline.commit(attempt.version, attempt.segments)
+        self.restorer.doubts = 0
         runtime.failpoint("publish.baseline.committed")
         attempt.forget()
         self._emit(
@@ -154,6 +155,11 @@ class Bench:
                 )
             runtime.failpoint("publish.baseline.undone")
             self._emit(Aborted(version=attempt.version, attempt=attempt.id, reason=reason))
+
+    def doubt(self) -> None:
+        """What the ranks hold does not add up: the baseline is built anew, from the bucket and not from its cache."""
+        self.baseline.lose()
+        self.restorer.doubts += 1
 
     def damaged(self, where: str) -> None:
         """The baseline is not what it should be: rebuilt before anything is diffed from it, and anchored (must P4)."""

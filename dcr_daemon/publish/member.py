@@ -179,7 +179,7 @@ class Member:
         self._answered = None
         await self.bench.undo(fate.reason if fate else "rank 0 ended, or was fenced")
         if fate and fate.rebuild and self.bench.holds:
-            self.bench.baseline.lose()
+            self.bench.doubt()
 
     async def settle(self, reason: str, *, patience: float | None = None) -> SealedVersion | None:
         """Give up an update that is not known to be sealed: say so to rank 0, and wait for the fate (must P7).

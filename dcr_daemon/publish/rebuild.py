@@ -36,11 +36,13 @@ class Rebuild:
 
     Attributes:
         missing: versions of which an object did not appear.
+        thorough: read everything, whatever is said about what is in it.
     """
 
     def __init__(self, objects: Objects, baseline: Baseline, workers: Workers, emit: Emit) -> None:
         self._objects, self._baseline, self._workers, self._emit = objects, baseline, workers, emit
         self.missing: set[int] = set()
+        self.thorough = False
 
     async def load_base(self, checkpoint: Checkpoint) -> None:
         """All of the share from an open checkpoint. Raises as `Baseline.load`."""
@@ -70,7 +72,7 @@ class Rebuild:
 
     async def _files(self, index: AnchorIndex) -> tuple[list[ObjectRef], list[ObjectRef]]:
         """Files of an anchor that may hold something of the share, and the others."""
-        if self._baseline.share.complete:
+        if self.thorough or self._baseline.share.complete:
             return index.files, []
         try:
             tables = await self._objects.read_contents(index)
@@ -170,7 +172,7 @@ class Rebuild:
     async def _chunks(self, seal: Seal) -> list[ChunkRef]:
         """Chunks of a version that may touch something of the share."""
         parts = await self._objects.read_parts(seal)
-        if self._baseline.share.complete:
+        if self.thorough or self._baseline.share.complete:
             return [chunk for part in parts for chunk in part.chunks]
         wanted, damage = await self._workers.run(self._wanted, parts)
         if damage:

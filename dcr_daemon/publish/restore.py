@@ -25,7 +25,12 @@ from dcr_daemon.runtime import Workers
 
 
 class Restorer:
-    """Reads one stream into one baseline. The ledger has been read up to this process's claim."""
+    """Reads one stream into one baseline. The ledger has been read up to this process's claim.
+
+    Attributes:
+        doubts: how often in a row what was restored did not fit what other ranks hold. The second time nobody's word is
+            taken for what need not be read.
+    """
 
     def __init__(
         self, ledger: Ledger, objects: Objects, baseline: Baseline, base: Path | None, workers: Workers, emit: Emit
@@ -33,6 +38,7 @@ class Restorer:
         self._ledger, self._objects, self._baseline = ledger, objects, baseline
         self._base, self._emit = base, emit
         self._rebuild = Rebuild(objects, baseline, workers, emit)
+        self.doubts = 0
 
     async def restore(self) -> None:
         """Bring the baseline to the newest sealed version.
@@ -49,6 +55,7 @@ class Restorer:
         if self._baseline.version == head:
             return
         self._rebuild.missing.clear()
+        self._rebuild.thorough = self.doubts > 1
         have = await self._cached(head)
         if have == head:
             return

@@ -318,7 +318,7 @@ class Session:
         await self.bench.undo(reason)
         if self._mismatch:
             self._mismatch = False
-            self.bench.baseline.lose()
+            self.bench.doubt()
 
     async def tend(self) -> None:
         """Between updates, until cancelled: look for a newer claim, and for damage in the baseline.

@@ -266,6 +266,26 @@ def test_verify_finds_contents_of_a_part_that_leave_something_out(write: Any) ->
     assert all("leave out" in d.what and "needs an anchor" in d.repair for d in report.damages)
 
 
+def test_ranks_that_were_misled_about_a_chunk_read_all_of_it_the_second_time(write: Any, world: Any) -> None:
+    """The sums of all ranks find it (must P3), and a rebuild that believed the same again would never end."""
+    rig = write()
+    seal = next(one for one in rig.world.reader.records() if isinstance(one, Seal) and one.version == 3)
+    part = records.decode_part((rig.bucket / seal.parts[1].key).read_bytes())
+    rig.repart(3, 1, contents=Contents.of([[] for _ in part.chunks]).pack())
+
+    async def publish() -> list[Any]:
+        options = PublishOptions(state=world.root / "new", patience=5.0, workers=1, name="trainer")
+        group = await Group(WORLD, lambda n: options, lambda n: world.store(), world.events).open()
+        results = [(await group.all(lambda rank: rank.publish(rig.weights[1])))[0] for _ in range(3)]
+        await group.close()
+        return results
+
+    first, second, third = asyncio.run(publish())
+    assert isinstance(first, Corrupt)
+    assert isinstance(second, Corrupt)
+    assert third.version == 4
+
+
 def test_files_that_do_not_hold_the_share_are_no_anchor(write: Any) -> None:
     rig = write()
     _, _, index = rig.anchor()
