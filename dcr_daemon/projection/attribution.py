@@ -28,6 +28,8 @@ from dcr_daemon.projection.plan import shards_of as shards_of_regions
 from dcr_daemon.projection.tracing import Conversion
 from dcr_daemon.projection.values import Add, castable, dtype_of
 
+EXTRA = "_extra_state"  #: torch's ending of what modules keep beside weights: Transformer Engine its scales, as bytes
+
 
 @dataclass(slots=True)
 class Found:
@@ -92,6 +94,9 @@ class Attribution:
         if not is_tensor(tensor):
             self._take_other(name, tensor)
             return True
+        if name.endswith(EXTRA) and name not in self._layout:
+            self._found.drop(name, "kept beside the weights")
+            return True
         targets = self._targets(name, tensor)
         if targets is None:
             return False
@@ -110,7 +115,7 @@ class Attribution:
         return True
 
     def _take_other(self, name: str, value: Any) -> None:
-        if name.endswith("_extra_state") or self._misfits.ignores(name):  # what Transformer Engine keeps beside weights
+        if name.endswith(EXTRA) or self._misfits.ignores(name):
             self._found.drop(name, f"a {type(value).__name__}, not a tensor")
         else:
             self._misfits.note("not tensors", f"{name} (a {type(value).__name__})")

@@ -142,15 +142,18 @@ def test_what_is_no_tensor_and_new_at_a_later_step_is_refused_by_name() -> None:
 
 def test_what_is_ignored_is_dropped_and_layout_tensors_never_are() -> None:
     table = Net().state_dict() | {"adapter.weight": torch.ones(2, 2), "note": "text", "blocks._extra_state": None}
+    table["norm._extra_state"] = torch.ones(3, dtype=torch.uint8)
     held = one(table, ignore=["adapter*", "no*"])
     assert held.dropped == {
         "adapter.weight": "ignored",
         "note": "a str, not a tensor",
         "blocks._extra_state": "a NoneType, not a tensor",
+        "norm._extra_state": "kept beside the weights",
         "head.weight": "the memory of embed.weight",
     }
     assert gaps([held.map], LAYOUT) == []
     table["note"], table["adapter.weight"] = "another", torch.ones(7)
+    table["norm._extra_state"] = torch.ones(5, dtype=torch.uint8)
     assert held.same(table)
 
 
