@@ -83,8 +83,8 @@ SITES = [
     # An anchor, what goes by it, and the end.
     *_sites(
         PublisherScene,
-        "publish.anchor.proved publish.anchor.file publish.anchor.put ledger.anchor.put ledger.anchor.answered "
-        "ledger.anchor.known",
+        "publish.anchor.proved publish.anchor.file publish.anchor.contents publish.anchor.put ledger.anchor.put "
+        "ledger.anchor.answered ledger.anchor.known",
     ),
     *_sites(
         CollectingScene,

@@ -27,7 +27,8 @@ publish.anchor.file:2 publish.anchor.shared:2
 _LEADING = """
 ledger.open.put:3 ledger.open.answered:3 ledger.open.known:3 publish.open:3 publish.verdict.put:2
 publish.joined:3 ledger.seal.put:3 ledger.seal.answered:3 ledger.seal.known:3 publish.sealed:3
-publish.anchor.put:2 ledger.anchor.put:2 ledger.anchor.answered:2 ledger.anchor.known:2
+publish.anchor.contents:2 publish.anchor.put:2 ledger.anchor.put:2 ledger.anchor.answered:2
+ledger.anchor.known:2
 """
 _ANSWERING = """
 publish.member.open:3 publish.member.fate:3
