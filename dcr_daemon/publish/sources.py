@@ -99,8 +99,8 @@ def local_tensor(name: str, tensor: Any) -> Any:
         if mesh.size() != 1 and not all(p.is_replicate() for p in placements):
             raise Incompatible(
                 f"{name} is a DTensor sharded over {mesh.size()} ranks",
-                hint="make a Publisher on every rank, each publishes what it holds; or gather the weights on one of them, "
-                "and publish (name, parameter.full_tensor()) pairs there",
+                hint="make a Publisher on every rank, each publishes what it holds; or gather the weights on one "
+                "of them, and publish (name, parameter.full_tensor()) pairs there",
             )
         tensor = tensor.to_local()
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
