@@ -31,6 +31,7 @@ from dcr_daemon.publish.waits import within
 T = TypeVar("T")
 
 FAIL_PATIENCE = 30.0  #: seconds that a rank tries to say that it fails
+LONG_START = 6  #: patiences that rank 0 may take to its first open: it claims, and may create the stream
 CATCH_UP = 64  #: records read back at the start
 _FIRST, _LAST = 0.05, 1.0  #: seconds between two looks at the ledger
 
@@ -243,6 +244,7 @@ class Member:
     ) -> T:
         """Read the ledger on until `found` answers, or raises; see the module for when it ends otherwise."""
         pause, told, stalled = _FIRST, runtime.monotonic(), _Stalled(self._options.patience)
+        began, start = told, LONG_START * self._options.patience
         while True:
             try:
                 if await self._read():
@@ -252,6 +254,11 @@ class Member:
                     await look()
                 if (answer := found()) is not None:
                     return answer
+                if self._epoch is None and runtime.monotonic() - began > start:
+                    raise Given(
+                        f"{what}: rank 0 of this group has opened nothing in {start:g} s",
+                        hint="is it alive, or is this process left over from an earlier start? End and start all ranks",
+                    )
                 if stalled.long and self._epoch is not None and stalled.at(await self._progress()):
                     raise Given(
                         f"{what}: nothing moved for {self._options.patience:g} s; is rank 0 alive?",

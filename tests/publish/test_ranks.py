@@ -268,6 +268,25 @@ def test_a_leftover_of_an_older_group_never_gets_into_a_seal(world: Any, toolbox
             assert len(record.parts) == 2
 
 
+def test_a_member_whose_rank_0_never_comes_ends_by_itself(world: Any, toolbox: Any, ranked: Any) -> None:
+    weights = chain(world, toolbox, 2)
+
+    async def run() -> None:
+        leftover = ranked(2, patience=0.2).ranks[1]
+        new = await ranked(2).open()
+        await new.publish(weights[1], 1)
+        await leftover.open()  # its rank 0 died before it opened anything
+        waiting = asyncio.ensure_future(leftover.publish(weights[2], 1))
+        await new.publish(weights[2], 2)  # the ledger moves, and not for it
+        with pytest.raises(Given, match="opened nothing"):
+            await waiting
+        await new.close()
+        await leftover.close()
+
+    asyncio.run(run())
+    check(world, toolbox, weights)
+
+
 @pytest.mark.parametrize("wrong", ["twice", "missing"])
 def test_shares_that_do_not_add_up_are_never_sealed(world: Any, toolbox: Any, ranked: Any, wrong: str) -> None:
     weights = chain(world, toolbox, 1)
