@@ -272,7 +272,7 @@ def test_a_member_whose_rank_0_never_comes_ends_by_itself(world: Any, toolbox: A
     weights = chain(world, toolbox, 2)
 
     async def run() -> None:
-        leftover = ranked(2, patience=0.2).ranks[1]
+        leftover = ranked(2, patience=0.2, state=world.root / "old").ranks[1]
         new = await ranked(2).open()
         await new.publish(weights[1], 1)
         await leftover.open()  # its rank 0 died before it opened anything
