@@ -22,7 +22,7 @@ from dcr_daemon.canonical.layout import MAX_ELEMENTS
 from dcr_daemon.errors import Corrupt
 from dcr_daemon.untrusted import unpack
 
-TABLE_LIMIT = 64 << 20  #: bytes of one table as it is stored
+TABLE_LIMIT = 16 << 20  #: bytes of one table as it is stored: in base64, it has to fit a part
 RAW_LIMIT = 256 << 20  #: unpacked: six million outlines
 PAIRS = 1 << 20  #: outlines and boxes compared at a time
 

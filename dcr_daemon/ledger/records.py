@@ -38,9 +38,6 @@ Key = Annotated[
 ]
 
 
-Blob = bytes  #: base64 in JSON; a part has a field called bytes
-
-
 class ObjectRef(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     """An immutable object: key relative to the stream, size in bytes, SHA-256 in hex."""
 
@@ -210,7 +207,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     bytes: Count
     stray: bool = False
     anchor: bool = False
-    contents: Blob | None = None
+    contents: Bytes | None = None
 
 
 class Fail(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -63,7 +64,11 @@ def trace(export: Callable[[dict[str, Any]], Mapping[str, Any]], tensors: Mappin
             name: Traced(tuple(tensor.shape), tensor.dtype, whole(name, tuple(tensor.shape)))
             for name, tensor in tensors.items()
         }
-        exported = export(dict(given))
+        written = _written.set({})
+        try:
+            exported, writes = export(dict(given)), _written.get()
+        finally:
+            _written.reset(written)
     regions: dict[str, list[Region]] = {name: [] for name in given}
     shapes, opaque, sources = {}, {}, {}
     for name, tensor in exported.items():
@@ -72,12 +77,17 @@ def trace(export: Callable[[dict[str, Any]], Mapping[str, Any]], tensors: Mappin
             continue
         shapes[name] = dtype_of(name, tensor), tuple(tensor.shape)
         sources[name] = tuple(sorted(tensor.sources))
-        if tensor.opaque:
-            opaque[name] = tensor.opaque
+        changed = next((writes[source] for source in sources[name] if source in writes), "")
+        if why := tensor.opaque or changed:
+            opaque[name] = why
             continue
         for piece in tensor.pieces:
             regions[piece.name].append(replace(piece, name=name))
     return Conversion(regions, shapes, opaque, sources)
+
+
+#: source tensors that the export under way wrote to in place, and the operation: a view of one may be anywhere
+_written: ContextVar[dict[str, str]] = ContextVar("written")
 
 
 class Traced(torch.Tensor):  # type: ignore[misc]
@@ -128,6 +138,8 @@ class Traced(torch.Tensor):  # type: ignore[misc]
         on_meta = tree_map(stand_in, kwargs | {"": args})
         result = func(*on_meta.pop(""), **{key: "meta" if key == "device" else value for key, value in on_meta.items()})
         together = frozenset[str]().union(*(tensor.sources for tensor in stand_ins))
+        if any(argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments):
+            _written.get({}).update(dict.fromkeys(together, f"{func} writes into it"))
         if opaque := next((tensor.opaque for tensor in stand_ins if tensor.opaque), ""):
             return _each(result, lambda out: Traced(tuple(out.shape), out.dtype, [], opaque, together))
         if func in (_aten.cat.default, _aten.stack.default):

@@ -46,7 +46,7 @@ class Muster:
     ) -> None:
         self._store, self._rank, self._prefix = store, rank, prefix
         self._lag, self._pressed, self._check, self._emit = lag, pressed, check, emit
-        self._name = re.compile(rf"{re.escape(prefix + rank.group)}-(\d+)-([a-z0-9]+)(.*)")
+        self._name = re.compile(rf"{re.escape(prefix + rank.group)}-(0|[1-9][0-9]*)-([a-z0-9]+)(.*)")
         self._seen: set[str] = set()
         self._moved = runtime.monotonic()
 

@@ -83,4 +83,4 @@ class PublishOptions:
     scrub_rate: float = SCRUB_RATE
     lag: float = 30.0
     look: float = 10.0
-    declaration_limit: int = 256 << 20
+    declaration_limit: int = 64 << 20

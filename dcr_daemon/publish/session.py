@@ -396,15 +396,20 @@ class Session:
         if seal is None or seal.version != self.head:
             return
         await self.bench.prove()
-        own = await write_share(self.bench, seal)
+        try:
+            own = await write_share(self.bench, seal)
+        except Corrupt as error:
+            self.bench.damaged(f"while its share of an anchor was written: {error.message}")
+            return
         try:
             keys = await self._muster(names.anchor(seal.version, seal.seq)).all(
                 ".share.json", what=f"the anchor of version {seal.version}: the share"
             )
-        except Given as error:  # no fault of this version, nor of the next one: that brings another anchor
+            await join_anchor(self.bench, seal, own, keys, await self.extras(), self._emit)
+        except (Given, Corrupt) as error:  # no fault of this version, nor of the next one: that brings another anchor
+            self.bench.owes_anchor = True
             self._emit(Waiting(what=f"an anchor, written with a later version: {error.message}"))
             return
-        await join_anchor(self.bench, seal, own, keys, await self.extras(), self._emit)
         self.bench.owes_anchor = False
         self.retention.anchored()
 

@@ -131,3 +131,20 @@ def test_what_is_computed_still_names_the_tensors_that_it_is_made_of() -> None:
         "view of computed": ("a", "b"),
         "moved": ("a", "c"),
     }
+
+
+@pytest.mark.parametrize("through", ["itself", "a view", "a slice of a stack"])
+def test_what_an_export_writes_in_place_is_opaque(through: str) -> None:
+    def export(table: dict[str, Any]) -> dict[str, Any]:
+        if through == "itself":
+            table["a"].mul_(2)
+        elif through == "a view":
+            table["a"].view(-1)[3:5].add_(1)
+        else:
+            torch.stack([table["a"], table["a"]])[0].zero_()
+        return dict(table)
+
+    found = trace(export, {"a": torch.empty(4, 3), "b": torch.empty(2)})
+    assert set(found.opaque) == {"a"}
+    assert "writes into it" in found.opaque["a"]
+    assert found.regions["b"]
