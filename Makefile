@@ -9,7 +9,7 @@ SOURCE := $(shell find dcr_daemon -name '*.py' -not -path '*/__pycache__/*' -o -
 PINS   := $(wildcard requirements/*.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup wheel demo test sim faults lint format bench oracle-megatron clean
+.PHONY: help setup wheel demo test sim faults lint format bench oracle-megatron test-megatron clean
 .DELETE_ON_ERROR:
 
 help:
@@ -22,6 +22,7 @@ help:
 	  'make sim      the simulation, many seeds of it                                         (ARGS="--seeds 3000 --jobs 2")' \
 	  'make bench    every benchmark                                                          (ARGS="name")' \
 	  'make oracle-megatron   golden tables from the real library   (MEGATRON_LM=… MEGATRON_BRIDGE=… checkouts)' \
+	  'make test-megatron     real Megatron ranks train and publish, judged by its own export     (the same checkouts)' \
 	  'make wheel    build dist/*.whl' \
 	  'make setup    only the environment; every other verb does it by itself'
 
@@ -102,7 +103,10 @@ $(VENV)/megatron: | $(VENV)/.tools
 	@$(PIP) install --no-deps --target $@ megatron-core==0.16.1 triton==3.9.0
 
 oracle-megatron: $(VENV)/.installed $(VENV)/megatron
-	@PYTHONPATH=$(VENV)/megatron $(BIN)/python -W ignore tests/projection/oracle_megatron.py $(ARGS)
+	@PYTHONPATH=$(VENV)/megatron:tests/support $(BIN)/python -W ignore tests/projection/oracle_megatron.py $(ARGS)
+
+test-megatron: $(VENV)/.installed $(VENV)/megatron
+	@PYTHONPATH=$(VENV)/megatron $(BIN)/pytest tests/shards/test_megatron_publish.py $(ARGS)
 
 clean:
 	rm -rf dist build .demo $(VENV)

@@ -8,40 +8,33 @@
 
 Nothing of dcr takes part but `fit`, which turns number pairs into regions.
 
-    MEGATRON_LM=… MEGATRON_BRIDGE=… python tests/projection/oracle_megatron.py [--out DIRECTORY] [CASE …]
+    MEGATRON_LM=… MEGATRON_BRIDGE=… PYTHONPATH=tests/support python tests/projection/oracle_megatron.py \
+        [--out DIRECTORY] [CASE …]
 
 The two are checkouts of NVIDIA/Megatron-LM (without it: the installed megatron-core) and NVIDIA-NeMo/Megatron-Bridge
-(without it: inventories of models alone). Bridge's packages import Transformer Engine on the way; here they are entered
-past their `__init__`, and what only serves to build or load models is a stand-in. The mappings run as they are.
+(without it: inventories of models alone). How both run without Transformer Engine is said in tests/support/megatron_lm.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.machinery
-import importlib.util
 import json
 import math
 import os
-import re
 import socket
 import subprocess
 import sys
 import tempfile
 import types
-import typing
 from pathlib import Path
 from typing import Any
 
+from megatron_lm.bridge import global_name, lookup, prepare, registry, tensors_of
+from megatron_lm.cases import LATENT, MOE, PLAIN, ROUTED
+from megatron_lm.models import chunks_of, groups, world_of
+
 GOLDEN = Path(__file__).parent / "golden"
 STRIDE = 1 << 40  #: a number is rank · STRIDE + place
-
-ATTENTION = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4, "hidden_size": 32}
-PLAIN = ATTENTION | {"vocab_size": 301, "intermediate_size": 48, "num_hidden_layers": 2}
-MOE = {"num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
-ROUTED = {"n_routed_experts": 4, "n_shared_experts": 2, "moe_intermediate_size": 16, "num_experts_per_tok": 2,
-          "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}  # fmt: skip
-LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 12}
 
 #: name: (config.json, degrees). The world is tp · dp · pp.
 MODELS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
@@ -86,207 +79,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-# --- Bridge without Transformer Engine ---
-
-
-class _Anything(type):
-    """A class that has every attribute and can be called, subscripted, decorated with and inherited from."""
-
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return lambda *_, **__: lambda given: given
-
-    def __getitem__(cls, _: Any) -> Any:
-        return cls
-
-
-class _StandIn(metaclass=_Anything):
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-
-class _Module(types.ModuleType):
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _StandIn
-
-
-_REAL = ("conversion.param_mapping", "conversion.mapping_registry", "conversion.quant_mapping", "conversion.utils",
-         "deepseek.common", "utils.common_utils")  # fmt: skip
-
-
-class _Finder:
-    """Bridge's packages without their `__init__`; its mappings and family files as they are; stand-ins for the rest."""
-
-    def __init__(self, source: Path) -> None:
-        self.source = source
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name.startswith("megatron.training"):
-            return importlib.machinery.ModuleSpec(name, _Empty(), is_package=True)
-        if not name.startswith("megatron.bridge"):
-            return None
-        at = self.source.joinpath(*name.split("."))
-        if at.is_dir():
-            spec = importlib.machinery.ModuleSpec(name, _Empty(), is_package=True)
-            spec.submodule_search_locations = [str(at)]
-            return spec
-        if name.endswith((*_REAL, "_bridge")) and not name.endswith("model_bridge"):
-            return importlib.util.spec_from_file_location(name, at.with_suffix(".py"))
-        return importlib.machinery.ModuleSpec(name, _Empty(), is_package=True)
-
-
-class _Empty:
-    def create_module(self, spec: Any) -> types.ModuleType:
-        return _Module(spec.name)
-
-    def exec_module(self, module: types.ModuleType) -> None: ...
-
-
-def _prepare() -> None:
-    if "MEGATRON_LM" in os.environ:
-        sys.path[:0] = [os.environ["MEGATRON_LM"]]
-    if not hasattr(typing, "override"):
-        typing.override = lambda given: given  # type: ignore[attr-defined]
-    if "MEGATRON_BRIDGE" in os.environ:
-        sys.meta_path.insert(0, _Finder(Path(os.environ["MEGATRON_BRIDGE"]) / "src"))  # type: ignore[arg-type]
-
-
-BRIDGES = {
-    "llama": "llama.llama_bridge.LlamaBridge",
-    "qwen2": "qwen.qwen2_bridge.Qwen2Bridge",
-    "qwen3": "qwen.qwen3_bridge.Qwen3Bridge",
-    "qwen3_moe": "qwen.qwen3_moe_bridge.Qwen3MoEBridge",
-    "deepseek_v3": "deepseek.deepseek_v3_bridge.DeepSeekV3Bridge",
-    "glm4_moe": "glm.glm45_bridge.GLM45Bridge",
-}
-
-
-def _registry(fields: dict[str, Any]) -> Any:
-    module, _, name = BRIDGES[fields["model_type"]].rpartition(".")
-    mappings = importlib.import_module("megatron.bridge.models.conversion.param_mapping")
-    mappings.MegatronParamMapping.pp_size = 1  # each stage exports what it has, and waits for no other
-    bridge = getattr(importlib.import_module(f"megatron.bridge.models.{module}"), name)()
-    bridge.hf_config = types.SimpleNamespace(num_nextn_predict_layers=0, **fields)
-    bridge.hf_pretrained = types.SimpleNamespace(config=bridge.hf_config)
-    return bridge.mapping_registry()
-
-
 # --- real models ---
-
-
-def _groups(degrees: dict[str, int], rank: int, world: int) -> None:
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-
-    dist.init_process_group("gloo", rank=rank, world_size=world)
-    parallel_state.initialize_model_parallel(
-        degrees.get("tp", 1),
-        degrees.get("pp", 1),
-        degrees.get("vpp"),
-        expert_model_parallel_size=degrees.get("ep", 1),
-        expert_tensor_parallel_size=degrees.get("etp", 1),
-    )
-
-
-def _chunks(fields: dict[str, Any], degrees: dict[str, int]) -> list[Any]:
-    """This rank's model, as its virtual stages."""
-    return [_model(fields, degrees, stage) for stage in (range(degrees["vpp"]) if "vpp" in degrees else [None])]
-
-
-def _model(fields: dict[str, Any], degrees: dict[str, int], stage: int | None) -> Any:
-    import torch
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-
-    experts = fields.get("num_experts") or fields.get("n_routed_experts")
-    layers, latent = fields["num_hidden_layers"], "kv_lora_rank" in fields
-    dense = fields.get("first_k_dense_replace", 0)
-    options: dict[str, Any] = {
-        "num_layers": layers,
-        "hidden_size": fields["hidden_size"],
-        "num_attention_heads": fields["num_attention_heads"],
-        "ffn_hidden_size": fields["intermediate_size"],
-        "kv_channels": fields["head_dim"],
-        "num_query_groups": None if latent else fields["num_key_value_heads"],
-        "add_bias_linear": False,
-        "add_qkv_bias": fields.get("attention_bias", fields["model_type"] == "qwen2"),
-        "qk_layernorm": fields["model_type"] in ("qwen3", "qwen3_moe") or fields.get("use_qk_norm", latent),
-        "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
-        "normalization": "RMSNorm",
-        "tensor_model_parallel_size": degrees.get("tp", 1),
-        "expert_model_parallel_size": degrees.get("ep", 1),
-        "expert_tensor_parallel_size": degrees.get("etp", 1),
-        "use_cpu_initialization": True,
-        "pipeline_model_parallel_size": degrees.get("pp", 1),
-        "virtual_pipeline_model_parallel_size": degrees.get("vpp"),
-        "pipeline_dtype": torch.float32,
-    }
-    if experts:
-        options |= {
-            "num_moe_experts": experts,
-            "moe_ffn_hidden_size": fields["moe_intermediate_size"],
-            "moe_router_topk": 2,
-            "moe_layer_freq": [int(i >= dense) for i in range(layers)],
-            "moe_token_dispatcher_type": "allgather",
-            "sequence_parallel": degrees.get("tp", 1) > 1,
-        }
-        if fields.get("n_shared_experts"):
-            options["moe_shared_expert_intermediate_size"] = (
-                fields["n_shared_experts"] * fields["moe_intermediate_size"]
-            )
-            options |= {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
-    if latent:
-        options |= {
-            "q_lora_rank": fields["q_lora_rank"],
-            "kv_lora_rank": fields["kv_lora_rank"],
-            "qk_head_dim": fields["qk_nope_head_dim"],
-            "qk_pos_emb_head_dim": fields["qk_rope_head_dim"],
-            "v_head_dim": fields["v_head_dim"],
-            "multi_latent_attention": True,
-        }
-    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]  # rotary tables ask
-    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]  # tied copies are moved to be summed
-    config = (MLATransformerConfig if latent else TransformerConfig)(**options)
-    _plain_norms()
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=stage)
-    if latent:  # Megatron's own core attention, which has no parameters, takes no latent heads
-
-        class Core(torch.nn.Module):
-            def __init__(self, *_: Any, **__: Any) -> None:
-                super().__init__()
-
-        for layer in spec.layer_specs:
-            layer.submodules.self_attention.submodules.core_attention = Core
-    multiple = 128 * degrees.get("tp", 1)
-    return GPTModel(
-        config,
-        spec,
-        vocab_size=-(-fields["vocab_size"] // multiple) * multiple,
-        max_sequence_length=64,
-        position_embedding_type="none" if latent else "rope",
-        share_embeddings_and_output_weights=fields.get("tie_word_embeddings", False),
-        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
-        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
-        vp_stage=stage,
-    )
-
-
-def _plain_norms() -> None:
-    """The library's own norm without Apex refuses sequence parallelism; a norm is one replicated vector in any case."""
-    import torch
-    from megatron.core.transformer import torch_norm
-
-    class Norm(torch.nn.Module):
-        def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.ones(hidden_size))
-
-    torch_norm.WrappedTorchNorm.__new__ = staticmethod(lambda cls, *a, **k: Norm(*a, **k))  # type: ignore[method-assign]
 
 
 def _export_model(case: str, rank: int) -> dict[str, Any]:
@@ -294,13 +87,11 @@ def _export_model(case: str, rank: int) -> dict[str, Any]:
     import torch
 
     fields, degrees = MODELS[case]
-    chunks = _chunks(fields, degrees)
-    registry = _registry(fields) if "MEGATRON_BRIDGE" in os.environ else None
+    chunks = chunks_of(fields, degrees)
+    known = registry(fields, staged=False) if "MEGATRON_BRIDGE" in os.environ else None
     inventory, exported = [], {}
     for number, model in enumerate(chunks):
-        tensors = dict(model.named_parameters())
-        tensors |= {name: b for name, b in model.named_buffers() if name.endswith("expert_bias")}
-        for name, tensor in tensors.items():
+        for name, tensor in tensors_of(model).items():
             called = f"{number}.{name}" if len(chunks) > 1 else name
             inventory.append(
                 {
@@ -312,45 +103,16 @@ def _export_model(case: str, rank: int) -> dict[str, Any]:
                 }
             )
             repeated = fields.get("tie_word_embeddings") and name == "output_layer.weight"
-            if registry is None or repeated:
+            if known is None or repeated:
                 continue
             module = model.get_submodule(name.rpartition(".")[0])
-            mapping = _lookup(registry, _global(model, name, fields, degrees, rank))
+            mapping = lookup(known, global_name(model, name, fields, degrees, rank))
             numbers = (torch.arange(tensor.numel(), dtype=torch.int64) + rank * STRIDE).view(tensor.shape)
             for canonical, value in mapping.megatron_to_hf(numbers, module).items():
                 if canonical.endswith(("embed_tokens.weight", "lm_head.weight")):
                     value = value[: fields["vocab_size"]]
                 exported[canonical] = [called, list(value.shape), value.reshape(-1).tolist()]
     return {"inventory": inventory, "export": exported}
-
-
-#: Names in Megatron's own layers → in Transformer Engine's, which are all that some bridges know.
-_ENGINE = (
-    (r"input_layernorm\.weight$", "self_attention.linear_qkv.layer_norm_weight"),
-    (r"pre_mlp_layernorm\.weight$", "mlp.linear_fc1.layer_norm_weight"),
-    (r"\.(q|kv)_layernorm\.weight$", r".linear_\1_up_proj.layer_norm_weight"),
-    (r"\.local_experts\.(\d+)\.(\w+)\.weight$", r".\2.weight\1"),
-)
-
-
-def _global(model: Any, name: str, fields: dict[str, Any], degrees: dict[str, int], rank: int) -> str:
-    """A parameter's name in the whole model. The library itself says which layer of the model one is."""
-    experts = fields.get("num_experts") or fields.get("n_routed_experts") or 0
-    parts = name.split(".")
-    if parts[:2] == ["decoder", "layers"]:
-        parts[2] = str(model.get_submodule(".".join(parts[:3])).layer_number - 1)
-    if "local_experts" in parts:
-        at, ways = parts.index("local_experts") + 1, degrees.get("ep", 1)
-        parts[at] = str(int(parts[at]) + rank // degrees.get("etp", 1) % ways * (experts // ways))
-    return ".".join(parts)
-
-
-def _lookup(registry: Any, name: str) -> Any:
-    spellings = [name, *(re.sub(ours, engine, name) for ours, engine in _ENGINE)]
-    found = next(filter(None, map(registry.megatron_to_hf_lookup, spellings)), None)
-    if found is None:
-        raise SystemExit(f"{name}: Megatron-Bridge has no mapping for it")
-    return found
 
 
 # --- forms ---
@@ -425,11 +187,13 @@ def _degrees(case: str) -> dict[str, int]:
 def _worker(cases: list[str]) -> None:
     """All of `cases` in one process group: they have the same degrees."""
     import torch
+    import torch.distributed as dist
 
     torch.set_num_threads(1)
-    _prepare()
+    prepare()
     rank = int(os.environ["RANK"])
-    _groups(_degrees(cases[0]), rank, int(os.environ["WORLD_SIZE"]))
+    dist.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+    groups(_degrees(cases[0]))
     for case in cases:
         found = _export_model(case, rank) if case in MODELS else _export_form(case, rank)
         Path(os.environ["ORACLE_OUT"], f"{case}.{rank}.json").write_text(json.dumps(found))
@@ -437,7 +201,7 @@ def _worker(cases: list[str]) -> None:
 
 def _run(cases: list[str]) -> dict[str, list[dict[str, Any]]]:
     degrees = _degrees(cases[0])
-    world = degrees.get("tp", 1) * degrees.get("dp", 1) * degrees.get("pp", 1)
+    world = world_of(degrees)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -489,7 +253,7 @@ def main(arguments: list[str]) -> None:
         out, arguments = Path(arguments[1]), arguments[2:]
     elif "MEGATRON_BRIDGE" not in os.environ:
         raise SystemExit("golden tables need MEGATRON_BRIDGE, a checkout of NVIDIA-NeMo/Megatron-Bridge")
-    _prepare()
+    prepare()
     from megatron.core import __version__ as core
 
     out.mkdir(exist_ok=True)

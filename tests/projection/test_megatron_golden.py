@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks.launch import quiet
 
 from dcr_daemon.canonical.region import Region, indices
 from dcr_daemon.projection.megatron import attention, feed
@@ -145,7 +146,8 @@ def test_the_library_at_hand_does_what_the_tables_say(tmp_path: Path) -> None:
     exports = "MEGATRON_BRIDGE" in os.environ
     cases = cases if exports else [case for case in cases if case in MODELS]
     oracle = Path(__file__).with_name("oracle_megatron.py")
-    subprocess.run([sys.executable, "-W", "ignore", str(oracle), "--out", str(tmp_path), *cases], check=True)
+    line = [sys.executable, "-W", "ignore", str(oracle), "--out", str(tmp_path), *cases]
+    subprocess.run(line, check=True, env={**os.environ, **quiet()})
     for case in cases:
         written, kept = json.loads((tmp_path / f"{case}.json").read_text()), document(case)
         assert written.get("inventory") == kept.get("inventory")
