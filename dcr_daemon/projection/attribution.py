@@ -172,7 +172,7 @@ def of_chunks(chunks: Any, megatron: Megatron, layout: Layout, misfits: Misfits)
     """Of a Megatron rank. A parameter that no closed form speaks of is a misfit, unless something is residual that may
     be made of it."""
     run = megatron
-    seen = shards_of(chunks, run.architecture, run.grid, run.rank, vocabulary_multiple=run.vocabulary_multiple)
+    seen = shards_of(chunks, run.architecture, run.grid, run.rank)
     found = Found(residual=dict(seen.map.residual))
     predicted = {spec.name: spec for spec in megatron_model.layout(run.architecture)}
     for shard in seen.map.shards:

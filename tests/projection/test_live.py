@@ -23,7 +23,7 @@ from dcr_daemon.errors import Incompatible, Misuse
 from dcr_daemon.projection import titan
 from dcr_daemon.projection.live import Live, live
 from dcr_daemon.projection.megatron.grid import Grid
-from dcr_daemon.projection.megatron.live import Megatron
+from dcr_daemon.projection.megatron.live import Megatron, shards_of
 from dcr_daemon.projection.megatron.model import layout as megatron_layout
 from dcr_daemon.projection.plan import Map, Shard, gaps
 from dcr_daemon.projection.tracing import Conversion
@@ -395,3 +395,33 @@ def test_an_architecture_of_equal_shapes_and_other_heads_is_refused(
     chunks[0].config = SimpleNamespace(hidden_size=32, num_moe_experts=None, **built)
     with pytest.raises(Incompatible, match=f"another model's: .*{wrong}"):
         one(chunks, layout, megatron=Megatron(model, Grid(), 0))
+
+
+@pytest.mark.parametrize("rows", [76, 128, 301, 512])
+def test_a_vocabulary_may_be_padded_as_far_as_a_run_likes(rows: int) -> None:
+    model, grid = architecture("llama"), Grid(tp=4)
+    layout = megatron_layout(model)
+    canonical = {spec.name: torch.randint(-100, 100, (spec.elements,)).float() for spec in layout}
+    whole = torch.full((rows * 4, 32), -1.0)
+    read = []
+    for rank in range(4):
+        chunks = chunks_of(model, grid, rank, canonical=canonical)
+        for name, first in (
+            ("module.embedding.word_embeddings", "model.embed_tokens"),
+            ("module.output_layer", "lm_head"),
+        ):
+            whole[:301] = canonical[f"{first}.weight"].view(301, 32)
+            chunks[0].tensors[f"{name}.weight"] = whole[rank * rows : (rank + 1) * rows].bfloat16()
+        held = live(chunks, layout, rank=rank, world=4, megatron=Megatron(model, grid, rank))
+        assert not held.map.residual
+        read += readings(held, layout)
+    for spec, bits in zip(layout, assembled(layout, read), strict=True):
+        assert bits.tobytes() == canonical[spec.name].bfloat16().view(torch.uint8).numpy().tobytes(), spec.name
+
+
+def test_a_vocabulary_that_is_too_short_is_refused_by_name() -> None:
+    model = architecture("llama")
+    chunks = chunks_of(model, Grid(), 0)
+    chunks[0].tensors["module.output_layer.weight"] = torch.empty(300, 32, device="meta", dtype=torch.bfloat16)
+    found = shards_of(chunks, model, Grid(), 0)
+    assert found.map.residual == {"lm_head.weight": "output_layer.weight is (300, 32) where (384, 32) was expected"}

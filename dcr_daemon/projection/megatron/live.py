@@ -13,9 +13,8 @@ from typing import Any
 from dcr_daemon.errors import Incompatible, Misuse
 from dcr_daemon.projection.megatron.configuration import check_configuration
 from dcr_daemon.projection.megatron.grid import Grid
-from dcr_daemon.projection.megatron.model import VOCABULARY_MULTIPLE
 from dcr_daemon.projection.megatron.shards import Spot, shard, spots
-from dcr_daemon.projection.megatron.splits import Replicated, Rows
+from dcr_daemon.projection.megatron.splits import Padded, Replicated, Rows
 from dcr_daemon.projection.models.architecture import Architecture
 from dcr_daemon.projection.plan import Map, Shard
 from dcr_daemon.projection.values import dtype_of
@@ -31,25 +30,17 @@ class Megatron:
     Attributes:
         grid: degrees of the run.
         rank: this process in the grid's own order.
-        vocabulary_multiple: Megatron's `make-vocab-size-divisible-by`.
     """
 
     architecture: Architecture
     grid: Grid
     rank: int
-    vocabulary_multiple: int = VOCABULARY_MULTIPLE
 
     @classmethod
-    def of_process(
-        cls,
-        architecture: Architecture,
-        layers: Sequence[int] | None = None,
-        *,
-        vocabulary_multiple: int = VOCABULARY_MULTIPLE,
-    ) -> Megatron:
+    def of_process(cls, architecture: Architecture, layers: Sequence[int] | None = None) -> Megatron:
         """Degrees and rank as Megatron's own process groups have them; see `grid_of_process`."""
         grid, rank = grid_of_process(layers)
-        return cls(architecture, grid, rank, vocabulary_multiple)
+        return cls(architecture, grid, rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +58,7 @@ class Found:
     unknown: Mapping[str, tuple[int, ...]]
 
 
-def shards_of(
-    model: Any,
-    architecture: Architecture,
-    grid: Grid,
-    rank: int,
-    *,
-    vocabulary_multiple: int = VOCABULARY_MULTIPLE,
-) -> Found:
+def shards_of(model: Any, architecture: Architecture, grid: Grid, rank: int) -> Found:
     """Map a rank's live model.
 
     Args:
@@ -92,7 +76,7 @@ def shards_of(
     bound: dict[str, Any] = {}
     residual: dict[str, str] = {}
     seen: set[tuple[int, str]] = set()
-    for spot in spots(architecture, grid, rank, vocabulary_multiple=vocabulary_multiple):
+    for spot in spots(architecture, grid, rank):
         tensors = chunks[spot.chunk]
         name = next((name for name in spot.names if name in tensors), None)
         if name is None:
@@ -164,14 +148,19 @@ def _shard(spot: Spot, name: str, called: str, tensor: Any) -> Shard:
 
 
 def _as_laid_out(spot: Spot, name: str, tensor: Any) -> Spot:
-    """The spot as the tensor really is, where layer specs differ: latent projections are whole on every rank under
-    Transformer Engine, and split by rows in Megatron's own layers. Megatron's marks must not contradict it."""
+    """The spot as the tensor really is, where runs differ. Megatron's marks must not contradict it.
+
+    Latent projections are whole on every rank under Transformer Engine, and split by rows in Megatron's own layers. A
+    vocabulary is padded at its end to whatever the run asked for, or not at all.
+    """
     split, shape, old = spot.parameter.split, tuple(tensor.shape), spot.holder
     whole = (shape[0] * old.shares, *shape[1:]) if shape else ()
     if isinstance(split, Replicated) and shape != split.shape == whole:
         split = Rows(split.shape)
         holder = replace(old, replica=old.replica // old.shares, replicas=old.replicas // old.shares)
         spot = replace(spot, parameter=replace(spot.parameter, split=split), holder=holder)
+    elif isinstance(split, Padded) and shape[1:] == split.shape[1:] and whole[0] >= split.shape[0]:
+        spot = replace(spot, parameter=replace(spot.parameter, split=replace(split, multiple=shape[0])))
     predicted = spot.parameter.held(spot.holder.share, spot.holder.shares).shape
     if predicted != shape:
         raise Incompatible(f"{name} is {shape} where {predicted} was expected")

@@ -41,6 +41,7 @@ class Case:
         residual: `paper` (embeddings and packed attention are left out of a finished map), `marks` (a parameter is
             marked as split another way); Bridge's export is then the hook.
         early: a version is published before the first step.
+        vocabulary_multiple: Megatron's `make-vocab-size-divisible-by`; `dcr plan` takes it for 128.
     """
 
     fields: dict[str, Any]
@@ -51,6 +52,7 @@ class Case:
     handed: str = "chunks"
     residual: str = ""
     early: bool = False
+    vocabulary_multiple: int = 128
     rates: tuple[float, ...] = RATES
 
 
@@ -62,6 +64,8 @@ CASES = {
     "moe-ep4-dp4": Case(QWEN3_MOE, ({"ep": 4, "dp": 4},), distributed=True, handed="bare"),
     "moe-pp2-ep2-dp2": Case(QWEN3_MOE, ({"pp": 2, "ep": 2, "dp": 2},), bf16=True),
     "llama-tp4-g2": Case(LLAMA | TWO_GROUPS, ({"tp": 4},), bf16=True, distributed=True),
+    "llama-tp4-little-padding": Case(LLAMA, ({"tp": 4},), vocabulary_multiple=1, rates=(QUIET, LOUD)),
+    "llama-tp2-much-padding": Case(LLAMA, ({"tp": 2, "dp": 2},), vocabulary_multiple=512, rates=(QUIET, LOUD)),
     "qwen3-dp4": Case(QWEN3, ({"dp": 4},), distributed=True, handed="module"),
     "qwen3-tied-tp2-pp2": Case(QWEN3 | TIED, ({"tp": 2, "pp": 2},), bf16=True, distributed=True),
     "llama-tp2-pp2-vpp2": Case(LLAMA | FOUR_LAYERS, ({"tp": 2, "pp": 2, "vpp": 2},), distributed=True),

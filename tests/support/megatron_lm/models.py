@@ -24,15 +24,24 @@ def world_of(degrees: dict[str, int]) -> int:
     return degrees.get("tp", 1) * degrees.get("dp", 1) * degrees.get("pp", 1)
 
 
-def chunks_of(fields: dict[str, Any], degrees: dict[str, int], **options: Any) -> list[Any]:
+def chunks_of(
+    fields: dict[str, Any], degrees: dict[str, int], vocabulary_multiple: int = 128, **options: Any
+) -> list[Any]:
     """This rank's model, as its virtual stages; `options` go to the library's configuration."""
+    vocabulary = padded(fields["vocab_size"], vocabulary_multiple * degrees.get("tp", 1))
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]  # rotary tables ask
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]  # tied copies are moved to be summed
     stages = range(degrees["vpp"]) if "vpp" in degrees else [None]
-    return [_model(fields, degrees, stage, options) for stage in stages]
+    return [_model(fields, degrees, vocabulary, stage, options) for stage in stages]
 
 
-def _model(fields: dict[str, Any], degrees: dict[str, int], stage: int | None, options: dict[str, Any]) -> Any:
+def padded(vocabulary: int, multiple: int) -> int:
+    return -(-vocabulary // multiple) * multiple
+
+
+def _model(
+    fields: dict[str, Any], degrees: dict[str, int], vocabulary: int, stage: int | None, options: dict[str, Any]
+) -> Any:
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -47,11 +56,10 @@ def _model(fields: dict[str, Any], degrees: dict[str, int], stage: int | None, o
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=stage)
     for layer in spec.layer_specs if latent else ():
         layer.submodules.self_attention.submodules.core_attention = CoreAttention
-    multiple = 128 * degrees.get("tp", 1)
     return GPTModel(
         config,
         spec,
-        vocab_size=-(-fields["vocab_size"] // multiple) * multiple,
+        vocab_size=vocabulary,
         max_sequence_length=64,
         position_embedding_type="none" if latent else "rope",
         share_embeddings_and_output_weights=fields.get("tie_word_embeddings", False),

@@ -30,6 +30,7 @@ class Training:
         bf16: bool,
         distributed: bool,
         fp32_router: bool = False,
+        vocabulary_multiple: int = 128,
     ) -> None:
         from megatron.core.distributed import (
             DistributedDataParallel,
@@ -44,7 +45,7 @@ class Training:
         options |= {"attention_dropout": 0.0, "hidden_dropout": 0.0}
         if fp32_router:
             options["moe_router_dtype"] = "fp32"
-        self.chunks = chunks_of(fields, degrees, **options)
+        self.chunks = chunks_of(fields, degrees, vocabulary_multiple, **options)
         self.conversion = Conversion(self.chunks, fields, degrees, rank)
         self.conversion.load(weights)
         config = self.chunks[0].config
