@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from sim.ranks import Group
+from sim.ranks import LAG, Group
 from sim.scenarios import LOSSES, PUBLISHER, STORE, points, some_weather
 from sim.stage import Stage, scenario
 
@@ -44,7 +44,10 @@ async def rank_dies(stage: Stage) -> None:
     for _ in range(rng.choice((1, 2, 3))):
         role, where = any_rank(stage)
         stage.hit(role, where, ("kill", "kill", "power", "terminate"), 6)
-    stage.group(updates=4, keep_versions=rng.choice((None, 1, 2)), anchor_every=rng.choice((1, 2, None)))
+    stage.group(
+        updates=4, keep_versions=rng.choice((None, 1, 2)), anchor_every=rng.choice((1, 2, None)),
+        steady=rng.random() < 0.4,
+    )  # fmt: skip
     stage.replica(1, directory=rng.random() < 0.4)
     await stage.play(200.0)
 
@@ -56,7 +59,7 @@ async def rank_lags(stage: Stage) -> None:
     some_weather(stage)
     for _ in range(rng.choice((1, 2, 3))):
         role, where = any_rank(stage, leader=0.2)
-        stage.hit(role, where + STORE, ("stop",), 8, (5.0, 20.0, 60.0, 300.0))
+        stage.hit(role, where + STORE, ("stop", "stop", "partition"), 8, (5.0, 20.0, 60.0, 300.0))
     if rng.random() < 0.4:
         stage.hit(any_rank(stage)[0], STORE, LOSSES, 12)
     stage.group(updates=5, anchor_every=rng.choice((1, 3, None)), keep_versions=rng.choice((None, 1)))
@@ -98,8 +101,10 @@ async def until_started(group: Group) -> None:
 async def rank_disagrees(stage: Stage) -> None:
     """A rank leaves calls out, publishes other steps, or has not all of its tensors: nothing of that is published."""
     rng = stage.rng
-    some_weather(stage)
-    group = stage.group(updates=5, anchor_every=rng.choice((1, 3)))
+    lag = rng.choice((LAG, 1e6))  # who says that he fails is not waited for, however much patience there is
+    if lag == LAG:
+        some_weather(stage)
+    group = stage.group(updates=5, anchor_every=rng.choice((1, 3)), lag=lag)
     stage.replica(1, directory=rng.random() < 0.4)
     await asyncio.sleep(rng.uniform(0.0, 10.0))
     for _ in range(rng.choice((1, 2, 3))):
@@ -132,7 +137,7 @@ async def rank_is_damaged(stage: Stage) -> None:
         for _ in range(rng.choice((1, 2, 3))):
             role, where = any_rank(stage)
             stage.hit(role, where, ("kill", "kill", "power"), 12)
-    stage.group(updates=5, flips=flips, lies=rng.choice((0.3, 0.6)), anchor_every=1, worlds=(2, 3))
+    stage.group(updates=5, flips=flips, lies=rng.choice((0.3, 0.6)), anchor_every=1, steady=True)
     stage.replica(1, directory=rng.random() < 0.4)
     await stage.play(200.0)
 

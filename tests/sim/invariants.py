@@ -20,7 +20,7 @@ from dcr_daemon.checkpoint.safetensors import SafetensorsBytes
 from dcr_daemon.codec.decode import open_chunk
 from dcr_daemon.engine.checkout import CONFIG, Checkout
 from dcr_daemon.errors import DcrError, Fenced
-from dcr_daemon.events import Committed, Event, Serving
+from dcr_daemon.events import Aborted, Committed, Event, Serving
 from dcr_daemon.ledger import records
 from dcr_daemon.ledger.fold import Tip, begin, fold
 from dcr_daemon.ledger.records import Anchor, AnyRecord, ObjectRef, Seal
@@ -50,6 +50,8 @@ class Watch:
         self.engines: list[SimEngine] = []
         self.heads: dict[str, int] = {}
         self.void_allowed = False
+        self.given_up: set[int] = set()  # attempts
+        self.twins: set[str] = set()  # roles of ranks that two processes may believe to be
         self.groups: dict[str, int] = {}  # of many ranks: how many, by group id
         self._states: dict[int, list[dict[str, bytes]]] = {}
         self._running: dict[SimEngine, bool] = {}
@@ -109,11 +111,18 @@ class Watch:
         if isinstance(error, Fenced) and session and newest and session.ledger.epoch == newest.seq:
             self.world.fail("fenced by itself", f"{process}: {error}")
 
+    def _undone(self, attempt: int, process: Process) -> None:
+        if any(seal.attempt == attempt for seal in self.seals.values()):
+            self.world.fail("told", f"{process} gives attempt {attempt} up, which was sealed")
+
     def subscribing(self, replica: Replica, process: Process) -> None:
         self.heads[process.name] = self.head
 
     def told(self, actor: Actor, process: Process, event: Event) -> None:
         self.world.note(f"{type(event).__name__}", process)
+        if isinstance(event, Aborted) and actor.role not in self.twins:
+            self.given_up.add(event.attempt)
+            self._undone(event.attempt, process)
         if isinstance(event, Committed):
             self.world.outcome.commits += 1
         if isinstance(event, (Committed, Serving)) and getattr(actor, "engine", 0) is None:
@@ -171,6 +180,8 @@ class Watch:
         if not np.array_equal(vector, vector_of(found)):
             world.fail("sealed", f"version {seal.version} has a vector of other weights")
         self._joined(seal, by)
+        if seal.attempt in self.given_up:
+            self.world.fail("told", f"version {seal.version} of {by} was sealed; a rank has said that it is given up")
         self.versions.append(found)
         self.seals[seal.version] = seal
 

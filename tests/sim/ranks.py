@@ -118,8 +118,8 @@ def _tensor(name: str, lanes: Lanes, box: Box | None = None) -> Any:
 class Incarnation:
     """One start of a group: its id, its cut, and the weights of each call of `publish`, alike for all ranks."""
 
-    def __init__(self, world: World, trainer: Trainer, ranks: int) -> None:
-        self.id, self.ranks, self.cut = runtime.nonce(4), ranks, Cut(world, ranks)
+    def __init__(self, trainer: Trainer, ranks: int, cut: Cut) -> None:
+        self.id, self.ranks, self.cut = runtime.nonce(4), ranks, cut
         self._trainer = trainer
         self._calls: list[tuple[int, Lanes]] = []
         self.shift: dict[int, int] = {}  #: of a rank: by how many calls its trainer is ahead
@@ -333,11 +333,12 @@ class Group:
     def __init__(
         self, world: World, watch: Watch, trainer: Trainer, *, role: str = "group1", name: str = "main",
         updates: int = 4, worlds: Sequence[int] = (2, 3, 4), pause: float = 3.0, nodes: int = 2, flips: float = 0.0,
-        lies: float = 0.0, **options: Any,
+        lies: float = 0.0, steady: bool = False, **options: Any,
     ) -> None:  # fmt: skip
         self.world, self.watch, self.trainer = world, watch, trainer
         self.role, self.name, self.left, self.pause = role, name, updates, pause
         self.worlds, self.nodes, self.options = worlds, nodes, options
+        self.steady = steady  #: every incarnation is as the first one, so that caches are of use
         self.flips, self.lies = flips, lies  #: how likely a baseline is damaged after a seal; a cache, at a start
         self.down = False
         self.ranks: list[SimRank] = []
@@ -379,7 +380,12 @@ class Group:
         self._ending = False
         for number in range(self.nodes):
             self._lie(self.world.machine(f"{self.role}node{number}"))
-        of = self.of = Incarnation(self.world, self.trainer, self.world.rng.choice(self.worlds))
+        if self.of and self.steady:
+            ranks, cut = self.of.ranks, self.of.cut
+        else:
+            ranks = self.world.rng.choice(self.worlds)
+            cut = Cut(self.world, ranks)
+        of = self.of = Incarnation(self.trainer, ranks, cut)
         self.watch.groups[of.id] = of.ranks
         self.world.note(f"{self.role} starts {of.ranks} ranks as {of.id}")
         self.ranks = [SimRank(self, of, n, self._node(n)) for n in range(of.ranks)]
@@ -408,6 +414,7 @@ class Group:
         twin = SimRank(self, self.of, number, f"{self.role}elsewhere")
         twin.calls = self.ranks[number].calls
         self.twins.append(twin)
+        self.watch.twins.add(twin.role)
         twin.start()
         return twin
 

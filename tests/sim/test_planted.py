@@ -12,10 +12,9 @@ from sim.play import SCENARIOS, run_scenario
 SEEDS = 60  #: tried per scenario
 TESTS = Path(__file__).parents[1]
 MUSTS = re.findall(r"^\*\*([LPEFT]\d)\b", (TESTS.parent / "docs" / "PROTOCOL.md").read_text(), re.MULTILINE)
-#: what no world of one rank, one engine and honest hashes can break; the test that fails without it
+#: what no world of one engine and honest hashes can break; the test that fails without it
 ELSEWHERE = {
     "L7": ("subscribe/test_status.py", "def test_"),
-    "P2": ("ledger/test_objects.py", "TestParts"),
     "E9": ("vllm_plugin/test_endpoint.py", "test_engines_that_differ_are_of_no_version_and_repaired_by_a_load"),
     "F2": ("canonical/test_fingerprint.py", "multilinear"),
     "T2": ("ledger/test_fold.py", "test_keys_are_remembered"),
