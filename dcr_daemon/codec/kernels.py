@@ -90,8 +90,14 @@ def detect(
             before += sum_at(old[first:k], where[first:k], dst, key, per)
             after += sum_at(now[first:k], where[first:k], dst, key, per)
         else:
+            row = end = at = int64(0)  # of the run along the innermost axis: most neighbours are in one
             for i in range(first, k):
-                element = locate(where[i], dst, shape, strides)
+                ordinal = int64(where[i])
+                if ordinal >= end:
+                    row = ordinal // shape[3] * shape[3]
+                    end = row + shape[3]
+                    at = locate(row, dst, shape, strides)
+                element = at + (ordinal - row) * strides[3]
                 before += summand(old[i], element, key, per)
                 after += summand(now[i], element, key, per)
     return k, before, after
