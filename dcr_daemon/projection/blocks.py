@@ -15,8 +15,8 @@ def blocks(mapped: Map, layout: Layout, limit: int) -> list[tuple[int, Box]]:
     """The boxes that a rank owns, as (layout index, box), each of at most `limit` bytes of canonical elements.
 
     Every element that the map is the source of is in one of them, once. The order is that of the map's shards, and
-    inside a box that of the local tensor, so that it is read from its beginning to its end, in runs even where it is the
-    canonical one transposed; the same map gives the same list. A box is cut along its outermost axes: a flat one at
+    inside a box that of the local tensor, so that it is read from its beginning to its end, in runs even where it is
+    the canonical one transposed; the same map gives the same list. A box is cut along its outermost axes: a flat one at
     multiples of `limit` from its start. An element is never cut.
     """
     made = []
