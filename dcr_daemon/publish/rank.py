@@ -12,6 +12,7 @@ from typing import Any
 from dcr_daemon import runtime
 from dcr_daemon.errors import Misuse
 
+MAX_WORLD = 4096  #: a seal names one part of every rank, and a record has a limit
 _ID = re.compile(r"\A[a-z0-9]{1,32}\Z")
 
 
@@ -58,6 +59,11 @@ def find_rank(group: str | None, rank: int | None, world: int | None) -> Rank:
         rank, world = (torch_says.get_rank(), torch_says.get_world_size()) if torch_says else _of_launcher()
     if not 0 <= rank < world:
         raise Misuse(f"there is no rank {rank} among {world}", hint="ranks count from 0")
+    if world > MAX_WORLD:
+        raise Misuse(
+            f"{world} ranks are more than the {MAX_WORLD} whose parts fit the record of a version",
+            hint="let the ranks of one copy of the model publish: give them rank=, world= and group=",
+        )
     if group is None and world > 1:
         group = _agreed(torch_says, rank, world) if torch_says else _launched()
     return Rank(group or runtime.nonce(), rank, world)

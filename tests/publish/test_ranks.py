@@ -364,7 +364,7 @@ def test_ranks_find_each_other_only_by_what_they_agreed_on(monkeypatch: pytest.M
     assert find_rank(None, None, None).world == 1
     given = find_rank("abc", 1, 2)
     assert (given.group, given.number, given.world) == ("abc", 1, 2)
-    for wrong in [(None, 0, 2), ("A", 0, 2), ("abc", 2, 2), ("abc", 0, None)]:
+    for wrong in [(None, 0, 2), ("A", 0, 2), ("abc", 2, 2), ("abc", 0, None), ("abc", 0, 4097)]:
         with pytest.raises(Misuse):
             find_rank(*wrong)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
