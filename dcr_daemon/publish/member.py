@@ -118,7 +118,8 @@ class Member:
                 verdict.append(await read_listed(store, judged, limit=limit, patience=self._options.patience))
 
         def found() -> bytes | None:
-            if not verdict:  # with one, rank 0 is already where the ranks act together: whatever has come since, follow
+            # With a verdict, and no abort, rank 0 is already where the ranks act together: it must not be alone there.
+            if not verdict or isinstance(self._fates.get(record.seq), Abort):
                 self._check_open(record)
             return verdict[0] if verdict else None
 
