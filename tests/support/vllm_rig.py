@@ -32,6 +32,7 @@ class ModelVersions(Versions):
     def __init__(self, home: Path, model: Path, seed: int = 0) -> None:
         self.home = home
         self._random = np.random.default_rng(seed)
+        self.cuts = {}
         with Checkpoint(model) as found:
             self.layout = found.layout
             self.values = [{spec.name: np.array(found.bits(spec.name)).reshape(-1) for spec in self.layout}]
