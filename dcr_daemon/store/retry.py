@@ -18,6 +18,7 @@ from dcr_daemon.events import Emit, Waiting, discard
 T = TypeVar("T")
 
 PROGRESS_BYTES = 1 << 20  #: this much more of an object renews the patience
+HEARD = 0.25  #: seconds that a try has to be given for its silence to say anything
 QUIET_TRIES = 2  #: failures in a row that nobody needs to hear about,
 QUIET_SECONDS = 15.0  #: unless they took this long: a store that swallows requests fails seldom
 
@@ -77,6 +78,7 @@ async def persist(
         StoreUnavailable: the patience is used up.
     """
     left, tries, total, seen, said = patience.seconds, 0, 0, progress(), False
+    told: Transient | None = None  #: what the store was last heard to say
     while True:
         tries, total = tries + 1, total + 1
         async with gate:
@@ -85,6 +87,8 @@ async def persist(
                 return await attempt(left)
             except Transient as error:
                 failure = error
+            # Silence in the moment that was left tells less than the answer before it.
+            told = told if told and left < HEARD else failure
             left -= runtime.monotonic() - started
         if progress() - seen >= PROGRESS_BYTES:
             left, tries, seen, said = patience.seconds, 1, progress(), False
@@ -92,7 +96,7 @@ async def persist(
         left -= pause
         if left <= 0:
             raise StoreUnavailable(
-                f"{what}: {failure.reason} (tried {total} times, {patience.seconds:g} s without progress)",
+                f"{what}: {told.reason} (tried {total} times, {patience.seconds:g} s without progress)",
                 hint="check the network, the endpoint and the store's health; a restart continues where this stopped",
             ) from failure
         if not said and (tries > QUIET_TRIES or patience.seconds - left >= QUIET_SECONDS):

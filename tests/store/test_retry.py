@@ -119,3 +119,18 @@ async def test_only_transient_faults_are_tried_again(clock) -> None:
 def test_throttling_begins_higher() -> None:
     assert PATIENCE.pause(1, throttled=True) > PATIENCE.pause(1, throttled=False)
     assert PATIENCE.pause(10_000, throttled=True) <= PATIENCE.longest
+
+
+async def test_the_moment_that_was_left_does_not_hide_what_the_store_said(clock) -> None:
+    given: list[float] = []
+
+    async def deny(seconds: float) -> None:
+        given.append(seconds)
+        if seconds < 0.25:
+            raise Transient("no answer within 0.0 s")
+        clock.time += seconds - 0.45 if len(given) == 2 else 0.0
+        raise Transient("the key is not known")
+
+    with pytest.raises(StoreUnavailable, match="the key is not known"):
+        await persist(deny, what="get x", patience=Patience(10.0, first=0.4, longest=0.4), gate=nullcontext())
+    assert given[-1] < 0.25
