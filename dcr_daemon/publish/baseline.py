@@ -28,15 +28,16 @@ import numpy.typing as npt
 from dcr_daemon import runtime
 from dcr_daemon.canonical.box import Box
 from dcr_daemon.canonical.dtypes import lane_dtype
-from dcr_daemon.canonical.fingerprint import MASK, Bits, Vector, advance, sum_box
+from dcr_daemon.canonical.fingerprint import MASK, Bits, Vector, advance
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.directory import Checkpoint
 from dcr_daemon.codec.chunk import Segment
 from dcr_daemon.codec.decode import Chunk
 from dcr_daemon.disk import exhausted, write_whole
 from dcr_daemon.errors import Corrupt, Incompatible
+from dcr_daemon.publish.base import CheckpointLanes
 from dcr_daemon.publish.intake import differences
-from dcr_daemon.publish.share import Block, Share, gather, transfer
+from dcr_daemon.publish.share import Block, Share, transfer
 from dcr_daemon.runtime import Workers
 from dcr_daemon.store.abreast import Abreast
 from dcr_daemon.untrusted import decode_json
@@ -148,7 +149,7 @@ class Baseline:
     async def prove(self, *candidates: tuple[int, Vector]) -> Vector:
         """The fingerprint of the bytes as they are. From now on they are the first version whose vector that is."""
         sums = await self._measure()
-        found = self._by_tensor(sums)
+        found = self.share.vector(sums)
         for version, vector in candidates:
             if np.array_equal(found, vector):
                 self.version, self._vector, self._sums, self.stray = version, found, sums, False
@@ -164,7 +165,7 @@ class Baseline:
         """
         self.begin()
         sums = await self._measure()
-        self.version, self._vector, self._sums, self.stray = version, self._by_tensor(sums), sums, stray
+        self.version, self._vector, self._sums, self.stray = version, self.share.vector(sums), sums, stray
         if not stray:
             self._write_hint()
 
@@ -196,20 +197,13 @@ class Baseline:
 
     async def fingerprint(self) -> Vector:
         """The vector of the bytes as they are now: a full pass, on the workers."""
-        return self._by_tensor(await self._measure())
+        return self.share.vector(await self._measure())
 
     async def _measure(self) -> list[int]:
         return await asyncio.gather(*(self._workers.run(self._sum, number) for number in range(len(self.share))))
 
-    def _by_tensor(self, sums: list[int]) -> Vector:
-        vector = [0] * len(self.layout)
-        for block, value in zip(self.share.blocks, sums, strict=True):
-            vector[block.tensor] = (vector[block.tensor] + value) & MASK
-        return np.array(vector, dtype=np.uint64)
-
     def _sum(self, number: int) -> int:
-        block = self.share[number]
-        return sum_box(self._bits[number], block.box, int(self.layout.keys[block.tensor]))
+        return self.share.sum(number, self._bits[number])
 
     async def load(self, checkpoint: Checkpoint, told: Callable[[int], None] = lambda size: None) -> None:
         """Copy what the share has of a checkpoint into the map; no version is claimed by that.
@@ -228,19 +222,16 @@ class Baseline:
                 hint="give the checkpoint that the stream was created from",
             )
 
+        source = CheckpointLanes(checkpoint, self._workers)
+
         async def copy(number: int) -> None:
-            await self._workers.run_whole(self._copy, checkpoint, number)
+            block = self.share[number]
+            await self._workers.run_whole(source.lanes, block.tensor, block.box, self._bits[number])
             told(self.share.nbytes(number))
 
         async with Abreast(2 * self._workers.count) as group:
             for number in range(len(self.share)):
                 await group.start(partial(copy, number))
-
-    def _copy(self, checkpoint: Checkpoint, number: int) -> None:
-        block = self.share[number]
-        name = self.layout[block.tensor].name
-        file = checkpoint.file(name)
-        gather(lambda start, count: file.read(name, start, count), block.box, self._bits[number])
 
     def place(self, tensor: int, box: Box, bits: Bits) -> int:
         """Take what the share has of a box of canonical elements; how many they are. No version is claimed by that."""

@@ -6,8 +6,8 @@ before it is diffed; an exact widening is allowed. torch is imported only when s
 
 from __future__ import annotations
 
-from dcr_daemon.canonical.dtypes import item_size, lane_dtype
 from dcr_daemon.canonical.fingerprint import Bits
+from dcr_daemon.projection import host
 from dcr_daemon.projection.values import torch_dtype
 
 
@@ -17,5 +17,4 @@ def cast_lanes(lanes: Bits, given: str, canonical: str) -> Bits:
         return lanes
     import torch
 
-    values = torch.from_numpy(lanes.view("u1")).view(torch_dtype(given)).to(torch_dtype(canonical))
-    return values.view(torch.uint8).numpy().view(lane_dtype(item_size(canonical)))
+    return host.lanes(torch.from_numpy(lanes.view("u1")).view(torch_dtype(given)).to(torch_dtype(canonical)))

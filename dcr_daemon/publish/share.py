@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from dcr_daemon.canonical.box import Box
-from dcr_daemon.canonical.fingerprint import Bits
+from dcr_daemon.canonical.fingerprint import MASK, Bits, Vector, sum_box
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.checkpoint.contents import Boxes, Outlines
 from dcr_daemon.codec.chunk import SEGMENT_BYTES
@@ -80,6 +80,18 @@ class Share:
     def elements(self, tensor: int) -> int:
         """How many elements of a tensor the share has."""
         return sum(self.blocks[number].box.elements for number in self._of[tensor])
+
+    def sum(self, number: int, bits: Bits) -> int:
+        """The fingerprint of a block whose lanes are `bits`."""
+        block = self.blocks[number]
+        return sum_box(bits, block.box, int(self.layout.keys[block.tensor]))
+
+    def vector(self, sums: Iterable[int]) -> Vector:
+        """The vector of the share, from the sums of its blocks in their order."""
+        vector = [0] * len(self.layout)
+        for block, value in zip(self.blocks, sums, strict=True):
+            vector[block.tensor] = (vector[block.tensor] + value) & MASK
+        return np.array(vector, dtype=np.uint64)
 
     def touching(self, tensor: int, box: Box) -> Iterator[int]:
         """Numbers of the blocks of a tensor that may hold elements of `box`."""
