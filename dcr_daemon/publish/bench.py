@@ -7,6 +7,8 @@ rank's bytes is here.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
 from dcr_daemon import runtime
 from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import Layout
@@ -57,6 +59,7 @@ class Bench:
         self._baseline: Baseline | None = None
         self._restorer: Restorer | None = None
         self._scrub: Scrub | None = None
+        self._look_at = runtime.monotonic() + options.look
 
     @property
     def baseline(self) -> Baseline:
@@ -177,17 +180,32 @@ class Bench:
         await self.restorer.restore()
 
     @property
-    def scrub_due(self) -> float:
+    def _scrub_due(self) -> float:
         """When the next block may be scrubbed, on `runtime.monotonic`. While the fate of an attempt is open the map is
         ahead of its version, and has sums for none."""
         return float("inf") if self.attempt or self._scrub is None else self._scrub.due
 
-    async def scrub(self) -> bool:
+    async def _scrub_one(self) -> bool:
         """Check one block; whether the baseline is sound."""
         assert self._scrub is not None
         if tensor := await self._scrub.step():
             self.damaged(f"in {tensor}")
         return not tensor
+
+    async def tend(self, look: Callable[[], Awaitable[None]], check: Callable[[], None]) -> None:
+        """Between updates, until cancelled: `look` at the ledger now and then, then `check` what was seen, and scrub.
+
+        Returns once the baseline was found damaged.
+        """
+        while True:
+            if runtime.monotonic() >= self._look_at:
+                await look()
+                self._look_at = runtime.monotonic() + self.options.look * (0.75 + runtime.jitter() / 2)
+                check()
+            scrub_at = self._scrub_due
+            if runtime.monotonic() >= scrub_at and not await self._scrub_one():
+                return
+            await runtime.sleep(max(0.0, min(self._look_at, scrub_at) - runtime.monotonic()))
 
     async def close(self) -> None:
         """Give everything back. An attempt that is still undecided leaves no baseline."""

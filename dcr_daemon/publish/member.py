@@ -44,7 +44,6 @@ class Member:
         self._options, self._emit = options, emit
         self._records = bench.ledger.follow()
         self._call = 0
-        self._look_at = runtime.monotonic() + options.look
         self._epoch: int | None = None  #: of rank 0 of this group, known from its first open
         self._ousted = ""
         self._released = False
@@ -114,8 +113,9 @@ class Member:
 
         async def look() -> None:
             with contextlib.suppress(Missing):
-                await store.get(judged, limit=limit)
-                verdict.append(await read_listed(store, judged, limit=limit, patience=self._options.patience))
+                seen = await store.get(judged, limit=limit)
+                patience = self._options.patience
+                verdict.append(await read_listed(store, judged, limit=limit, patience=patience, last=seen))
 
         def found() -> bytes | None:
             # With a verdict, and no abort, rank 0 is already where the ranks act together: it must not be alone there.
@@ -222,7 +222,7 @@ class Member:
         """See `Session.in_doubt`."""
         return self._answered is not None
 
-    async def skip(self, *, step: int | None, call: int, reason: str) -> None:
+    async def skip(self, *, call: int, reason: str) -> None:
         """This call comes to nothing here: what rank 0 opens for it is refused when it is seen."""
         self._call = call + 1
 
@@ -337,18 +337,12 @@ class Member:
 
     async def tend(self) -> None:
         """Between updates, until cancelled: look for a newer claim, and for damage, as `Session` does."""
-        while True:
-            if runtime.monotonic() >= self._look_at:
-                with contextlib.suppress(StoreUnavailable):
-                    await self._read()
-                    await self._refuse_missed()
-                self._look_at = runtime.monotonic() + self._options.look * (0.75 + runtime.jitter() / 2)
-                if self._ousted:
-                    self._check_ours()
-            scrub_at = self.bench.scrub_due
-            if runtime.monotonic() >= scrub_at and not await self.bench.scrub():
-                return
-            await runtime.sleep(max(0.0, min(self._look_at, scrub_at) - runtime.monotonic()))
+        await self.bench.tend(self._look, lambda: self._check_ours() if self._ousted else None)
+
+    async def _look(self) -> None:
+        with contextlib.suppress(StoreUnavailable):
+            await self._read()
+            await self._refuse_missed()
 
     async def repair(self) -> None:
         """Build a damaged baseline anew; the next part asks for an anchor (must P4)."""

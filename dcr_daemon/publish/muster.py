@@ -58,8 +58,9 @@ class Muster:
             Corrupt: two processes say that they are one rank.
         """
         found: dict[int, str] = {}
+        missing = list(range(1, self._rank.world))
         pause, told = _FIRST, runtime.monotonic()
-        while missing := [n for n in range(1, self._rank.world) if n not in found]:
+        while missing:
             if await self._look(missing, suffix, found):
                 pause, self._moved = _FIRST, runtime.monotonic()
             missing = [n for n in missing if n not in found]
@@ -123,18 +124,20 @@ class Muster:
             )
 
 
-async def read_listed(store: Store, key: str, *, limit: int, patience: float) -> bytes:
+async def read_listed(store: Store, key: str, *, limit: int, patience: float, last: bytes | None = None) -> bytes:
     """An object that a LIST named, before any digest vouches for it.
 
     Another node of the store may have answered the LIST, so one that is missing is waited for (must L6). And one read
     is not believed: bytes that were mixed up on the way could still parse, and would be sealed under a digest that
     nobody else ever sees. Such damage differs from look to look; what two in a row find is what lies there.
 
+    Args:
+        last: what a look before this found.
+
     Raises:
         StoreUnavailable: it did not appear in `patience` seconds.
         Corrupt: larger than `limit`, or other bytes at every look.
     """
-    last = None
     for _ in range(LOOKS):
         try:
             body = await _wait_for(store, key, limit, patience)

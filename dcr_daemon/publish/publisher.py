@@ -204,9 +204,7 @@ class Publisher:
     def _skip(self, error: Exception) -> None:
         """This call comes to nothing before it began: other ranks must not wait for it."""
         with contextlib.suppress(DcrError):
-            self._running.call(
-                self._session.skip(step=None, call=self._calls, reason=f"{type(error).__name__}: {error}")
-            )
+            self._running.call(self._session.skip(call=self._calls, reason=f"{type(error).__name__}: {error}"))
 
     def _in_shards(self, weights: Any, session: Session) -> bool:
         """Whether these weights have to be projected: there are several ranks, or names are not the checkpoint's."""

@@ -56,7 +56,6 @@ class Session:
         keep = RetentionPolicy.of(options.keep_versions, options.keep_hours)
         self.retention = Retention(self.ledger, keep, emit, anchors=policy.active)
         self._call = 0
-        self._look_at = runtime.monotonic() + options.look
         self._looking: asyncio.Future[object] | None = None
         self._spoilt: int | None = None
         self._contribution: Joined | None = None
@@ -144,10 +143,10 @@ class Session:
         """Whether nobody can tell here whether `version`, which was under way, exists."""
         return self.ledger.undecided or self.head >= version
 
-    async def skip(self, *, step: int | None, call: int, reason: str) -> None:
+    async def skip(self, *, call: int, reason: str) -> None:
         """Tell the other ranks that this call comes to nothing, so that none waits for it."""
         if self.bench.rank.world > 1:
-            await self.open(step=step, call=call)
+            await self.open(call=call)
             await self.settle(reason)
 
     def press(self) -> None:
@@ -328,15 +327,7 @@ class Session:
         Raises:
             Fenced: another publisher owns the stream.
         """
-        while True:
-            if runtime.monotonic() >= self._look_at:
-                await self._look()
-                self._look_at = runtime.monotonic() + self._options.look * (0.75 + runtime.jitter() / 2)
-                self.ledger.check_held()
-            scrub_at = self.bench.scrub_due
-            if runtime.monotonic() >= scrub_at and not await self.bench.scrub():
-                return
-            await runtime.sleep(max(0.0, min(self._look_at, scrub_at) - runtime.monotonic()))
+        await self.bench.tend(self._look, self.ledger.check_held)
 
     async def _look(self) -> None:
         """Read the ledger on. A look goes on when `tend` is cancelled, or none would ever end in a slow bucket."""

@@ -225,7 +225,7 @@ class SimRank(Actor):
             if isinstance(error, Fenced):
                 raise
             with contextlib.suppress(DcrError):
-                await session.skip(step=None, call=call, reason=str(error))
+                await session.skip(call=call, reason=str(error))
             self._failed(error)
             return
         step, self._lanes = self.of.weights(call + self.of.shift.get(self.number, 0))
