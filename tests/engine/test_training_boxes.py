@@ -44,13 +44,19 @@ async def follow(home: Path, versions: Versions) -> None:
     assert versions.version_of(here) == newest
 
 
+def stepped(home: Path, drawn: list[Cut], rate: float) -> Versions:
+    """One version for each cut, written by a trainer that cuts so."""
+    versions = Versions(home)
+    for cut in drawn:
+        versions.cuts[versions.step(rate)] = cut
+    return versions
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.lists(cuts(), min_size=1, max_size=3), st.sampled_from([0.01, 0.3]))
 def test_versions_of_changing_worlds_are_one_change(drawn: list[Cut], rate: float) -> None:
     with tempfile.TemporaryDirectory() as home:
-        versions = Versions(Path(home))
-        for cut in drawn:
-            versions.cuts[versions.step(rate)] = cut
+        versions = stepped(Path(home), drawn, rate)
         asyncio.run(follow(Path(home), versions))
 
 
@@ -58,9 +64,7 @@ def test_versions_of_changing_worlds_are_one_change(drawn: list[Cut], rate: floa
 @given(st.lists(cuts(), min_size=1, max_size=3), st.sampled_from([0.01, 0.3]))
 def test_a_composed_change_is_the_difference_of_its_ends_however_it_was_cut(drawn: list[Cut], rate: float) -> None:
     with tempfile.TemporaryDirectory() as home:
-        versions = Versions(Path(home))
-        for cut in drawn:
-            versions.cuts[versions.step(rate)] = cut
+        versions = stepped(Path(home), drawn, rate)
         hops = [open_hop(versions.layout, versions.stream, versions.hop(v)) for v in range(1, len(drawn) + 1)]
         for patched in compose(versions.layout, hops, versions.values[0].__getitem__):
             name = versions.layout[patched.tensor].name

@@ -4,13 +4,14 @@ import asyncio
 import json
 import os
 import shutil
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from background import going_on
 
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.checkpoint.safetensors import pack_safetensors, write_safetensors
@@ -36,16 +37,8 @@ def once(world: Any, **more: Any) -> None:
     asyncio.run(run_watch(options(world, once=True, **more), world.store(), world.events))
 
 
-@asynccontextmanager
-async def watching(world: Any, **more: Any) -> AsyncIterator[None]:
-    task = asyncio.create_task(run_watch(options(world, **more), world.store(), world.events))
-    try:
-        yield
-        assert not task.done(), task.exception()
-    finally:
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
+def watching(world: Any, **more: Any) -> AbstractAsyncContextManager[None]:
+    return going_on(run_watch(options(world, **more), world.store(), world.events))
 
 
 async def until(condition: Callable[[], object]) -> None:

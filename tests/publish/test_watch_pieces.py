@@ -9,8 +9,8 @@ import json
 import os
 import pickle
 import shutil
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import piece_writers
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from background import going_on
 from rank_processes import run_ranks
 from replicas import Events
 from safetensors.numpy import save_file
@@ -72,16 +73,8 @@ class Place:
     def once(self, **more: Any) -> None:
         asyncio.run(self.publish(once=True, **more))
 
-    @asynccontextmanager
-    async def watching(self, **more: Any) -> AsyncIterator[None]:
-        task = asyncio.create_task(self.publish(**more))
-        try:
-            yield
-            assert not task.done(), task.exception()
-        finally:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+    def watching(self, **more: Any) -> AbstractAsyncContextManager[None]:
+        return going_on(self.publish(**more))
 
     @property
     def steps(self) -> list[int | None]:

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from sim.ranks import LAG, Group
-from sim.scenarios import LOSSES, PUBLISHER, STORE, points, some_weather
+from sim.scenarios import LOSSES, PUBLISHER, STORE, points, some_weather, take_names
 from sim.stage import Stage, scenario
 
 LEADER = PUBLISHER + points(
@@ -192,19 +192,9 @@ async def worlds(stage: Stage) -> None:
 @scenario
 async def ranks_squatted(stage: Stage) -> None:
     """Names that a rank is about to use are taken, its disk is full, its answers are lost: the attempt is given up."""
-    rng, bucket = stage.rng, stage.world.bucket
+    rng = stage.rng
     some_weather(stage)
-    right, left = bucket.act, [rng.randint(1, 30) for _ in range(rng.choice((1, 2)))]
-
-    def act(operation: str, key: str, body: bytes, by: Any) -> Any:
-        if operation == "create" and key.startswith(("data/", "anchors/")) and not key.startswith("data/0/"):
-            left[:] = [count - 1 for count in left]
-            if 0 in left and key not in bucket.objects:
-                stage.world.outcome.faults["name taken"] += 1
-                bucket.objects[key] = rng.choice((b"", body[:-1], body[:-1] + bytes([body[-1] ^ 1]), b"other"))
-        return right(operation, key, body, by)
-
-    bucket.act = act  # type: ignore[method-assign]
+    take_names(stage, 30)
     for _ in range(rng.choice((1, 2))):
         stage.hit(any_rank(stage)[0], STORE, LOSSES, 12)
     if rng.random() < 0.5:

@@ -7,7 +7,7 @@ from typing import Any
 
 from sim.actors import SimPublisher
 from sim.clock import Process
-from sim.scenarios import some_weather
+from sim.scenarios import some_weather, take_names
 from sim.stage import Stage, scenario
 from sim.world import RANK_FAULTS
 
@@ -73,17 +73,7 @@ async def squatter(stage: Stage) -> None:
     where a replica tells of itself."""
     rng, bucket = stage.rng, stage.world.bucket
     some_weather(stage)
-    right, left = bucket.act, [rng.randint(1, 12) for _ in range(rng.choice((1, 2)))]
-
-    def act(operation: str, key: str, body: bytes, by: Process) -> Any:
-        if operation == "create" and key.startswith(("data/", "anchors/")) and not key.startswith("data/0/"):
-            left[:] = [count - 1 for count in left]
-            if 0 in left and key not in bucket.objects:
-                stage.world.outcome.faults["name taken"] += 1
-                bucket.objects[key] = rng.choice((b"", body[:-1], body[:-1] + bytes([body[-1] ^ 1]), b"other"))
-        return right(operation, key, body, by)
-
-    bucket.act = act  # type: ignore[method-assign]
+    take_names(stage, 12)
     stage.publisher(updates=4)
     stage.replica(1, directory=rng.random() < 0.3)
     await stage.until(lambda: stage.watch.tip is not None, 300.0, "the stream")

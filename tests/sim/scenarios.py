@@ -5,6 +5,7 @@ for what must come: everybody at the newest version, and a publisher that publis
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from sim.actors import SimWatcher
 from sim.stage import SCENARIOS, Stage, scenario
@@ -54,6 +55,22 @@ UNANSWERED = ("answer lost", "no answer", "request lost")
 def some_weather(stage: Stage) -> None:
     """Mostly none: guided faults show more under a clear sky."""
     stage.weather(stage.rng.choice((0.0, 0.0, 0.02)))
+
+
+def take_names(stage: Stage, most: int) -> None:
+    """One or two of the first `most` names under which somebody creates an object are taken by other bytes."""
+    rng, bucket = stage.rng, stage.world.bucket
+    right, left = bucket.act, [rng.randint(1, most) for _ in range(rng.choice((1, 2)))]
+
+    def act(operation: str, key: str, body: bytes, by: Any) -> Any:
+        if operation == "create" and key.startswith(("data/", "anchors/")) and not key.startswith("data/0/"):
+            left[:] = [count - 1 for count in left]
+            if 0 in left and key not in bucket.objects:
+                stage.world.outcome.faults["name taken"] += 1
+                bucket.objects[key] = rng.choice((b"", body[:-1], body[:-1] + bytes([body[-1] ^ 1]), b"other"))
+        return right(operation, key, body, by)
+
+    bucket.act = act  # type: ignore[method-assign]
 
 
 @scenario
