@@ -26,18 +26,19 @@ from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.codec.chunk import ChunkId
 from dcr_daemon.codec.encode import TARGET_BYTES, ChunkEncoder
 from dcr_daemon.codec.warm import compile_kernels
-from dcr_daemon.projection import modules, values
+from dcr_daemon.projection import values
+from dcr_daemon.projection.binding.live import Live
+from dcr_daemon.projection.binding.reader import Reader, blocks
+from dcr_daemon.projection.frameworks import modules
+from dcr_daemon.projection.frameworks.megatron.grid import Grid
+from dcr_daemon.projection.frameworks.megatron.model import layout
+from dcr_daemon.projection.frameworks.megatron.shards import of_rank
+from dcr_daemon.projection.frameworks.models.architecture import Architecture
+from dcr_daemon.projection.frameworks.models.families import read_architecture, shipped
 from dcr_daemon.projection.host import lanes
-from dcr_daemon.projection.live import Live
-from dcr_daemon.projection.megatron.grid import Grid
-from dcr_daemon.projection.megatron.model import layout
-from dcr_daemon.projection.megatron.shards import of_rank
-from dcr_daemon.projection.models.architecture import Architecture
-from dcr_daemon.projection.models.families import read_architecture, shipped
 from dcr_daemon.projection.plan import Map, Shard, gaps
 from dcr_daemon.projection.preview import preview
-from dcr_daemon.projection.reader import Reader, blocks
-from dcr_daemon.publish.share import block_bytes
+from dcr_daemon.publish.baseline.share import block_bytes
 
 ID = ChunkId(stream="bench", attempt=1, base=0, version=1, group="bench", rank=0, nonce="bench", n=0)
 RATE = 0.01  #: of the elements change

@@ -23,7 +23,7 @@ async def read_agreed(store: Store) -> dict[str, Any]:
     from dcr_daemon.ledger import names
     from dcr_daemon.ledger.ledger import Ledger
     from dcr_daemon.ledger.objects import Objects
-    from dcr_daemon.projection.gate import decode_verdict
+    from dcr_daemon.projection.agreement.gate import decode_verdict
 
     ledger = Ledger(store)
     state = await ledger.read()

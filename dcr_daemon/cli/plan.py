@@ -13,7 +13,7 @@ from dcr_daemon.cli.output import print_fields, print_json, print_table, share, 
 from dcr_daemon.errors import Incompatible, Misuse
 
 if TYPE_CHECKING:
-    from dcr_daemon.projection.megatron.grid import Grid
+    from dcr_daemon.projection.frameworks.megatron.grid import Grid
     from dcr_daemon.projection.preview import Preview
 
 _GRID = "Parallel layout"
@@ -89,8 +89,8 @@ def command(
     if "://" in config:
         _plan_of_stream(StoreOptions(config, endpoint_url, region, profile), json)
         return
-    from dcr_daemon.projection.megatron.grid import Grid
-    from dcr_daemon.projection.models.families import read_architecture
+    from dcr_daemon.projection.frameworks.megatron.grid import Grid
+    from dcr_daemon.projection.frameworks.models.families import read_architecture
     from dcr_daemon.projection.preview import preview
 
     architecture = read_architecture(config, prediction=mtp)

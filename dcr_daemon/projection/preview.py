@@ -15,13 +15,13 @@ from dcr_daemon.canonical.coverage import exactly_once
 from dcr_daemon.canonical.layout import TensorSpec
 from dcr_daemon.canonical.region import Region
 from dcr_daemon.errors import Misuse
-from dcr_daemon.projection import modules
-from dcr_daemon.projection.megatron.grid import Grid
-from dcr_daemon.projection.megatron.model import parameters
-from dcr_daemon.projection.megatron.parameter import Parameter
-from dcr_daemon.projection.megatron.shards import experts_of, value_of
-from dcr_daemon.projection.megatron.splits import Joined, QueryGroups, Split, held
-from dcr_daemon.projection.models.architecture import Architecture
+from dcr_daemon.projection.frameworks import modules
+from dcr_daemon.projection.frameworks.megatron.grid import Grid
+from dcr_daemon.projection.frameworks.megatron.model import parameters
+from dcr_daemon.projection.frameworks.megatron.parameter import Parameter
+from dcr_daemon.projection.frameworks.megatron.shards import experts_of, value_of
+from dcr_daemon.projection.frameworks.megatron.splits import Joined, QueryGroups, Split, held
+from dcr_daemon.projection.frameworks.models.architecture import Architecture
 from dcr_daemon.projection.owners import owner
 from dcr_daemon.projection.values import Add, Bits, between
 

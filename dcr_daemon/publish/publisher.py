@@ -21,21 +21,21 @@ from typing import Any, Never, Self
 
 from dcr_daemon.errors import DcrError, Fenced, Misuse, StoreUnavailable
 from dcr_daemon.events import Emit, Rounded, Waiting
-from dcr_daemon.publish import shards
-from dcr_daemon.publish.attempt import Attempt
-from dcr_daemon.publish.intake import Intake
-from dcr_daemon.publish.member import Member
-from dcr_daemon.publish.opening import open_member, open_session
+from dcr_daemon.publish.baseline.share import block_bytes
+from dcr_daemon.publish.group import shards
+from dcr_daemon.publish.group.member import Member
+from dcr_daemon.publish.group.opening import open_member, open_session
+from dcr_daemon.publish.group.projected import Projected, Trainer
+from dcr_daemon.publish.group.session import CLOSE_PATIENCE, Session
+from dcr_daemon.publish.inputs.intake import Intake
+from dcr_daemon.publish.inputs.sources import Source, TensorSource, settle_devices
+from dcr_daemon.publish.inputs.weights import as_stream, as_table, check_kind, needs_projection
 from dcr_daemon.publish.options import KEEP_VERSIONS, SCRUB_RATE, PublishOptions, default_state, parse_codec
-from dcr_daemon.publish.projected import Projected, Trainer
 from dcr_daemon.publish.rank import find_rank
-from dcr_daemon.publish.session import CLOSE_PATIENCE, Session
-from dcr_daemon.publish.share import block_bytes
-from dcr_daemon.publish.sources import Source, TensorSource, settle_devices
 from dcr_daemon.publish.telling import tell
-from dcr_daemon.publish.update import Update
-from dcr_daemon.publish.versions import checked_metadata, checked_step
-from dcr_daemon.publish.weights import as_stream, as_table, check_kind, needs_projection
+from dcr_daemon.publish.version.attempt import Attempt
+from dcr_daemon.publish.version.update import Update
+from dcr_daemon.publish.version.versions import checked_metadata, checked_step
 from dcr_daemon.runtime import LoopThread
 from dcr_daemon.store import Store, open_store
 

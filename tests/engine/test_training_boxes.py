@@ -18,9 +18,9 @@ from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.engine.compose import compose, open_hop
 from dcr_daemon.engine.directory import DirectoryEngine
 from dcr_daemon.engine.port import Verdict
-from dcr_daemon.projection.megatron.grid import Grid
-from dcr_daemon.projection.megatron.model import layout as layout_of
-from dcr_daemon.projection.models.families import read_architecture
+from dcr_daemon.projection.frameworks.megatron.grid import Grid
+from dcr_daemon.projection.frameworks.megatron.model import layout as layout_of
+from dcr_daemon.projection.frameworks.models.families import read_architecture
 
 SMALL = {"vocab_size": 301, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
          "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4}  # fmt: skip

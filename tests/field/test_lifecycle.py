@@ -23,8 +23,9 @@ from versions import Versions
 from dcr_daemon.engine.vllm import VllmEngine
 from dcr_daemon.events import Committed, Serving
 from dcr_daemon.ledger.records import Floor
-from dcr_daemon.vllm_plugin import hooks, loading
+from dcr_daemon.vllm_plugin.core import hooks
 from dcr_daemon.vllm_plugin.endpoint import Engines, SocketServer
+from dcr_daemon.vllm_plugin.loader import loading
 
 # -- a reader that is slower than retention -------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from dcr_daemon.engine import messages
 from dcr_daemon.engine.port import Swapped, Verdict
 from dcr_daemon.errors import DcrError, EngineRefused
 from dcr_daemon.events import Waiting
-from dcr_daemon.vllm_plugin import loading
+from dcr_daemon.vllm_plugin.loader import loading
 
 
 @pytest.fixture

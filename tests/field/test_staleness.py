@@ -25,7 +25,8 @@ from dcr_daemon.events import Event, Serving
 from dcr_daemon.observe.health import Health
 from dcr_daemon.observe.metrics import Metrics
 from dcr_daemon.observe.server import ProbeServer
-from dcr_daemon.vllm_plugin import hooks, loading
+from dcr_daemon.vllm_plugin.core import hooks
+from dcr_daemon.vllm_plugin.loader import loading
 from dcr_daemon.vllm_plugin.settings import Settings
 
 
@@ -206,7 +207,7 @@ def test_caches_are_handled_before_every_version_that_is_new_to_the_engine(engin
 def _tensor(engine: FieldEngine, name: str, bits: Any) -> Any:
     import torch
 
-    from dcr_daemon.vllm_plugin.recorder import DTYPES
+    from dcr_daemon.vllm_plugin.loader.recorder import DTYPES
 
     spec = engine.layout[engine.layout.index(name)]
     return torch.from_numpy(bits.view("u1").copy()).view(DTYPES[spec.dtype]).reshape(spec.shape)

@@ -20,15 +20,15 @@ from dcr_daemon.engine.journal import read_journal
 from dcr_daemon.engine.port import Attached, EngineStatus, Prepared, Swapped
 from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, Misuse
 from dcr_daemon.ledger.memory import Memory
-from dcr_daemon.publish import published
-from dcr_daemon.publish.baseline import Baseline
-from dcr_daemon.publish.share import Share
+from dcr_daemon.publish.baseline.baseline import Baseline
+from dcr_daemon.publish.baseline.share import Share
+from dcr_daemon.publish.watch import published
 from dcr_daemon.runtime import Workers
 from dcr_daemon.subscribe.status import decode_report
 from dcr_daemon.vllm_plugin import calls
 from dcr_daemon.vllm_plugin.calls import Code
-from dcr_daemon.vllm_plugin.rank import Refusal
-from dcr_daemon.vllm_plugin.worker import answer
+from dcr_daemon.vllm_plugin.worker.rank import Refusal
+from dcr_daemon.vllm_plugin.worker.worker import answer
 
 # Sockets.
 

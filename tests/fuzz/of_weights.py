@@ -22,7 +22,7 @@ from dcr_daemon.codec.undo import undo_chunk
 from dcr_daemon.engine.compose import check_chain, compose, open_hop
 from dcr_daemon.engine.port import Hop
 from dcr_daemon.errors import Corrupt, CorruptChunk, EngineRefused, NotFound
-from dcr_daemon.vllm_plugin import dense
+from dcr_daemon.vllm_plugin.weights import dense
 
 # Chunks.
 

@@ -16,14 +16,14 @@ from rank_processes import run_ranks
 
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.canonical.region import Region, boxes, slab, whole
-from dcr_daemon.projection import rehearsal
-from dcr_daemon.projection.canary import CAP, Probed, probe, within
-from dcr_daemon.projection.dtensor import map_of
-from dcr_daemon.projection.exports import asked, probe_export
-from dcr_daemon.projection.miniature import digits, lanes, numbered, random_bits, same, shrunk, special
+from dcr_daemon.projection.binding.residual import Hook
+from dcr_daemon.projection.frameworks.titan import rotary_rows
 from dcr_daemon.projection.plan import Map
-from dcr_daemon.projection.residual import Hook
-from dcr_daemon.projection.titan import rotary_rows
+from dcr_daemon.projection.probes import rehearsal
+from dcr_daemon.projection.probes.canary import CAP, Probed, probe, within
+from dcr_daemon.projection.probes.exports import asked, probe_export
+from dcr_daemon.projection.probes.miniature import digits, lanes, numbered, random_bits, same, shrunk, special
+from dcr_daemon.projection.sharding.dtensor import map_of
 from dcr_daemon.projection.tracing import Conversion, trace
 from dcr_daemon.projection.values import Add
 

@@ -9,8 +9,8 @@ import pytest
 
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.errors import Incompatible, Misuse, NotFound
-from dcr_daemon.projection.megatron.model import layout
-from dcr_daemon.projection.models.families import FAMILIES, read_architecture, shipped
+from dcr_daemon.projection.frameworks.megatron.model import layout
+from dcr_daemon.projection.frameworks.models.families import FAMILIES, read_architecture, shipped
 
 PLAIN = {
     "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,

@@ -17,8 +17,15 @@ from dcr_daemon.canonical.coverage import exactly_once
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.canonical.region import Region, slab, whole
 from dcr_daemon.errors import Incompatible
-from dcr_daemon.projection import census, gate
-from dcr_daemon.projection.gate import Declaration, Verdict, declare, decode_declaration, decode_verdict, judge
+from dcr_daemon.projection.agreement import census, gate
+from dcr_daemon.projection.agreement.gate import (
+    Declaration,
+    Verdict,
+    declare,
+    decode_declaration,
+    decode_verdict,
+    judge,
+)
 from dcr_daemon.projection.plan import Map, shards_of
 
 LAYOUT = Layout(

@@ -13,7 +13,7 @@ from regions import pairs
 
 from dcr_daemon.canonical.coverage import exactly_once
 from dcr_daemon.canonical.region import Region
-from dcr_daemon.projection.intervals import Cut, intervals, local_shape, shard
+from dcr_daemon.projection.sharding.intervals import Cut, intervals, local_shape, shard
 
 
 def chunk(row: np.ndarray, ways: int, at: int) -> np.ndarray:

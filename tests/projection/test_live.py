@@ -20,11 +20,11 @@ from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.canonical.region import Region, whole
 from dcr_daemon.checkpoint.directory import Checkpoint
 from dcr_daemon.errors import Incompatible, Misuse
-from dcr_daemon.projection import titan
-from dcr_daemon.projection.live import Live, live
-from dcr_daemon.projection.megatron.grid import Grid
-from dcr_daemon.projection.megatron.live import Megatron, shards_of
-from dcr_daemon.projection.megatron.model import layout as megatron_layout
+from dcr_daemon.projection.binding.live import Live, live
+from dcr_daemon.projection.frameworks import titan
+from dcr_daemon.projection.frameworks.megatron.grid import Grid
+from dcr_daemon.projection.frameworks.megatron.live import Megatron, shards_of
+from dcr_daemon.projection.frameworks.megatron.model import layout as megatron_layout
 from dcr_daemon.projection.plan import Map, Shard, gaps
 from dcr_daemon.projection.tracing import Conversion
 from dcr_daemon.projection.values import Bits

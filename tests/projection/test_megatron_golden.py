@@ -17,14 +17,14 @@ import pytest
 from ranks.launch import quiet
 
 from dcr_daemon.canonical.region import Region, indices
-from dcr_daemon.projection.megatron import attention, feed
-from dcr_daemon.projection.megatron.grid import Grid
-from dcr_daemon.projection.megatron.live import shards_of
-from dcr_daemon.projection.megatron.parameter import Parameter, Place, Site
-from dcr_daemon.projection.megatron.shards import spots
-from dcr_daemon.projection.megatron.splits import Rows
-from dcr_daemon.projection.models.architecture import Attention, DeltaNet, Experts, Mamba, Names
-from dcr_daemon.projection.models.families import read_architecture
+from dcr_daemon.projection.frameworks.megatron import attention, feed
+from dcr_daemon.projection.frameworks.megatron.grid import Grid
+from dcr_daemon.projection.frameworks.megatron.live import shards_of
+from dcr_daemon.projection.frameworks.megatron.parameter import Parameter, Place, Site
+from dcr_daemon.projection.frameworks.megatron.shards import spots
+from dcr_daemon.projection.frameworks.megatron.splits import Rows
+from dcr_daemon.projection.frameworks.models.architecture import Attention, DeltaNet, Experts, Mamba, Names
+from dcr_daemon.projection.frameworks.models.families import read_architecture
 
 GOLDEN = {path.stem: path for path in sorted((Path(__file__).parent / "golden").glob("*.json"))}
 Pairs = dict[tuple[int, str, str], set[tuple[int, int]]]

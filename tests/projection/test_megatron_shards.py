@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from megatron_chunks import FAMILIES, architecture, live
 
 from dcr_daemon.errors import Misuse
-from dcr_daemon.projection.megatron.grid import Grid
-from dcr_daemon.projection.megatron.live import grid_of_process, shards_of
-from dcr_daemon.projection.megatron.model import layout, parameters
-from dcr_daemon.projection.megatron.shards import of_rank
+from dcr_daemon.projection.frameworks.megatron.grid import Grid
+from dcr_daemon.projection.frameworks.megatron.live import grid_of_process, shards_of
+from dcr_daemon.projection.frameworks.megatron.model import layout, parameters
+from dcr_daemon.projection.frameworks.megatron.shards import of_rank
 from dcr_daemon.projection.plan import Map, gaps
 from dcr_daemon.projection.values import Add, Bits, Cast
 

@@ -6,10 +6,10 @@ import pytest
 
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.errors import Misuse
-from dcr_daemon.projection.megatron.grid import Grid
-from dcr_daemon.projection.megatron.model import layout
-from dcr_daemon.projection.megatron.shards import of_rank
-from dcr_daemon.projection.models.families import read_architecture, shipped
+from dcr_daemon.projection.frameworks.megatron.grid import Grid
+from dcr_daemon.projection.frameworks.megatron.model import layout
+from dcr_daemon.projection.frameworks.megatron.shards import of_rank
+from dcr_daemon.projection.frameworks.models.families import read_architecture, shipped
 from dcr_daemon.projection.preview import Trainer, preview
 
 TINY = {"vocab_size": 301, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,

@@ -11,8 +11,8 @@ import torch
 from dcr_daemon.canonical.compose import chain
 from dcr_daemon.canonical.coverage import exactly_once
 from dcr_daemon.canonical.region import Region
-from dcr_daemon.projection.intervals import Cut, shard
-from dcr_daemon.projection.titan import adapter_conversion, grouped_experts, rotary_rows
+from dcr_daemon.projection.frameworks.titan import adapter_conversion, grouped_experts, rotary_rows
+from dcr_daemon.projection.sharding.intervals import Cut, shard
 
 EXPERTS, INNER, MODEL, HEADS, HEAD = 6, 10, 8, 3, 4
 GATES = [f"model.layers.0.mlp.experts.{e}.gate_proj.weight" for e in range(EXPERTS)]

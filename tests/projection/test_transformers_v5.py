@@ -14,10 +14,10 @@ from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.canonical.region import indices
 from dcr_daemon.checkpoint.directory import Checkpoint
 from dcr_daemon.errors import Incompatible
-from dcr_daemon.projection.dtensor import check_shapes, map_of
+from dcr_daemon.projection.frameworks.transformers_v5 import conversion
 from dcr_daemon.projection.plan import gaps
+from dcr_daemon.projection.sharding.dtensor import check_shapes, map_of
 from dcr_daemon.projection.tracing import Conversion
-from dcr_daemon.projection.transformers_v5 import conversion
 
 PLAIN: dict[str, Any] = {
     "vocab_size": 70, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -16,9 +16,9 @@ from dcr_daemon.canonical.coverage import exactly_once
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.canonical.region import Region, indices, whole
 from dcr_daemon.errors import Incompatible
-from dcr_daemon.projection.live import live
-from dcr_daemon.projection.titan import grouped_experts, rotary_rows
-from dcr_daemon.projection.zero3 import flat_range, partition, persistent
+from dcr_daemon.projection.binding.live import live
+from dcr_daemon.projection.frameworks.titan import grouped_experts, rotary_rows
+from dcr_daemon.projection.sharding.zero3 import flat_range, partition, persistent
 
 
 @given(st.integers(1, 5), st.integers(1, 6), st.integers(1, 6), st.integers(1, 9))

@@ -7,7 +7,7 @@ import pytest
 
 from dcr_daemon.canonical.dtypes import ITEM_SIZE, lane_dtype
 from dcr_daemon.projection.values import TORCH_NAMES, castable, rounds, torch_dtype
-from dcr_daemon.publish.cast import cast_lanes
+from dcr_daemon.publish.inputs.cast import cast_lanes
 
 torch = pytest.importorskip("torch")
 

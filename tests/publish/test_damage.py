@@ -16,7 +16,7 @@ from dcr_daemon.errors import StoreUnavailable
 from dcr_daemon.events import Alarm, AnchorPut, Committed, Waiting
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.records import Seal
-from dcr_daemon.publish.session import Session
+from dcr_daemon.publish.group.session import Session
 
 
 def alarms(world: SmallWorld) -> list[str]:
@@ -210,9 +210,9 @@ def test_an_anchor_of_bytes_that_change_while_they_are_read_is_never_recorded(sm
 
 def test_a_fleet_ends_bit_equal_to_the_trainer_after_a_poisoned_version(world: Any, toolbox: Any) -> None:
     """A real replica refuses the version made from a damaged baseline, waits, and comes by the anchor of the next."""
-    from dcr_daemon.publish.opening import open_session
+    from dcr_daemon.publish.group.opening import open_session
+    from dcr_daemon.publish.inputs.sources import FileSource
     from dcr_daemon.publish.options import PublishOptions
-    from dcr_daemon.publish.sources import FileSource
 
     chain = [world.weights, *(toolbox.step_weights(world.weights, seed=seed) for seed in (1, 2, 3))]
     home: Path = world.root / "replica"

@@ -227,7 +227,7 @@ def test_misuse_is_said_as_such(world: Any, toolbox: Any) -> None:
         target.publish(good)
     target.close()
     with pytest.raises(Incompatible, match="shard"):
-        dcr_daemon.publish.sources.local_tensor("w", FakeDTensor(torch.zeros(2)))
+        dcr_daemon.publish.inputs.sources.local_tensor("w", FakeDTensor(torch.zeros(2)))
 
 
 class FakeDTensor(torch.Tensor):
@@ -307,7 +307,7 @@ def test_anchors_follow_their_policy(world: Any, toolbox: Any) -> None:
 
 def test_importing_the_package_loads_neither_torch_nor_numba(tmp_path: Path) -> None:
     code = (
-        "import sys, dcr_daemon, dcr_daemon.publish.watch; dcr_daemon.Publisher;"
+        "import sys, dcr_daemon, dcr_daemon.publish.watch.watch; dcr_daemon.Publisher;"
         "print([m for m in ('torch', 'numba', 'vllm') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -321,7 +321,7 @@ def test_a_failure_is_told_only_when_it_is_one(
     """The seal was sent and the bucket is silent: that is neither a failure nor a version, until somebody looks."""
     from dcr_daemon.ledger import ledger as ledger_module
     from dcr_daemon.publish import publisher as module
-    from dcr_daemon.publish import session as session_module
+    from dcr_daemon.publish.group import session as session_module
 
     class Silent(toolbox.WrappedStore):
         down, tripped = False, False
@@ -466,7 +466,7 @@ def test_a_publisher_without_its_state_is_told_about_names(world: Any) -> None:
 
 def test_a_fork_does_not_wait_for_a_fate_that_nobody_will_tell_it(world: Any, toolbox: Any) -> None:
     """Data loaders fork in the middle of an update; the copy of it in the child is never told anything."""
-    from dcr_daemon.publish.update import Update
+    from dcr_daemon.publish.version.update import Update
 
     parent = os.getpid()
     told, untold = Update(1, lambda: os.getpid() == parent), Update(2, lambda: os.getpid() == parent)

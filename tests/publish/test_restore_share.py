@@ -24,11 +24,11 @@ from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.records import Anchor, ObjectRef, Seal
 from dcr_daemon.ledger.verify import verify
-from dcr_daemon.publish.baseline import Baseline
+from dcr_daemon.publish.baseline.baseline import Baseline
+from dcr_daemon.publish.baseline.rebuild import Rebuild
+from dcr_daemon.publish.baseline.restore import Restorer
+from dcr_daemon.publish.baseline.share import Block, Share
 from dcr_daemon.publish.options import PublishOptions
-from dcr_daemon.publish.rebuild import Rebuild
-from dcr_daemon.publish.restore import Restorer
-from dcr_daemon.publish.share import Block, Share
 from dcr_daemon.runtime import Workers
 from dcr_daemon.store.file import FileStore
 
@@ -306,7 +306,7 @@ def test_files_that_do_not_hold_the_share_are_no_anchor(write: Any) -> None:
 
 
 def test_a_long_rebuild_tells_how_far_it_is(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dcr_daemon.publish.rebuild.TELL_EVERY", -1.0)
+    monkeypatch.setattr("dcr_daemon.publish.baseline.rebuild.TELL_EVERY", -1.0)
     rig = write(4, anchor_every=3)
     asyncio.run(rig.restore(rig.share(1)))
     told = rig.world.events.of(Rebuilding)
@@ -325,7 +325,7 @@ def test_objects_are_read_side_by_side_within_bounds(write: Any, monkeypatch: py
     whole = Share.whole(rig.world.layout)
     rig.check(asyncio.run(rig.restore(whole)))
     assert rig.store.most > 2
-    monkeypatch.setattr("dcr_daemon.publish.rebuild.ROOM", 1)
+    monkeypatch.setattr("dcr_daemon.publish.baseline.rebuild.ROOM", 1)
     monkeypatch.setattr("dcr_daemon.ledger.objects.AT_ONCE", 1)
     rig.store.most = 0
     rig.check(asyncio.run(rig.restore(whole, "narrow")))

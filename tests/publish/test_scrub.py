@@ -9,7 +9,7 @@ import pytest
 from fakes import StillRuntime
 
 from dcr_daemon import runtime
-from dcr_daemon.publish.scrub import ROUND, Scrub
+from dcr_daemon.publish.baseline.scrub import ROUND, Scrub
 
 
 class Blocks:

@@ -11,10 +11,10 @@ from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.checkpoint.directory import Checkpoint
 from dcr_daemon.errors import Corrupt, Exhausted, Fenced, Incompatible, Misuse, NotFound, StoreUnavailable
 from dcr_daemon.events import Aborted, Alarm, AnchorPut, ChunkPut, Sealed, Waiting
-from dcr_daemon.publish.opening import open_session
+from dcr_daemon.publish.group.opening import open_session
+from dcr_daemon.publish.group.session import Session
+from dcr_daemon.publish.inputs.sources import FileSource
 from dcr_daemon.publish.options import PublishOptions, stream_state
-from dcr_daemon.publish.session import Session
-from dcr_daemon.publish.sources import FileSource
 from dcr_daemon.store.port import Outcome
 
 
@@ -398,7 +398,7 @@ def test_a_full_disk_of_the_spool_ends_the_attempt_and_undoes_it(
 ) -> None:
     import errno
 
-    from dcr_daemon.publish import spool
+    from dcr_daemon.publish.version import spool
 
     one = toolbox.step_weights(world.weights, seed=1)
 

@@ -30,10 +30,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from dcr_daemon.checkpoint.directory import Checkpoint
 from dcr_daemon.errors import Incompatible
 from dcr_daemon.events import Aborted, Opened, Sealed, Waiting
-from dcr_daemon.projection.files import SHARDING_INFO
-from dcr_daemon.publish import tables
-from dcr_daemon.publish.pieced import PiecedSource
-from dcr_daemon.publish.watch import WatchOptions, run_watch
+from dcr_daemon.projection.files.files import SHARDING_INFO
+from dcr_daemon.publish.watch import tables
+from dcr_daemon.publish.watch.pieced import PiecedSource
+from dcr_daemon.publish.watch.watch import WatchOptions, run_watch
 from dcr_daemon.store.file import FileStore
 from dcr_daemon.subscribe.materialize import materialize
 

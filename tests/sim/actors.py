@@ -19,10 +19,10 @@ from dcr_daemon.events import Event
 from dcr_daemon.ledger.collector import collect
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.retention import RetentionPolicy
-from dcr_daemon.publish.opening import open_session
+from dcr_daemon.publish.group.opening import open_session
+from dcr_daemon.publish.group.session import Session
 from dcr_daemon.publish.options import PublishOptions
-from dcr_daemon.publish.session import Session
-from dcr_daemon.publish.watch import WatchOptions, run_watch
+from dcr_daemon.publish.watch.watch import WatchOptions, run_watch
 from dcr_daemon.subscribe.daemon import SubscribeOptions, run_subscribe
 
 if TYPE_CHECKING:

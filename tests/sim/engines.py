@@ -23,13 +23,15 @@ from toy_model import loaded, placed
 from dcr_daemon.engine import messages
 from dcr_daemon.engine.messages import AnyAnswer, Attach, Pending
 from dcr_daemon.engine.vllm import VllmEngine
-from dcr_daemon.vllm_plugin import faults, loading, tables
-from dcr_daemon.vllm_plugin import rank as rank_module
 from dcr_daemon.vllm_plugin.calls import JobKind, Op
-from dcr_daemon.vllm_plugin.core import Core
-from dcr_daemon.vllm_plugin.jobs import Background, Job
-from dcr_daemon.vllm_plugin.ranks import Ranks
+from dcr_daemon.vllm_plugin.core import tables
+from dcr_daemon.vllm_plugin.core.core import Core
+from dcr_daemon.vllm_plugin.core.ranks import Ranks
+from dcr_daemon.vllm_plugin.loader import loading
 from dcr_daemon.vllm_plugin.settings import Settings
+from dcr_daemon.vllm_plugin.weights import faults
+from dcr_daemon.vllm_plugin.worker import rank as rank_module
+from dcr_daemon.vllm_plugin.worker.jobs import Background, Job
 
 if TYPE_CHECKING:
     from sim.disk import Machine

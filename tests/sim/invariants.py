@@ -24,8 +24,8 @@ from dcr_daemon.events import Aborted, Committed, Event, Serving
 from dcr_daemon.ledger import records
 from dcr_daemon.ledger.fold import Tip, begin, fold
 from dcr_daemon.ledger.records import Anchor, AnyRecord, ObjectRef, Seal
-from dcr_daemon.publish.member import Member
-from dcr_daemon.publish.session import Session
+from dcr_daemon.publish.group.member import Member
+from dcr_daemon.publish.group.session import Session
 
 if TYPE_CHECKING:
     from sim.actors import Actor, Replica, SimPublisher

@@ -27,17 +27,17 @@ from dcr_daemon.canonical.region import Region, row_major
 from dcr_daemon.errors import DcrError, Fenced
 from dcr_daemon.events import Event, Sealed
 from dcr_daemon.projection.plan import Map, shards_of
-from dcr_daemon.publish import shards
-from dcr_daemon.publish.attempt import Attempt
-from dcr_daemon.publish.baseline import Baseline
-from dcr_daemon.publish.member import Member
-from dcr_daemon.publish.opening import open_member, open_session
+from dcr_daemon.publish.baseline.baseline import Baseline
+from dcr_daemon.publish.baseline.share import block_bytes
+from dcr_daemon.publish.group import shards
+from dcr_daemon.publish.group.member import Member
+from dcr_daemon.publish.group.opening import open_member, open_session
+from dcr_daemon.publish.group.projected import Projected
+from dcr_daemon.publish.group.projected import Trainer as Laid
+from dcr_daemon.publish.group.session import Session
 from dcr_daemon.publish.options import PublishOptions
-from dcr_daemon.publish.projected import Projected
-from dcr_daemon.publish.projected import Trainer as Laid
 from dcr_daemon.publish.rank import Rank
-from dcr_daemon.publish.session import Session
-from dcr_daemon.publish.share import block_bytes
+from dcr_daemon.publish.version.attempt import Attempt
 
 if TYPE_CHECKING:
     from sim.disk import Machine

@@ -36,7 +36,7 @@ from dcr_daemon.events import (
 )
 from dcr_daemon.ledger import names
 from dcr_daemon.observe.health import Health
-from dcr_daemon.vllm_plugin import loading
+from dcr_daemon.vllm_plugin.loader import loading
 
 
 class Watched(Events):

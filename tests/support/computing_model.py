@@ -8,10 +8,10 @@ import torch
 from worker_rig import Lanes
 
 from dcr_daemon.canonical.layout import Layout, TensorSpec
-from dcr_daemon.vllm_plugin import loading
-from dcr_daemon.vllm_plugin.feeding import record_alone
-from dcr_daemon.vllm_plugin.placement import Placement
-from dcr_daemon.vllm_plugin.recorder import DTYPES, record
+from dcr_daemon.vllm_plugin.loader import loading
+from dcr_daemon.vllm_plugin.loader.feeding import record_alone
+from dcr_daemon.vllm_plugin.loader.recorder import DTYPES, record
+from dcr_daemon.vllm_plugin.weights.placement import Placement
 
 LAYOUT = Layout(
     [

@@ -12,9 +12,9 @@ from toy_engine import ToyEngine, ToyWorker
 from worker_rig import Lanes, random_lanes, step
 
 from dcr_daemon.canonical.layout import Layout, TensorSpec
-from dcr_daemon.vllm_plugin import loading
-from dcr_daemon.vllm_plugin.placement import Placement, Repack
-from dcr_daemon.vllm_plugin.recorder import DTYPES, record
+from dcr_daemon.vllm_plugin.loader import loading
+from dcr_daemon.vllm_plugin.loader.recorder import DTYPES, record
+from dcr_daemon.vllm_plugin.weights.placement import Placement, Repack
 
 EXPERTS, INNER, HIDDEN = 256, 4, 6
 BLOCK = INNER * HIDDEN

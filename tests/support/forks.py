@@ -30,7 +30,7 @@ WARM = (
     "dcr_daemon.cli.app",
     "dcr_daemon.observe.metrics",
     "dcr_daemon.observe.server",
-    "dcr_daemon.publish.watch",
+    "dcr_daemon.publish.watch.watch",
     "dcr_daemon.subscribe.daemon",
     "dcr_daemon.engine.directory",
     "dcr_daemon.ledger.verify",

@@ -29,11 +29,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.canonical.region import Region
 from dcr_daemon.errors import Incompatible
-from dcr_daemon.projection import meshes
-from dcr_daemon.projection.canary import Probed, probe
-from dcr_daemon.projection.dtensor import map_of
-from dcr_daemon.projection.exports import asked, probe_export
-from dcr_daemon.projection.gate import (
+from dcr_daemon.projection.agreement.gate import (
     Verdict,
     declare,
     decode_declaration,
@@ -42,13 +38,17 @@ from dcr_daemon.projection.gate import (
     encode_verdict,
     judge,
 )
-from dcr_daemon.projection.intervals import Cut
-from dcr_daemon.projection.live import live
-from dcr_daemon.projection.meshes import probe_meshes
+from dcr_daemon.projection.binding.live import live
+from dcr_daemon.projection.binding.residual import Exporter, Gather, Hook, Residual
+from dcr_daemon.projection.frameworks.transformers_v5 import conversion, converter
 from dcr_daemon.projection.plan import Map
-from dcr_daemon.projection.residual import Exporter, Gather, Hook, Residual
+from dcr_daemon.projection.probes import meshes
+from dcr_daemon.projection.probes.canary import Probed, probe
+from dcr_daemon.projection.probes.exports import asked, probe_export
+from dcr_daemon.projection.probes.meshes import probe_meshes
+from dcr_daemon.projection.sharding.dtensor import map_of
+from dcr_daemon.projection.sharding.intervals import Cut
 from dcr_daemon.projection.tracing import Conversion
-from dcr_daemon.projection.transformers_v5 import conversion, converter
 
 WORLD = 4
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from dcr_daemon.canonical.region import indices
-from dcr_daemon.projection.megatron.grid import Grid
-from dcr_daemon.projection.megatron.shards import spots
-from dcr_daemon.projection.models.architecture import Architecture
-from dcr_daemon.projection.models.families import read_architecture
+from dcr_daemon.projection.frameworks.megatron.grid import Grid
+from dcr_daemon.projection.frameworks.megatron.shards import spots
+from dcr_daemon.projection.frameworks.models.architecture import Architecture
+from dcr_daemon.projection.frameworks.models.families import read_architecture
 
 PLAIN = {"vocab_size": 301, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
          "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4}  # fmt: skip

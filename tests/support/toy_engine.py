@@ -21,11 +21,11 @@ from dcr_daemon.checkpoint.safetensors import write_safetensors
 from dcr_daemon.engine import messages
 from dcr_daemon.engine.messages import AnyCall
 from dcr_daemon.engine.port import Attached, Hop, StreamFacts, Swapped, Transaction
-from dcr_daemon.vllm_plugin import worker
-from dcr_daemon.vllm_plugin.core import Core
-from dcr_daemon.vllm_plugin.rank import Rank
-from dcr_daemon.vllm_plugin.ranks import Ranks
+from dcr_daemon.vllm_plugin.core.core import Core
+from dcr_daemon.vllm_plugin.core.ranks import Ranks
 from dcr_daemon.vllm_plugin.settings import Settings
+from dcr_daemon.vllm_plugin.worker import worker
+from dcr_daemon.vllm_plugin.worker.rank import Rank
 
 Answers = Callable[[int, dict[str, Any], dict[str, Any]], Any]
 

@@ -13,10 +13,10 @@ import torch
 
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.vllm_plugin.calls import Held
-from dcr_daemon.vllm_plugin.loading import LoadFormat, place
-from dcr_daemon.vllm_plugin.memory import Homes, holders_of
-from dcr_daemon.vllm_plugin.placement import Placement, Repack
-from dcr_daemon.vllm_plugin.recorder import DTYPES, record
+from dcr_daemon.vllm_plugin.loader.loading import LoadFormat, place
+from dcr_daemon.vllm_plugin.loader.recorder import DTYPES, record
+from dcr_daemon.vllm_plugin.weights.memory import Homes, holders_of
+from dcr_daemon.vllm_plugin.weights.placement import Placement, Repack
 
 HIDDEN, VOCABULARY, EXPERTS, INNER = 8, 5, 4, 6
 LAYOUT = Layout(

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from dcr_daemon.canonical.box import Box
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.canonical.region import Region, boxes, row_major
-from dcr_daemon.projection.blocks import blocks, parts
-from dcr_daemon.projection.megatron.grid import Grid
-from dcr_daemon.projection.megatron.shards import of_rank
-from dcr_daemon.projection.models.architecture import Architecture
+from dcr_daemon.projection.binding.blocks import blocks, parts
+from dcr_daemon.projection.frameworks.megatron.grid import Grid
+from dcr_daemon.projection.frameworks.megatron.shards import of_rank
+from dcr_daemon.projection.frameworks.models.architecture import Architecture
 
 Cut = Callable[[Layout, int], list[Box]]
 Axes = list[tuple[int, int]]  #: extent and stride, in canonical elements

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 from toy_model import placed
 
-from dcr_daemon.vllm_plugin import faults, loading
+from dcr_daemon.vllm_plugin.loader import loading
+from dcr_daemon.vllm_plugin.weights import faults
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from dcr_daemon.checkpoint.safetensors import write_safetensors
 from dcr_daemon.engine import messages
 from dcr_daemon.engine.port import Prepared, Swapped, Transaction, Verdict
 from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, Exhausted
-from dcr_daemon.vllm_plugin import faults
+from dcr_daemon.vllm_plugin.weights import faults
 
 pytestmark = pytest.mark.usefixtures("toy_loader")
 

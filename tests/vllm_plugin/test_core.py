@@ -15,7 +15,7 @@ from dcr_daemon.engine import messages
 from dcr_daemon.engine.messages import RankChecksums, Report
 from dcr_daemon.engine.port import EngineGone, StreamFacts, Swapped, TensorClass, Verdict
 from dcr_daemon.errors import Corrupt, EngineRefused, Fenced
-from dcr_daemon.vllm_plugin import faults
+from dcr_daemon.vllm_plugin.weights import faults
 
 pytestmark = pytest.mark.usefixtures("toy_loader")
 

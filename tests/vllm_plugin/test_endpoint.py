@@ -18,10 +18,11 @@ from dcr_daemon.engine import messages
 from dcr_daemon.engine.port import EngineGone, Swapped, Verdict
 from dcr_daemon.engine.vllm import VllmEngine
 from dcr_daemon.errors import EngineRefused, Fenced, Misuse
-from dcr_daemon.vllm_plugin import faults, hooks
 from dcr_daemon.vllm_plugin.compat import UnsupportedVllm
+from dcr_daemon.vllm_plugin.core import hooks
 from dcr_daemon.vllm_plugin.endpoint import CONNECTIONS, Endpoint, Engines, SocketServer
 from dcr_daemon.vllm_plugin.settings import Settings
+from dcr_daemon.vllm_plugin.weights import faults
 
 exceptions = pytest.importorskip("vllm.v1.engine.exceptions")
 

@@ -18,9 +18,11 @@ from dcr_daemon.checkpoint.safetensors import write_safetensors
 from dcr_daemon.engine import messages
 from dcr_daemon.engine.port import Swapped, TensorClass, Verdict
 from dcr_daemon.errors import Corrupt, EngineRefused
-from dcr_daemon.vllm_plugin import calls, faults, loading
+from dcr_daemon.vllm_plugin import calls
 from dcr_daemon.vllm_plugin.calls import Code, Held, HopFiles, Op, TxnState
+from dcr_daemon.vllm_plugin.loader import loading
 from dcr_daemon.vllm_plugin.settings import Settings
+from dcr_daemon.vllm_plugin.weights import faults
 
 
 class Case:

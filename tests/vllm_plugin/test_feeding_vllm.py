@@ -19,10 +19,11 @@ from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.directory import Checkpoint, write_checkpoint
 from dcr_daemon.checkpoint.safetensors import write_safetensors
 from dcr_daemon.demo.models import copy_side_files, write_tiny
-from dcr_daemon.vllm_plugin import calls, loading
+from dcr_daemon.vllm_plugin import calls
 from dcr_daemon.vllm_plugin.calls import Held, Op
-from dcr_daemon.vllm_plugin.feeding import Feeder, write_fed
-from dcr_daemon.vllm_plugin.memory import Side
+from dcr_daemon.vllm_plugin.loader import loading
+from dcr_daemon.vllm_plugin.loader.feeding import Feeder, write_fed
+from dcr_daemon.vllm_plugin.weights.memory import Side
 
 pytestmark = pytest.mark.vllm
 

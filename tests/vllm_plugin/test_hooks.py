@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from dcr_daemon.vllm_plugin import compat, hooks
+from dcr_daemon.vllm_plugin import compat
 from dcr_daemon.vllm_plugin.compat import UnsupportedVllm
+from dcr_daemon.vllm_plugin.core import hooks
 from dcr_daemon.vllm_plugin.settings import Settings
 
 GOOD = {"VLLM_PLUGINS": "dcr,dcr_endpoint", "DCR_SOCKET": "/run/dcr/vllm.sock"}

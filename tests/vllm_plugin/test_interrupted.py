@@ -19,7 +19,7 @@ from toy_engine import ToyEngine, failing
 from dcr_daemon.engine import messages
 from dcr_daemon.engine.port import EngineStatus, Scrubbed, Swapped, Verdict
 from dcr_daemon.errors import DcrError, EngineRefused
-from dcr_daemon.vllm_plugin import faults
+from dcr_daemon.vllm_plugin.weights import faults
 
 pytestmark = pytest.mark.usefixtures("toy_loader")
 

@@ -13,8 +13,8 @@ from dcr_daemon.canonical.fingerprint import fingerprint, sum_run
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.engine.port import TensorClass
 from dcr_daemon.errors import EngineRefused
-from dcr_daemon.vllm_plugin import judge
 from dcr_daemon.vllm_plugin.calls import AttachedRank, BoxRow, FingerprintRank, Held, SegmentSums, Sums
+from dcr_daemon.vllm_plugin.core import judge
 
 LAYOUT = Layout([TensorSpec("a", "BF16", (12,)), TensorSpec("b", "BF16", (4,)), TensorSpec("c", "F32", (6,))])
 VALUES = [np.arange(12, dtype="<u2"), np.array([1, 0, 7, 65535], dtype="<u2"), np.arange(6, dtype="<u4") * 77]

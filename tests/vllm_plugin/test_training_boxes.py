@@ -20,8 +20,8 @@ from dcr_daemon.canonical.coverage import exactly_once
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.canonical.region import Region
 from dcr_daemon.engine.port import Verdict
-from dcr_daemon.vllm_plugin import loading
-from dcr_daemon.vllm_plugin.placement import Placement
+from dcr_daemon.vllm_plugin.loader import loading
+from dcr_daemon.vllm_plugin.weights.placement import Placement
 
 SHARES = (0.02, 0.4)
 

@@ -13,8 +13,8 @@ from regions import pairs
 
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.canonical.region import box
-from dcr_daemon.vllm_plugin import moves
-from dcr_daemon.vllm_plugin.recorder import Recording, record
+from dcr_daemon.vllm_plugin.loader import moves
+from dcr_daemon.vllm_plugin.loader.recorder import Recording, record
 
 HEADS, INNER, WIDTH = 4, 6, 8
 SHAPE = (HEADS * 3 * INNER, WIDTH)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from dcr_daemon.vllm_plugin.permutation import probe
-from dcr_daemon.vllm_plugin.placement import Unplaceable
+from dcr_daemon.vllm_plugin.loader.permutation import probe
+from dcr_daemon.vllm_plugin.weights.placement import Unplaceable
 
 SHAPES = {"w13_weight": (40, 32), "w2_weight": (512, 64)}  # the second needs more than one probe digit
 

@@ -13,9 +13,9 @@ from regions import dense_regions
 from regions import pairs as pairs_of
 
 from dcr_daemon.canonical.region import Region, indices, normalise
-from dcr_daemon.vllm_plugin import placement
 from dcr_daemon.vllm_plugin.calls import Held
-from dcr_daemon.vllm_plugin.placement import Copy, Placement, Repack, Row, Unplaceable, copied, identity
+from dcr_daemon.vllm_plugin.weights import placement
+from dcr_daemon.vllm_plugin.weights.placement import Copy, Placement, Repack, Row, Unplaceable, copied, identity
 
 
 def pairs(regions: Iterable[Region]) -> dict[int, int]:

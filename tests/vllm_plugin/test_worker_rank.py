@@ -17,9 +17,12 @@ from worker_rig import Driver, Stub, random_lanes, step, vector, write_version
 
 from dcr_daemon.checkpoint.safetensors import write_safetensors
 from dcr_daemon.codec.chunk import Codec
-from dcr_daemon.vllm_plugin import calls, faults, loading, worker
+from dcr_daemon.vllm_plugin import calls
 from dcr_daemon.vllm_plugin.calls import EXIT_DIRTY, Code, JobState, Op, TxnState
-from dcr_daemon.vllm_plugin.rank import Rank
+from dcr_daemon.vllm_plugin.loader import loading
+from dcr_daemon.vllm_plugin.weights import faults
+from dcr_daemon.vllm_plugin.worker import worker
+from dcr_daemon.vllm_plugin.worker.rank import Rank
 
 LANES = heldless(random_lanes(LAYOUT, 1))
 
@@ -330,7 +333,7 @@ sys.path[:0] = {[str(Path(__file__).parents[1] / "support")]!r}
 import torch
 from worker_rig import Stub
 from dcr_daemon.vllm_plugin import worker
-from dcr_daemon.vllm_plugin.rank import Rank
+from dcr_daemon.vllm_plugin.worker.rank import Rank
 stub = Stub(torch.nn.Linear(1, 1), None)
 rank = Rank(rank=0, model=None, config=None, platform="cpu", device=torch.device("cpu"))
 worker.guard(stub, rank)
@@ -372,7 +375,7 @@ def test_an_unforeseen_failure_is_a_reply_that_still_tells_the_state(driver: Dri
 def test_nothing_compiles_once_attached(driver: Driver, hops, tmp_path: Path) -> None:
     """A compile on the background thread would stop generation for seconds."""
     from dcr_daemon.codec import kernels as codec
-    from dcr_daemon.vllm_plugin import kernels
+    from dcr_daemon.vllm_plugin.weights import kernels
 
     used = [codec.unpack_gaps, codec.unpack_bitmask, codec.unpack_steps, kernels.locate, kernels.gather, kernels.match,
             kernels.sum_lanes, kernels.scatter, kernels.sum_groups, kernels.walk]  # fmt: skip

@@ -9,8 +9,8 @@ import torch
 
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.canonical.region import Region
-from dcr_daemon.vllm_plugin.placement import Copy
-from dcr_daemon.vllm_plugin.recorder import Recording, record
+from dcr_daemon.vllm_plugin.loader.recorder import Recording, record
+from dcr_daemon.vllm_plugin.weights.placement import Copy
 
 LAYOUT = Layout([TensorSpec("a", "BF16", (4, 6)), TensorSpec("b", "BF16", (4, 6))])
 

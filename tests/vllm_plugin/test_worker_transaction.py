@@ -13,8 +13,8 @@ from dcr_daemon.canonical.box import Box
 from dcr_daemon.codec.chunk import Codec
 from dcr_daemon.codec.decode import Chunk
 from dcr_daemon.errors import CorruptChunk, Exhausted
-from dcr_daemon.vllm_plugin.memory import HostMemory
-from dcr_daemon.vllm_plugin.transaction import Arena, Full, Preparation
+from dcr_daemon.vllm_plugin.weights.memory import HostMemory
+from dcr_daemon.vllm_plugin.worker.transaction import Arena, Full, Preparation
 
 PLENTY = 1 << 20
 

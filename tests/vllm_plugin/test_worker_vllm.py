@@ -20,8 +20,10 @@ from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.directory import Checkpoint, write_checkpoint
 from dcr_daemon.codec.chunk import Codec
 from dcr_daemon.demo.models import copy_side_files, write_tiny
-from dcr_daemon.vllm_plugin import calls, eligibility, faults, loading
+from dcr_daemon.vllm_plugin import calls
 from dcr_daemon.vllm_plugin.calls import Code, Held, JobState, Op, TxnState
+from dcr_daemon.vllm_plugin.loader import eligibility, loading
+from dcr_daemon.vllm_plugin.weights import faults
 
 pytestmark = pytest.mark.vllm
 

@@ -9,13 +9,13 @@ from sim.planted.bug import Put, bug
 
 from dcr_daemon.engine.port import Verdict
 from dcr_daemon.subscribe import drive
-from dcr_daemon.vllm_plugin import changes, core, judge
 from dcr_daemon.vllm_plugin.calls import TxnState
-from dcr_daemon.vllm_plugin.changes import Changes
-from dcr_daemon.vllm_plugin.core import Core
-from dcr_daemon.vllm_plugin.memory import Side
-from dcr_daemon.vllm_plugin.rank import Rank
-from dcr_daemon.vllm_plugin.transaction import Transaction
+from dcr_daemon.vllm_plugin.core import changes, core, judge
+from dcr_daemon.vllm_plugin.core.changes import Changes
+from dcr_daemon.vllm_plugin.core.core import Core
+from dcr_daemon.vllm_plugin.weights.memory import Side
+from dcr_daemon.vllm_plugin.worker.rank import Rank
+from dcr_daemon.vllm_plugin.worker.transaction import Transaction
 
 
 @bug("E1", "rank_fails_again")

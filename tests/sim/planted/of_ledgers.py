@@ -14,8 +14,8 @@ from dcr_daemon.ledger import fold, names, records, slot
 from dcr_daemon.ledger import ledger as ledgers
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.records import Epoch
-from dcr_daemon.publish.restore import Restorer
-from dcr_daemon.publish.session import Session
+from dcr_daemon.publish.baseline.restore import Restorer
+from dcr_daemon.publish.group.session import Session
 from dcr_daemon.store.port import Outcome
 
 

@@ -9,11 +9,12 @@ from sim.planted.bug import Put, bug
 
 from dcr_daemon.codec.encode import ChunkEncoder
 from dcr_daemon.ledger import names
-from dcr_daemon.publish import anchors, attempt, opening
-from dcr_daemon.publish.attempt import Attempt
-from dcr_daemon.publish.baseline import Baseline
-from dcr_daemon.publish.bench import Bench
-from dcr_daemon.publish.uploads import Uploads
+from dcr_daemon.publish.baseline.baseline import Baseline
+from dcr_daemon.publish.group import anchors, opening
+from dcr_daemon.publish.group.bench import Bench
+from dcr_daemon.publish.version import attempt
+from dcr_daemon.publish.version.attempt import Attempt
+from dcr_daemon.publish.version.uploads import Uploads
 
 
 @bug("L3 (elsewhere: a resumed run mixed leftovers into its files)", "answer_is_lost", "take_over", "publisher_dies")
@@ -80,7 +81,7 @@ def other_bytes_under_my_name_are_mine(put: Put) -> None:
     async def create_once(store: Any, key: str, body: Any, **_: Any) -> None:
         await store.create(key, body)
 
-    from dcr_daemon.publish import uploads
+    from dcr_daemon.publish.version import uploads
 
     put(uploads, "create_once", create_once)
     put(attempt, "create_once", create_once)

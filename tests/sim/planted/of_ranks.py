@@ -9,13 +9,14 @@ from sim.planted.bug import Put, bug
 from dcr_daemon.errors import Missing, Misuse
 from dcr_daemon.ledger import names
 from dcr_daemon.ledger.records import Open
-from dcr_daemon.publish import anchors, attempt, join, session, uploads
-from dcr_daemon.publish.attempt import Attempt
-from dcr_daemon.publish.baseline import Baseline
-from dcr_daemon.publish.bench import Bench
-from dcr_daemon.publish.join import Joined
-from dcr_daemon.publish.member import Member
-from dcr_daemon.publish.muster import Muster
+from dcr_daemon.publish.baseline.baseline import Baseline
+from dcr_daemon.publish.group import anchors, join, session
+from dcr_daemon.publish.group.bench import Bench
+from dcr_daemon.publish.group.join import Joined
+from dcr_daemon.publish.group.member import Member
+from dcr_daemon.publish.group.muster import Muster
+from dcr_daemon.publish.version import attempt, uploads
+from dcr_daemon.publish.version.attempt import Attempt
 
 
 @bug("P1", "leftover_rank")

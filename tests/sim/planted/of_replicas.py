@@ -47,7 +47,7 @@ def oldest_of_equal_versions_is_meant(put: Put) -> None:
 def a_chunk_is_left_out(put: Put) -> None:
     """A replica stages what it happens to have, and nobody compares that with the seal."""
     from dcr_daemon.engine import compose
-    from dcr_daemon.vllm_plugin import judge
+    from dcr_daemon.vllm_plugin.core import judge
 
     right = Stage._hop
 

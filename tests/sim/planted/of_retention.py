@@ -12,7 +12,7 @@ from dcr_daemon.ledger import collector, fold, retention
 from dcr_daemon.ledger.collector import Collected, Collector
 from dcr_daemon.ledger.records import Floor
 from dcr_daemon.ledger.retention import FloorPlan, Plan, Why
-from dcr_daemon.publish import anchors
+from dcr_daemon.publish.group import anchors
 
 
 @bug("L5 (elsewhere: a slow reader lost what it was reading)", "late_replica", "operator")

@@ -1,0 +1,1 @@
+"""A map bound to the live tensors of this process: readers for each block, and residual tensors."""

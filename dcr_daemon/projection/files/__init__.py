@@ -1,0 +1,1 @@
+"""Checkpoints in pieces: distributed checkpoints and sharded files, read where they lie."""

@@ -1,0 +1,275 @@
+"""Elements of a piece as they lie in its file: found by the file's own table, read range by range.
+
+A safetensors file says where its tensors lie. In a distributed checkpoint each piece is a torch archive: a zip of a
+pickle, which says how the piece lies in a storage, and of that storage, stored as it is. Only the table is read; from
+then on the elements are read from the file like any others, and no piece is ever held as a whole.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dcr_daemon.canonical.compose import compose
+from dcr_daemon.canonical.dtypes import item_size, lane_dtype
+from dcr_daemon.canonical.fingerprint import Bits
+from dcr_daemon.canonical.region import Axis, Region, merge, restrict, row_major, whole
+from dcr_daemon.checkpoint.safetensors import open_plain
+from dcr_daemon.errors import Corrupt
+from dcr_daemon.projection.files.files import Piece
+from dcr_daemon.projection.files.pickled import PERSISTENT, Opaque, read_pickle
+from dcr_daemon.projection.values import TORCH_NAMES
+
+TABLE_LIMIT = 1 << 20  #: bytes that an archive's tables may have; torch's have a few hundred
+BLOCK = 32 << 20  #: bytes read at one go: a range of 16 MiB of bf16, from fp32
+SPARSE = 8  #: elements passed over for each one that is wanted, before it pays to read them one by one
+SMALL = 64 << 10  #: bytes that are read at one go, however few are wanted
+_LOCAL_HEADER = 30  #: bytes before the name in a zip entry's own header
+_REBUILDERS = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
+#: what reading an archive may raise that is none, or hostile: zipfile's own faults, and those of what is looked up
+_FAULTS = (
+    zipfile.BadZipFile, struct.error, EOFError, RuntimeError, ValueError, LookupError, TypeError, AttributeError,
+)  # fmt: skip
+_STORAGES = {
+    "BoolStorage": "BOOL", "ByteStorage": "U8", "CharStorage": "I8", "ShortStorage": "I16", "IntStorage": "I32",
+    "LongStorage": "I64", "HalfStorage": "F16", "BFloat16Storage": "BF16", "FloatStorage": "F32",
+    "DoubleStorage": "F64", "ComplexFloatStorage": "C64",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where a piece lies: `region` leads from places, in elements from byte `at` of the file, to its own elements in
+    row-major order; None if it has no elements."""
+
+    at: int
+    region: Region | None
+
+
+def plain(piece: Piece) -> Stored:
+    """Of a safetensors file."""
+    return Stored(piece.span[0], next(iter(whole(piece.tensor, piece.shape)), None))
+
+
+def archived(descriptor: int, piece: Piece, path: Path) -> Stored:
+    """Of a distributed checkpoint; nothing in the archive is run.
+
+    Raises:
+        Corrupt: what lies there is not this piece.
+    """
+    if os.fstat(descriptor).st_size < piece.span[1]:
+        raise Corrupt(f"{path} ends before the piece of {piece.tensor} that its table promises")
+    try:
+        return _archived(descriptor, piece)
+    except _FAULTS as error:
+        raise Corrupt(f"{path} does not hold the piece of {piece.tensor} that its table promises: {error}") from error
+
+
+def _archived(descriptor: int, piece: Piece) -> Stored:
+    if piece.packed:
+        raise ValueError(f"it is packed by {piece.packed}")
+    window = _Window(descriptor, *piece.span)
+    with zipfile.ZipFile(window) as archive:
+        names = archive.namelist()
+        (table,) = [name for name in names if name.endswith("data.pkl")]
+        home = table.removesuffix("data.pkl")
+        if f"{home}byteorder" in names and _entry(archive, f"{home}byteorder") != b"little":
+            raise ValueError("its bytes are not little-endian")
+        key, region = _region(read_pickle(_entry(archive, table)), piece)
+        info = archive.getinfo(f"{home}data/{key}")
+    if info.compress_type != zipfile.ZIP_STORED:
+        raise ValueError("its storage is compressed")
+    header = window.at(info.header_offset, _LOCAL_HEADER)
+    name, extra = int.from_bytes(header[26:28], "little"), int.from_bytes(header[28:30], "little")
+    at = piece.span[0] + info.header_offset + _LOCAL_HEADER + name + extra
+    if at + info.file_size > piece.span[1]:
+        raise ValueError("its storage reaches beyond it")
+    if region and (region.src_last + 1) * item_size(piece.dtype) > info.file_size:
+        raise ValueError("it reaches beyond its storage")
+    return Stored(at, region)
+
+
+def _entry(archive: zipfile.ZipFile, name: str) -> bytes:
+    info = archive.getinfo(name)
+    if info.compress_type != zipfile.ZIP_STORED or info.file_size > TABLE_LIMIT:
+        raise ValueError(f"its {Path(name).name} is no plain table")
+    return archive.read(info)
+
+
+def _region(rebuilt: Any, piece: Piece) -> tuple[str, Region | None]:
+    """The name of the storage, and how the piece lies in it."""
+    if not isinstance(rebuilt, Opaque) or rebuilt.kind not in _REBUILDERS:
+        raise ValueError("it is no tensor")
+    storage, first, size, stride = rebuilt.arguments[:4]
+    if storage.kind != PERSISTENT or storage.arguments[0][0] != "storage":
+        raise ValueError("it has no storage")
+    _, kind, key, *_ = storage.arguments[0]
+    shape, strides = _numbers(size), _numbers(stride)
+    if shape != piece.shape or len(strides) != len(shape):
+        raise ValueError(f"it is {shape}, not {piece.shape}")
+    dtype = _dtype(kind.kind, rebuilt.arguments)
+    if dtype != piece.dtype:
+        raise ValueError(f"it is {dtype}, not {piece.dtype}")
+    if 0 in shape:
+        return str(key), None
+    (start,) = _numbers((first,))
+    axes = merge(zip(shape, strides, row_major(shape), strict=True))
+    return str(key), Region("", (), start, (), 0, ()).with_axes(axes)
+
+
+def _dtype(kind: str, arguments: tuple[Any, ...]) -> str:
+    """What the storage's elements are: typed storages say it, untyped ones leave it to the tensor."""
+    home, _, name = kind.rpartition(".")
+    if home == "torch" and name in _STORAGES:
+        return _STORAGES[name]
+    given = arguments[6].kind if len(arguments) > 6 else kind
+    return next((dtype for dtype, name in TORCH_NAMES.items() if given == f"torch.{name}"), str(given))
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    if isinstance(values, Opaque):  # a `torch.Size`
+        (values,) = values.arguments
+    if not isinstance(values, tuple) or any(type(n) is not int or not 0 <= n < 1 << 62 for n in values):
+        raise ValueError("its sizes are no numbers")
+    return values
+
+
+class _Window(io.RawIOBase):
+    """Bytes [start, stop) of a file, for `zipfile`. What it wants are tables: nobody makes it read more than one."""
+
+    def __init__(self, descriptor: int, start: int, stop: int) -> None:
+        super().__init__()
+        self._descriptor, self._start, self._stop, self._place = descriptor, start, stop, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._place
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self._stop - self._start}[whence]
+        if origin + offset < 0:
+            raise ValueError("it is too short for an archive")
+        self._place = origin + offset
+        return self._place
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._stop - self._start - self._place)
+        part = self.at(self._place, left if size < 0 else min(size, left))
+        self._place += len(part)
+        return part
+
+    def at(self, place: int, size: int) -> bytes:
+        if size > TABLE_LIMIT:
+            raise ValueError("its tables are too large")
+        return os.pread(self._descriptor, size, self._start + place)
+
+
+def read_region(descriptor: int, stored: Stored, wanted: Region, out: Bits, origin: int) -> None:
+    """Copy elements of a piece to where they belong.
+
+    Args:
+        wanted: from the piece's own row-major elements to canonical ones.
+        out: lanes of the piece's dtype [elements], from canonical element `origin` on.
+
+    Raises:
+        EOFError: the file ends before them.
+        OSError: it cannot be read.
+    """
+    if stored.region is None:
+        return
+    for part in compose(stored.region, wanted):
+        _copy(descriptor, stored.at, part, out, origin)
+
+
+def _copy(descriptor: int, at: int, region: Region, out: Bits, origin: int) -> None:
+    """One box: consecutive elements straight into `out`, dense ones in one block, others along their widest stride."""
+    width, reach = out.itemsize, region.src_last - region.src + 1
+    target = out[region.dst - origin :]
+    if reach == region.elements == region.dst_last - region.dst + 1 and region.src_strides == region.dst_strides:
+        _fill(descriptor, target[:reach], at + region.src * width)
+        return
+    if _dense(region, width):
+        _pick(descriptor, at + region.src * width, region, target)
+        return
+    axis = max(range(len(region.shape)), key=lambda a: (region.shape[a] > 1, region.src_strides[a]))
+    inner = region.with_axes([*region.axes[:axis], *region.axes[axis + 1 :]])
+    if _dense(inner, width):
+        _rows(descriptor, at + region.src * width, inner, region.axes[axis], target)
+    else:
+        middle = region.shape[axis] // 2
+        for lo, hi in ((0, middle), (middle, region.shape[axis])):
+            for half in restrict(region, axis, lo, hi):
+                _copy(descriptor, at, half, out, origin)
+
+
+def _dense(region: Region, width: int) -> bool:
+    """Whether it is worth to read all that lies between its first and its last element."""
+    reach = region.src_last - region.src + 1
+    return reach * width <= SMALL or (reach * width <= BLOCK and reach <= SPARSE * region.elements)
+
+
+def _pick(descriptor: int, place: int, region: Region, target: Bits) -> None:
+    lanes = np.empty(region.src_last - region.src + 1, target.dtype)
+    _fill(descriptor, lanes, place)
+    picked = _strided(lanes, region.shape, region.src_strides)
+    _strided(target, region.shape, region.dst_strides)[...] = picked
+
+
+def _rows(descriptor: int, place: int, region: Region, axis: Axis, target: Bits) -> None:
+    """`region` again and again along `axis`: several are read before they are put where they belong, so that those of
+    a transposed tensor fill whole cache lines there."""
+    n, src, dst = axis
+    reach = region.src_last - region.src + 1
+    many = max(1, min(n, SMALL // (reach * target.itemsize)))
+    lanes = np.empty((many, reach), target.dtype)
+    for first in range(0, n, many):
+        count = min(many, n - first)
+        for i in range(count):
+            _fill(descriptor, lanes[i], place + (first + i) * src * target.itemsize)
+        picked = _strided(lanes, (count, *region.shape), (reach, *region.src_strides))
+        _strided(target[first * dst :], (count, *region.shape), (dst, *region.dst_strides))[...] = picked
+
+
+def _strided(lanes: Bits, shape: Sequence[int], strides: Sequence[int]) -> Bits:
+    return np.lib.stride_tricks.as_strided(lanes, tuple(shape), tuple(s * lanes.itemsize for s in strides))
+
+
+def _fill(descriptor: int, lanes: Bits, place: int) -> None:
+    left = lanes.view("u1").data
+    while left:
+        got = os.preadv(descriptor, [left[:BLOCK]], place)
+        if not got:
+            raise EOFError(place)
+        left, place = left[got:], place + got
+
+
+def read_archived(directory: Path, piece: Piece) -> Bits:
+    """Lanes of one whole piece of a distributed checkpoint, in its row-major order.
+
+    Raises:
+        NotFound: its file is gone.
+        Corrupt: what lies there is not this piece.
+    """
+    path = directory / piece.file
+    descriptor = open_plain(path)
+    try:
+        stored = archived(descriptor, piece, path)
+        everything = whole(piece.tensor, piece.shape)
+        out = np.empty(sum(region.elements for region in everything), lane_dtype(item_size(piece.dtype)))
+        for region in everything:
+            read_region(descriptor, stored, region, out, 0)
+    except (EOFError, OSError) as error:
+        raise Corrupt(f"{path} cannot be read: {error}") from error
+    finally:
+        os.close(descriptor)
+    return out

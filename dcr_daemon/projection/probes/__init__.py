@@ -1,0 +1,1 @@
+"""Trials with small synthetic tensors that prove a map before real weights are read through it."""

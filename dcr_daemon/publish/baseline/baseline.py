@@ -1,0 +1,297 @@
+"""The canonical values of the last sealed version that one rank is the source of, in one file-backed map.
+
+What it holds is a share: block after block, each in its own row-major order. The map outlives the process, but nobody
+believes it: at start it counts only if its fingerprint is that of a sealed version (must P3). While an attempt is being
+diffed the map runs ahead of its version; only `commit` moves the version, only undo brings the bytes back. The JSON
+beside it is a hint written at clean points.
+
+One sum per block is carried along with the vector, so that any block can be checked on its own at any quiet time (must
+P4). A *stray* baseline holds bytes of which only the fingerprint is known: they are not what the ledger names for its
+version, which cannot be built from the bucket any more. The next version is diffed from them all the same, and brings
+every element to its true value.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import mmap
+import os
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from dcr_daemon import runtime
+from dcr_daemon.canonical.box import Box
+from dcr_daemon.canonical.dtypes import lane_dtype
+from dcr_daemon.canonical.fingerprint import MASK, Bits, Vector, advance
+from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.checkpoint.directory import Checkpoint
+from dcr_daemon.codec.chunk import Segment
+from dcr_daemon.codec.decode import Chunk
+from dcr_daemon.disk import exhausted, write_whole
+from dcr_daemon.errors import Corrupt, Incompatible
+from dcr_daemon.publish.baseline.base import CheckpointLanes
+from dcr_daemon.publish.baseline.share import Block, Share, transfer
+from dcr_daemon.publish.inputs.intake import differences
+from dcr_daemon.runtime import Workers
+from dcr_daemon.store.abreast import Abreast
+from dcr_daemon.untrusted import decode_json
+
+ALIGNMENT = 64  #: bytes; every block begins on a cache line of its own
+
+
+class _Clean(msgspec.Struct, frozen=True, kw_only=True):
+    """The hint: what the map held when it was last known to hold a sealed version."""
+
+    stream: str
+    layout: str
+    share: str
+    version: int
+    vector: str
+
+
+_hints = msgspec.json.Decoder(_Clean)
+
+
+class Baseline:
+    """Bytes of one version, in memory that is shared with a file.
+
+    Args:
+        directory: of the state; `baseline.bin` and `baseline.json` lie in it.
+        share: what is kept of the stream's layout.
+        stream: its random id.
+        workers: for passes over all bytes.
+
+    Raises:
+        Exhausted: the disk cannot hold a dense copy of the model.
+    """
+
+    def __init__(self, directory: Path, share: Share, stream: str, workers: Workers) -> None:
+        self.share, self.layout = share, share.layout
+        self.version: int | None = None
+        self.stray = False
+        self.stream, self._workers = stream, workers
+        self._hint = directory / "baseline.json"
+        self._sums = [0] * len(share)
+        self._vector = np.zeros(len(self.layout), dtype=np.uint64)
+        offsets, size = _offsets(share)
+        #: the file is new: there is nothing in it to be proved
+        self.new, self._map = _map_file(directory / "baseline.bin", max(size, mmap.PAGESIZE))
+        self._bits = [
+            np.frombuffer(self._map, dtype=lane_dtype(self.layout[b.tensor].width), count=b.box.elements, offset=offset)
+            for b, offset in zip(share.blocks, offsets, strict=True)
+        ]
+
+    def __getitem__(self, number: int) -> Bits:
+        """Unsigned lanes [elements] of a block by its number; writable, shared with the file."""
+        return self._bits[number]
+
+    def name(self, number: int) -> str:
+        """The tensor that a block is of."""
+        return self.layout[self.share[number].tensor].name
+
+    def locate(self, segment: Segment, ordinals: npt.NDArray[np.int64]) -> tuple[Bits, npt.NDArray[np.int64]]:
+        """The lanes of the block that a segment of ours changed, in which its ordinals are the places."""
+        return self[self.share.number[Block(segment.tensor, segment.box)]], ordinals
+
+    def read(self, tensor: int, start: int, count: int) -> Bits:
+        """A run of a tensor of which all is held, as unsigned lanes [count]."""
+        if not count:
+            return np.empty(0, dtype=lane_dtype(self.layout[tensor].width))
+        return self.lanes(tensor, Box.flat(start, count))
+
+    def lanes(self, tensor: int, box: Box) -> Bits:
+        """Lanes of a box of which all is held, in its own order; a view if it is a block, else a copy."""
+        number = self.share.number.get(Block(tensor, box))
+        if number is not None:
+            return self[number]
+        out = np.empty(box.elements, dtype=lane_dtype(self.layout[tensor].width))
+        held = sum(transfer(self[n], self.share[n].box, out, box) for n in self.share.touching(tensor, box))
+        assert held == box.elements
+        return out
+
+    @property
+    def vector(self) -> Vector:
+        """Fingerprint of what the map holds at `version`, over the share alone, carried along by commits. A copy."""
+        return self._vector.copy()
+
+    def hint(self) -> tuple[int, Vector] | None:
+        """Version and vector the map last held cleanly, if a hint says so. To be proved by `fingerprint`."""
+        try:
+            clean = decode_json(_hints, self._hint.read_bytes())
+            vector = np.frombuffer(bytes.fromhex(clean.vector), dtype="<u8")
+        except (OSError, ValueError):
+            return None
+        known = self.stream, self.layout.digest, self.share.digest, len(self.layout)
+        if (clean.stream, clean.layout, clean.share, vector.size) != known:
+            return None
+        return clean.version, vector
+
+    def begin(self) -> None:
+        """The map is about to run ahead of its version."""
+        self._hint.unlink(missing_ok=True)
+
+    def commit(self, version: int, segments: Iterable[Segment]) -> None:
+        """The map holds `version`, which was sealed with exactly these segments of the share's blocks."""
+        segments = list(segments)
+        for segment in segments:
+            number = self.share.number[Block(segment.tensor, segment.box)]
+            self._sums[number] = (self._sums[number] + segment.after - segment.before) & MASK
+        self.version, self.stray = version, False
+        self._vector = advance(self._vector, segments)
+        self._write_hint()
+
+    async def prove(self, *candidates: tuple[int, Vector]) -> Vector:
+        """The fingerprint of the bytes as they are. From now on they are the first version whose vector that is."""
+        sums = await self._measure()
+        found = self.share.vector(sums)
+        for version, vector in candidates:
+            if np.array_equal(found, vector):
+                self.version, self._vector, self._sums, self.stray = version, found, sums, False
+                self._write_hint()
+                break
+        return found
+
+    async def believe(self, version: int, *, stray: bool = False) -> None:
+        """Take the bytes as they are for what the next version is diffed from.
+
+        Args:
+            stray: nothing leads to `version` any more, and they are not it.
+        """
+        self.begin()
+        sums = await self._measure()
+        self.version, self._vector, self._sums, self.stray = version, self.share.vector(sums), sums, stray
+        if not stray:
+            self._write_hint()
+
+    async def restored(self) -> bool:
+        """An attempt was undone: whether the map, by its full fingerprint, holds `version` again."""
+        if self.version is None or await self._measure() != self._sums:
+            return False
+        if not self.stray:
+            self._write_hint()
+        return True
+
+    async def intact(self, number: int) -> bool:
+        """Whether a block has the sum it should have. No attempt may be under way."""
+        return await self._workers.run(self._sum, number) == self._sums[number]
+
+    def _write_hint(self) -> None:
+        assert self.version is not None
+        body = self._vector.astype("<u8").tobytes().hex()
+        clean = _Clean(
+            stream=self.stream, layout=self.layout.digest, share=self.share.digest, version=self.version, vector=body
+        )  # fmt: skip
+        with contextlib.suppress(OSError):  # without the hint the next start rebuilds: slower, never wrong
+            write_whole(self._hint, msgspec.json.encode(clean), what="hint", durable=False)
+
+    def lose(self) -> None:
+        """Nothing is known of the bytes any more; they are to be loaded anew."""
+        self.version, self.stray = None, False
+        self.begin()
+
+    async def fingerprint(self) -> Vector:
+        """The vector of the bytes as they are now: a full pass, on the workers."""
+        return self.share.vector(await self._measure())
+
+    async def _measure(self) -> list[int]:
+        return await asyncio.gather(*(self._workers.run(self._sum, number) for number in range(len(self.share))))
+
+    def _sum(self, number: int) -> int:
+        return self.share.sum(number, self._bits[number])
+
+    async def load(self, checkpoint: Checkpoint, told: Callable[[int], None] = lambda size: None) -> None:
+        """Copy what the share has of a checkpoint into the map; no version is claimed by that.
+
+        Args:
+            told: called with the bytes of each block that is there.
+
+        Raises:
+            Incompatible: its layout is another, with the names that differ.
+            Corrupt: a file shrinks while it is read.
+        """
+        self.lose()
+        if checkpoint.layout != self.layout:
+            raise Incompatible(
+                f"{checkpoint.path} does not have the stream's layout: {differences(self.layout, checkpoint.layout)}",
+                hint="give the checkpoint that the stream was created from",
+            )
+
+        source = CheckpointLanes(checkpoint, self._workers)
+
+        async def copy(number: int) -> None:
+            block = self.share[number]
+            await self._workers.run_whole(source.lanes, block.tensor, block.box, self._bits[number])
+            told(self.share.nbytes(number))
+
+        async with Abreast(2 * self._workers.count) as group:
+            for number in range(len(self.share)):
+                await group.start(partial(copy, number))
+
+    def place(self, tensor: int, box: Box, bits: Bits) -> int:
+        """Take what the share has of a box of canonical elements; how many they are. No version is claimed by that."""
+        return sum(transfer(bits, box, self[n], self.share[n].box) for n in self.share.touching(tensor, box))
+
+    def apply(self, chunk: Chunk) -> None:
+        """Take what a verified chunk has for the share. On any thread; no version is claimed by that.
+
+        Raises:
+            CorruptChunk: a segment does not decode.
+        """
+        for i in self.share.segments(chunk):
+            segment, changes, elements = chunk.segment(i), None, None
+            for number in self.share.touching(segment.tensor, segment.box):
+                changes = changes or chunk.changes(i)
+                if elements is None:
+                    elements = segment.box.canonical(changes.positions)
+                inside, where = self.share[number].box.ordinals(elements)
+                if where.size:
+                    bits = self._bits[number]
+                    bits[where] = changes.only(inside).resolve(bits[where])
+
+    def close(self) -> None:
+        """Unmap. The kernel writes the pages back; after a crash of the host the fingerprint tells."""
+        self._bits = []
+        with contextlib.suppress(BufferError):  # somebody still holds a view; the map goes with it
+            self._map.close()
+
+
+def _offsets(share: Share) -> tuple[list[int], int]:
+    offsets, place = [], 0
+    for number in range(len(share)):
+        offsets.append(place)
+        place += -(-share.nbytes(number) // ALIGNMENT) * ALIGNMENT
+    return offsets, place
+
+
+def _map_file(path: Path, size: int) -> tuple[bool, mmap.mmap]:
+    """Whether the file is new, and a map of exactly `size` bytes of it. Its disk space is reserved: a full disk must
+    show here, not as SIGBUS."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise exhausted(error, path) from error
+    try:
+        runtime.failpoint("disk.baseline.write")
+        new = os.fstat(descriptor).st_size != size
+        if new:
+            os.ftruncate(descriptor, 0)
+        os.posix_fallocate(descriptor, 0, size)
+        return new, mmap.mmap(descriptor, size)
+    except OSError as error:
+        raise exhausted(error, path) from error
+    finally:
+        os.close(descriptor)
+
+
+def check_vector(want: Vector, have: Vector, layout: Layout, what: str, hint: str) -> None:
+    """Raise `Corrupt` that names the tensors in which two fingerprints differ."""
+    wrong = [layout[int(i)].name for i in np.flatnonzero(want != have)]
+    if wrong:
+        more = f" and {len(wrong) - 10} more" if len(wrong) > 10 else ""
+        raise Corrupt(f"{what}: the fingerprint differs in {', '.join(wrong[:10])}{more}", hint=hint)

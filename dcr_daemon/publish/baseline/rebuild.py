@@ -1,0 +1,215 @@
+"""Filling a baseline from what lies in a bucket or a checkpoint: only what the share needs, many objects at a time.
+
+A rank of many has a small part of the model, and whoever replaces one must not read all of it: an anchor says what is
+in its files, a part what its chunks touch (`checkpoint.contents`). Whatever does not say so, or cannot be believed, is
+read. No version is claimed here; `Restorer` proves what comes of it, or has rank 0 prove it (must P3).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
+
+from dcr_daemon import runtime
+from dcr_daemon.checkpoint.contents import Contents, read_contents, split_tables
+from dcr_daemon.checkpoint.directory import Checkpoint
+from dcr_daemon.checkpoint.pieces import read_pieces
+from dcr_daemon.checkpoint.safetensors import SafetensorsBytes
+from dcr_daemon.codec.decode import Chunk, open_chunk
+from dcr_daemon.errors import Corrupt
+from dcr_daemon.events import Emit, Rebuilding, Waiting
+from dcr_daemon.ledger.objects import NotYet, Objects
+from dcr_daemon.ledger.records import Anchor, AnchorIndex, ChunkRef, ObjectRef, Part, Seal
+from dcr_daemon.publish.baseline.baseline import Baseline
+from dcr_daemon.runtime import Workers
+from dcr_daemon.store.abreast import Abreast
+
+AT_ONCE = 16  #: objects under way
+ROOM = 1 << 30  #: bytes that they may have together: of anchor files, which are the large ones, four
+TELL_EVERY = 5.0  #: seconds
+
+
+class Rebuild:
+    """Fills one baseline.
+
+    Attributes:
+        missing: versions of which an object did not appear.
+        thorough: read everything, whatever is said about what is in it.
+    """
+
+    def __init__(self, objects: Objects, baseline: Baseline, workers: Workers, emit: Emit) -> None:
+        self._objects, self._baseline, self._workers, self._emit = objects, baseline, workers, emit
+        self.missing: set[int] = set()
+        self.thorough = False
+
+    async def load_base(self, checkpoint: Checkpoint) -> None:
+        """All of the share from an open checkpoint. Raises as `Baseline.load`."""
+        share = self._baseline.share
+        progress = _Progress(self._emit, f"the base {checkpoint.path}", sum(map(share.nbytes, range(len(share)))))
+        await self._baseline.load(checkpoint, progress.add)
+
+    async def load_anchor(self, anchor: Anchor) -> None:
+        """All of the share from an anchor.
+
+        Raises:
+            Corrupt: it does not hold all of the share.
+        """
+        index = await self._objects.read_anchor_index(anchor)
+        wanted, rest = await self._files(index)
+        self._baseline.lose()
+        share, filled = self._baseline.share, [0] * len(self._baseline.layout)
+        what = f"the anchor of version {anchor.version}"
+        for files in (wanted, rest):
+            await self._load_files(files, filled, what, anchor.version)
+            short = [s.name for t, s in enumerate(share.layout) if filled[t] != share.elements(t)]
+            if not short:
+                return
+            if files is wanted and rest:
+                self._emit(Waiting(what=f"{what}: it holds {short[0]} elsewhere than it says; all of it is read"))
+        raise Corrupt(f"{what} does not hold all of {', '.join(short[:10])}")
+
+    async def _files(self, index: AnchorIndex) -> tuple[list[ObjectRef], list[ObjectRef]]:
+        """Files of an anchor that may hold something of the share, and the others."""
+        if self.thorough or self._baseline.share.complete:
+            return index.files, []
+        try:
+            tables = await self._objects.read_contents(index)
+            if tables is None:
+                return index.files, []
+            touched = await self._workers.run(self._touched, split_tables(tables), len(index.files))
+        except (Corrupt, NotYet) as error:
+            self._emit(Waiting(what=f"all of the anchor of version {index.version}: {error.message}"))
+            return index.files, []
+        return (
+            [file for file, wanted in zip(index.files, touched, strict=True) if wanted],
+            [file for file, wanted in zip(index.files, touched, strict=True) if not wanted],
+        )
+
+    def _touched(self, tables: Iterable[bytes], objects: int) -> list[bool]:
+        """Which of so many objects may hold something of the share; the tables are theirs, one after the other."""
+        share, found = self._baseline.share, list[bool]()
+        for table in tables:
+            contents: Contents = read_contents(table, len(share.layout))
+            found += contents.touched(share.boxes).tolist()
+        if len(found) != objects:
+            raise Corrupt(f"tables of contents speak of {len(found)} objects, and there are {objects}")
+        return found
+
+    async def _load_files(self, files: Sequence[ObjectRef], filled: list[int], what: str, version: int) -> None:
+        progress = _Progress(self._emit, what, sum(file.size for file in files))
+
+        async def load(ref: ObjectRef) -> None:
+            body = await self._objects.read_file(ref, version)
+            for tensor, elements in await self._workers.run_whole(self._place, body, ref.key):
+                filled[tensor] += elements
+            progress.add(ref.size)
+            runtime.failpoint("publish.restore.anchor")
+
+        async with Abreast(AT_ONCE, ROOM) as group:
+            for ref in files:
+                await group.start(partial(load, ref), ref.size)
+
+    def _place(self, body: bytes, name: str) -> list[tuple[int, int]]:
+        pieces = read_pieces(SafetensorsBytes(body, name), self._baseline.layout)
+        return [(t, self._baseline.place(t, box, bits)) for t, box, bits in pieces if box is not None]
+
+    async def apply(self, versions: Sequence[int], seal_of: Callable[[int], Awaitable[Seal]]) -> None:
+        """Move the baseline forward by these versions, one after the other.
+
+        The chunks of one version are applied in any order, since no two of them have an element in common. Those of the
+        next are fetched meanwhile, and wait.
+
+        Raises:
+            NotYet: a chunk or a part did not appear; `missing` has the version.
+        """
+        self._baseline.lose()
+        before = asyncio.Event()
+        before.set()
+        async with Abreast(AT_ONCE, ROOM) as group:
+            for version in versions:
+                try:
+                    seal = await seal_of(version)
+                    chunks = await self._chunks(seal)
+                    before = await self._apply(group, seal, chunks, before)
+                except NotYet:
+                    self.missing.add(version)
+                    raise
+
+    async def _apply(self, group: Abreast, seal: Seal, chunks: list[ChunkRef], before: asyncio.Event) -> asyncio.Event:
+        """Begin to apply the chunks of a version as soon as `before` says that its base is there. What is returned
+        says the same of the version."""
+        left, done = itertools.count(len(chunks) - 1, -1), asyncio.Event()
+        progress = _Progress(self._emit, f"version {seal.version}", sum(ref.size for ref in chunks))
+
+        def ended() -> None:
+            runtime.failpoint("publish.restore.version")
+            done.set()
+
+        async def take(ref: ChunkRef) -> None:
+            try:
+                chunk = await self._open(ref, seal)
+            except NotYet:
+                self.missing.add(seal.version)
+                raise
+            await before.wait()
+            await self._workers.run_whole(self._baseline.apply, chunk)
+            progress.add(ref.size)
+            if next(left) == 0:
+                ended()
+
+        async def nothing() -> None:
+            await before.wait()
+            ended()
+
+        if not chunks:
+            await group.start(nothing)
+        for ref in chunks:
+            await group.start(partial(take, ref), ref.size)
+        return done
+
+    async def _chunks(self, seal: Seal) -> list[ChunkRef]:
+        """Chunks of a version that may touch something of the share."""
+        parts = await self._objects.read_parts(seal)
+        if self.thorough or self._baseline.share.complete:
+            return [chunk for part in parts for chunk in part.chunks]
+        wanted, damage = await self._workers.run(self._wanted, parts)
+        if damage:
+            self._emit(Waiting(what=f"more chunks of version {seal.version} than are needed: {damage}"))
+        return wanted
+
+    def _wanted(self, parts: Iterable[Part]) -> tuple[list[ChunkRef], str]:
+        """Chunks that may touch something of the share; and why all of some part are among them, if so."""
+        wanted, damage = list[ChunkRef](), ""
+        for part in parts:
+            touched = [True] * len(part.chunks)
+            if part.contents is not None:
+                try:
+                    touched = self._touched([part.contents], len(part.chunks))
+                except Corrupt as error:
+                    damage = f"of rank {part.rank}, {error.message}"
+            wanted += [chunk for chunk, one in zip(part.chunks, touched, strict=True) if one]
+        return wanted, damage
+
+    async def _open(self, ref: ChunkRef, seal: Seal) -> Chunk:
+        data = await self._objects.read_chunk(ref, seal.version)
+        chunk = await self._workers.run(open_chunk, data, self._baseline.layout)
+        found = (chunk.id.stream, chunk.id.attempt, chunk.id.base, chunk.id.version)
+        if found != (seal.stream, seal.attempt, seal.base, seal.version):
+            raise Corrupt(f"{ref.key} belongs to another attempt: {found}")
+        return chunk
+
+
+class _Progress:
+    """Tells now and then how far it is, and at the end; of what is over at once, nothing."""
+
+    def __init__(self, emit: Emit, what: str, total: int) -> None:
+        self._emit, self._what, self._total = emit, what, total
+        self._done, self._told, self._said = 0, runtime.monotonic(), False
+
+    def add(self, size: int) -> None:
+        self._done += size
+        if runtime.monotonic() - self._told > TELL_EVERY or (self._said and self._done == self._total):
+            self._told, self._said = runtime.monotonic(), True
+            self._emit(Rebuilding(what=self._what, done=self._done, total=self._total))

@@ -1,0 +1,188 @@
+"""Bringing a baseline to the head of the ledger: cache, base checkpoint, or anchor, then the chain (must P5).
+
+Whatever the start, the end is proved: the full fingerprint of the bytes equals the vector that the ledger names. The
+share of one rank of many has no vector of its own in the ledger: what it is built from is verified object by object,
+and rank 0 seals nothing unless all shares add up to the whole (must P3).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from dcr_daemon import runtime
+from dcr_daemon.canonical.fingerprint import Vector, total
+from dcr_daemon.checkpoint.directory import Checkpoint
+from dcr_daemon.errors import Corrupt, DcrError, Incompatible, NotFound
+from dcr_daemon.events import Alarm, Emit, Waiting
+from dcr_daemon.ledger.ledger import Ledger
+from dcr_daemon.ledger.objects import NotYet, Objects
+from dcr_daemon.ledger.records import Seal, Stream, show_u64
+from dcr_daemon.ledger.route import NoRoute, Route
+from dcr_daemon.publish.baseline.baseline import Baseline, check_vector
+from dcr_daemon.publish.baseline.rebuild import Rebuild
+from dcr_daemon.runtime import Workers
+
+
+class Restorer:
+    """Reads one stream into one baseline. The ledger has been read up to this process's claim.
+
+    Attributes:
+        doubts: how often in a row what was restored did not fit what other ranks hold. The second time nobody's word is
+            taken for what need not be read.
+    """
+
+    def __init__(
+        self, ledger: Ledger, objects: Objects, baseline: Baseline, base: Path | None, workers: Workers, emit: Emit
+    ) -> None:
+        self._ledger, self._objects, self._baseline = ledger, objects, baseline
+        self._base, self._emit = base, emit
+        self._rebuild = Rebuild(objects, baseline, workers, emit)
+        self.doubts = 0
+
+    async def restore(self) -> None:
+        """Bring the baseline to the newest sealed version.
+
+        If every way there is damaged, the baseline goes astray: the next version is diffed from whatever is at hand,
+        and an anchor of that one, at once, is where the stream goes on (must P4).
+
+        Raises:
+            NotFound: nothing in the bucket leads there, and no base is at hand.
+            Incompatible: the base is not the stream's version 0.
+            StoreUnavailable: the bucket does not answer, or objects that the ledger names are not there.
+        """
+        head = self._ledger.state.seal.version
+        if self._baseline.version == head:
+            return
+        self._rebuild.missing.clear()
+        self._rebuild.thorough = self.doubts > 1
+        have = await self._cached(head)
+        if have == head:
+            return
+        self._emit(Waiting(what=f"the baseline: building version {head} from {_start(have)}"))
+        with contextlib.suppress(Corrupt):
+            await self.vector(head)  # as long as it is not there, nothing that is built can be proved
+        failed: list[DcrError] = []
+        for start, avoid, what in await self._ways(have):
+            try:
+                route = await self._route(start, head, avoid)
+                if self._rebuild.missing & set(route.hops):
+                    continue  # it was waited for once
+                if failed:
+                    self._emit(Waiting(what=f"the baseline: {failed[-1].message}; trying {what}"))
+                await self._build(route, head)
+            except (Corrupt, NotFound, NotYet) as error:
+                failed.append(error)
+            else:
+                return
+        damage = next((error for error in failed if isinstance(error, Corrupt)), None)
+        if damage is None:
+            raise failed[0]
+        await self._baseline.believe(head, stray=True)
+        self._emit(
+            Alarm(
+                must="P4",
+                what=f"version {head} cannot be built from {self._ledger.store.url} any more: {damage.message}. "
+                "The next version will have an anchor at once; replicas that the chain does not bring wait for it",
+            )
+        )
+
+    async def _ways(self, have: int | None) -> list[tuple[int | None, set[int], str]]:
+        """Where to start from, anchors to avoid, and words: the cheapest way first, then whatever leads to the head."""
+        anchors = [anchor.version for anchor in await self._ledger.history.anchors()]
+        cheapest = 0 if have is None and self._base else have
+        ways: list[tuple[int | None, set[int], str]] = [(cheapest, set(), "the cheapest way")]
+        ways += [(None, set(anchors) - {version}, f"the anchor of version {version}") for version in anchors]
+        if self._base and anchors:
+            ways.append((0, set(anchors), "the base"))
+        return ways
+
+    async def _build(self, route: Route, head: int) -> None:
+        try:
+            if route.anchor is not None:
+                await self._rebuild.load_anchor(await self._ledger.history.anchor(route.anchor))
+            elif self._baseline.version is None:
+                await self.load_base()
+                runtime.failpoint("publish.restore.base")
+            await self._rebuild.apply(route.hops, self._ledger.history.seal)
+            await self._prove(head, f"version {head} built from {self._ledger.store.url}")
+        except BaseException:
+            self._baseline.lose()
+            raise
+
+    async def _cached(self, head: int) -> int | None:
+        """The sealed version that the map holds, proved by its full fingerprint; None if it holds none.
+
+        Without a hint an attempt was under way when the last process ended: it may have been sealed before its hint
+        was written, or have changed nothing yet. Then the bytes are the head.
+        """
+        if self._baseline.new:
+            return None
+        candidates = []
+        hint = self._baseline.hint()
+        if hint and hint[0] <= head and await self._plausible(*hint):
+            candidates.append(hint)
+        with contextlib.suppress(Corrupt, NotFound, NotYet):
+            if self._baseline.share.complete and (not candidates or candidates[0][0] != head):
+                candidates.append((head, await self.vector(head)))
+        if candidates:
+            await self._baseline.prove(*candidates)
+        runtime.failpoint("publish.restore.cached")
+        return self._baseline.version
+
+    async def _plausible(self, version: int, vector: Vector) -> bool:
+        """Whether a hint does not contradict the ledger."""
+        if not self._baseline.share.complete:
+            return True
+        return show_u64(total(vector)) == total_of(await self._record(version))
+
+    async def _route(self, have: int | None, head: int, avoid: set[int]) -> Route:
+        try:
+            return await self._ledger.history.route(have, head, avoid=avoid)
+        except NoRoute as error:
+            hint = "give --base with the checkpoint that the stream was created from"
+            raise NotFound(error.message, hint="" if self._base else hint) from error
+
+    async def load_base(self) -> None:
+        """Version 0 from the base checkpoint, which must have its fingerprint."""
+        assert self._base is not None
+        with Checkpoint(self._base) as checkpoint:
+            await self._rebuild.load_base(checkpoint)
+        try:
+            await self._prove(0, f"base {self._base}")
+        except Corrupt as error:
+            raise Incompatible(
+                f"base {self._base} is not version 0 of {self._ledger.store.url}: {error.message}",
+                hint="give the very checkpoint that the stream was created from",
+            ) from error
+
+    async def vector(self, version: int) -> Vector:
+        """The fingerprint that the ledger names for a sealed version."""
+        return await self._objects.read_vector(await self._record(version), self._baseline.layout)
+
+    async def _record(self, version: int) -> Stream | Seal:
+        return self._ledger.stream if version == 0 else await self._ledger.history.seal(version)
+
+    async def _prove(self, version: int, what: str) -> None:
+        if not self._baseline.share.complete:
+            await self._baseline.believe(version)
+            return
+        want = await self.vector(version)
+        found = await self._baseline.prove((version, want))
+        check_vector(want, found, self._baseline.layout, what, "`dcr verify` tells which object is damaged")
+
+    async def extras(self) -> dict[str, bytes]:
+        """Side files of the newest anchor; none if there is no anchor."""
+        async for anchor in self._ledger.history.anchors_back():
+            index = await self._objects.read_anchor_index(anchor)
+            return {Path(ref.key).name: await self._objects.read_file(ref, anchor.version) for ref in index.extras}
+        return {}
+
+
+def total_of(record: Stream | Seal) -> str:
+    """The total of the fingerprint that a version's record names."""
+    return record.total if isinstance(record, Stream) else record.after
+
+
+def _start(have: int | None) -> str:
+    return "an anchor or the base" if have is None else f"version {have}"

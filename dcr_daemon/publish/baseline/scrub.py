@@ -1,0 +1,38 @@
+"""A slow pass over the baseline, again and again, in the quiet between updates (must P4).
+
+One block at a time, on a worker, which does nothing but read: whoever wants to diff cancels the wait and goes ahead.
+"""
+
+from __future__ import annotations
+
+from dcr_daemon import runtime
+from dcr_daemon.publish.baseline.baseline import Baseline
+
+ROUND = 1.0  #: seconds from the start of one round to the next, at least: a small baseline must not keep a core busy
+
+
+class Scrub:
+    """Goes round a baseline at `rate` bytes a second; 0 for not at all."""
+
+    def __init__(self, baseline: Baseline, rate: float) -> None:
+        self._baseline, self._rate = baseline, rate
+        self._next = 0
+        self._due = self._began = runtime.monotonic()
+
+    @property
+    def due(self) -> float:
+        """When the next block may be read, on `runtime.monotonic`."""
+        idle = not self._rate or not len(self._baseline.share) or self._baseline.version is None
+        return float("inf") if idle else self._due
+
+    async def step(self) -> str:
+        """Check one block. The name of its tensor if it is damaged, else empty."""
+        number = self._next
+        if number == 0:
+            self._began = runtime.monotonic()
+        self._due = runtime.monotonic() + self._baseline.share.nbytes(number) / self._rate
+        intact = await self._baseline.intact(number)
+        self._next = (number + 1) % len(self._baseline.share)
+        if self._next == 0:
+            self._due = max(self._due, self._began + ROUND)
+        return "" if intact else self._baseline.name(number)

@@ -1,0 +1,337 @@
+"""Anchors: a complete version in the bucket, as safetensors files (must L5).
+
+Order: every file durable -> its fingerprint, summed over the very bytes that were put, adds up to the seal's vector
+-> the `anchor` record. The baseline is not to move meanwhile: the session writes anchors between attempts only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+
+from dcr_daemon import runtime
+from dcr_daemon.canonical.box import Box
+from dcr_daemon.canonical.dtypes import lane_dtype
+from dcr_daemon.canonical.fingerprint import MASK, Bits, Vector, sum_box, total
+from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.checkpoint.contents import Contents, join_tables
+from dcr_daemon.checkpoint.directory import INDEX
+from dcr_daemon.checkpoint.pieces import Piece, piece_metadata, plan_boxes, plan_files
+from dcr_daemon.checkpoint.safetensors import SafetensorsBytes, pack_safetensors
+from dcr_daemon.errors import Corrupt
+from dcr_daemon.events import AnchorPut, Emit
+from dcr_daemon.ledger import names, records
+from dcr_daemon.ledger.ledger import Ledger
+from dcr_daemon.ledger.objects import CONTENTS_LIMIT
+from dcr_daemon.ledger.records import Anchor, AnchorIndex, AnchorShare, ObjectRef, Seal, show_u64
+from dcr_daemon.publish.baseline.baseline import Baseline, check_vector
+from dcr_daemon.publish.baseline.restore import total_of
+from dcr_daemon.publish.group.bench import Bench
+from dcr_daemon.publish.group.join import Joined
+from dcr_daemon.publish.group.muster import read_listed
+from dcr_daemon.runtime import Workers
+from dcr_daemon.store.abreast import abreast
+from dcr_daemon.store.keys import is_key
+from dcr_daemon.store.once import create_once
+from dcr_daemon.store.port import Store
+from dcr_daemon.store.retry import Patience
+
+FILE_BYTES = 256 << 20  #: of tensors in one file: what `CONCURRENCY` of them may cost in memory
+CONCURRENCY = 2
+SHARES_AT_ONCE = 16  #: of other ranks, read by rank 0
+INDEX_NAME = "index.json"  #: of an anchor's own index; a side file of this name stays behind
+CONTENTS_NAME = "contents"  #: of what says what is in the files; likewise
+
+
+@dataclass(frozen=True, slots=True)
+class AnchorPolicy:
+    """When the next anchor is due: after `every` versions, or when the chain since the last one outweighs `share` of
+    a dense checkpoint. None switches either off."""
+
+    every: int | None
+    share: float | None
+
+    @property
+    def active(self) -> bool:
+        return self.every is not None or self.share is not None
+
+    def due(self, versions: int, chain_bytes: int, dense_bytes: int) -> bool:
+        """`versions` and `chain_bytes` count from the last anchor (or version 0)."""
+        if versions == 0:
+            return False
+        by_count = self.every is not None and versions >= self.every
+        return by_count or (self.share is not None and chain_bytes > self.share * dense_bytes)
+
+
+class SinceAnchor:
+    """The versions since the newest anchor, as far as the ledger was read.
+
+    They are asked about after every version, so what they add up to is carried along, and no seal is read twice.
+    """
+
+    def __init__(self, ledger: Ledger, policy: AnchorPolicy, dense_bytes: int) -> None:
+        self._ledger, self._policy, self._dense_bytes = ledger, policy, dense_bytes
+        self._anchor: int | None = None
+        self._version = self._bytes = 0
+        self._after = ""
+        self._broken = False
+
+    async def due(self, coming: Joined | None = None) -> bool:
+        """Whether they ask for another one: by policy, or because no chain leads over them.
+
+        Args:
+            coming: what is about to be sealed, to be counted as well.
+
+        A version made from a stray baseline says so: its `before` is not the `after` of the version before it.
+        """
+        state, history = self._ledger.state, self._ledger.history
+        anchor = state.anchor.version if state.anchor else 0
+        if anchor != self._anchor:
+            self._anchor = self._version = anchor
+            self._bytes, self._broken = 0, False
+            self._after = total_of(self._ledger.stream if anchor == 0 else await history.seal(anchor))
+        for seal in await history.between(self._version + 1):
+            self._broken |= seal.before != self._after
+            self._version, self._after = seal.version, seal.after
+            self._bytes += seal.bytes
+        if coming is None:
+            return self._broken or self._policy.due(self._version - anchor, self._bytes, self._dense_bytes)
+        broken = self._broken or show_u64(total(coming.before)) != self._after
+        return broken or self._policy.due(self._version - anchor + 1, self._bytes + coming.bytes, self._dense_bytes)
+
+
+class Lanes(Protocol):
+    """What an anchor is written from: a baseline, or the checkpoint that a stream begins with."""
+
+    layout: Layout
+
+    def lanes(self, tensor: int, box: Box) -> Bits:
+        """Lanes of a box that is held, in its own order; called on any thread."""
+        ...
+
+
+async def write_anchor(
+    ledger: Ledger,
+    baseline: Baseline,
+    extras: Mapping[str, bytes],
+    workers: Workers,
+    patience: float,
+    emit: Emit,
+) -> Anchor:
+    """Upload the version that a baseline holds whole, and record it as an anchor.
+
+    Raises:
+        Fenced: another publisher owns the stream.
+        Corrupt: the uploaded bytes are not the version; nothing is recorded.
+        StoreUnavailable: the bucket did not answer; nothing is recorded, or the record's fate is open.
+    """
+    version = baseline.version
+    assert version is not None
+    return await write_whole(ledger, baseline, version, baseline.vector, extras, workers, patience, emit)
+
+
+async def write_whole(
+    ledger: Ledger,
+    source: Lanes,
+    version: int,
+    vector: Vector,
+    extras: Mapping[str, bytes],
+    workers: Workers,
+    patience: float,
+    emit: Emit,
+) -> Anchor:
+    """Upload a version, of which `source` has all and `vector` is the fingerprint. Raises as `write_anchor`."""
+    await ledger.read()
+    ledger.check_held()  # its number would pass for one of the new owner's (must L5), and the upload is long
+    started = runtime.monotonic()
+    # The seq of the newest record: never repeated by another process, since each claims first (must L0). One anchor is
+    # written at a time, so retention knows by the number which ones have ended (must L5).
+    prefix = names.anchor(version, ledger.tip.seq)
+    writer = _Writer(ledger.store, source, prefix, workers, patience)
+    plan = plan_files(source.layout, FILE_BYTES)
+    files, found = await writer.put_files(plan, lambda n: _file_name(n, len(plan)))
+    await writer.put_hf_index(plan)
+    table = await workers.run(_contents, plan)
+    check_vector(vector, found, source.layout, f"anchor of version {version} in {ledger.store.url}", _REBUILDS)
+    return await _record(ledger, writer, version, files, vector, extras, started, emit, [table])
+
+
+_REBUILDS = "the publisher's memory is damaged; restart it, it rebuilds its baseline from the bucket"
+
+
+async def _record(
+    ledger: Ledger,
+    writer: _Writer,
+    version: int,
+    files: list[ObjectRef],
+    vector: Vector,
+    extras: Mapping[str, bytes],
+    started: float,
+    emit: Emit,
+    tables: list[bytes | None],
+) -> Anchor:
+    """Everything is durable: name it. `tables` say what is in the files; without one of them all are left out."""
+    fit = [name for name in sorted(extras) if is_key(name) and name not in (INDEX_NAME, CONTENTS_NAME)]
+    side = [await writer.put(name, extras[name]) for name in fit]
+    known = [table for table in tables if table is not None]
+    contents = None
+    if len(known) == len(tables) and sum(map(len, known)) + 4 * len(known) <= CONTENTS_LIMIT:
+        contents = await writer.put(CONTENTS_NAME, join_tables(known))
+        runtime.failpoint("publish.anchor.contents")
+    index = AnchorIndex(stream=ledger.stream.stream, version=version, files=files, extras=side, contents=contents)
+    place = await writer.put(INDEX_NAME, records.encode(index))
+    runtime.failpoint("publish.anchor.put")
+    size = sum(file.size for file in [*files, *side])
+    record = await ledger.append(
+        lambda header: Anchor(
+            **header.fields, version=version, index=place, total=records.show_u64(total(vector)), bytes=size
+        )
+    )
+    emit(AnchorPut(version=version, bytes=size, seconds=runtime.monotonic() - started))
+    return record
+
+
+async def write_share(bench: Bench, seal: Seal) -> AnchorShare:
+    """Upload what this rank holds of a version that was just sealed, for an anchor (all ranks do; `join_anchor`).
+
+    Raises:
+        StoreUnavailable: the bucket did not answer.
+        Corrupt: the uploaded bytes are not what the baseline should hold.
+    """
+    rank, baseline = bench.rank, bench.baseline
+    writer = _Writer(
+        bench.ledger.store, baseline, names.anchor(seal.version, seal.seq), bench.workers, bench.options.patience
+    )  # fmt: skip
+    address = f"{rank.group}-{rank.number}-{rank.nonce}"
+    boxes = [(block.tensor, block.box) for block in baseline.share.blocks]
+    plan = plan_boxes(baseline.layout, boxes, FILE_BYTES)
+    if rank.leads:  # nobody has an element of an empty tensor
+        plan.append([Piece(t, None, spec) for t, spec in enumerate(baseline.layout) if not spec.elements])
+    plan = [pieces for pieces in plan if pieces]
+    files, vector = await writer.put_files(plan, lambda n: f"{address}-{n:05d}.safetensors")
+    what = f"share of {rank} in the anchor of version {seal.version}"
+    check_vector(baseline.vector, vector, baseline.layout, what, _REBUILDS)
+    sums = await writer.put(f"{address}.sums", vector.astype("<u8").tobytes())
+    share = AnchorShare(
+        stream=seal.stream, group=rank.group, version=seal.version, rank=rank.number, nonce=rank.nonce, files=files,
+        sums=sums, contents=await bench.workers.run(_contents, plan),
+    )  # fmt: skip
+    runtime.failpoint("publish.anchor.shared")
+    await writer.put(f"{address}.share.json", records.encode(share))
+    return share
+
+
+async def join_anchor(
+    bench: Bench, seal: Seal, own: AnchorShare, keys: Mapping[int, str], extras: Mapping[str, bytes], emit: Emit
+) -> Anchor:
+    """All ranks' shares as one anchor, whose fingerprint is the seal's (must L5).
+
+    Args:
+        keys: of the other ranks' shares.
+
+    Raises:
+        as `write_anchor`.
+    """
+    ledger, started, size = bench.ledger, runtime.monotonic(), 8 * len(bench.layout)
+    shares: dict[int, AnchorShare] = {0: own}
+    vector = bench.baseline.vector  # what its own files were proved to hold
+
+    async def take(number: int, key: str) -> None:
+        share = shares[number] = await _read_share(bench, key, seal, number)
+        sums = await bench.objects.read(share.sums, seal.version, limit=size)
+        if len(sums) != size:
+            raise Corrupt(f"{share.sums.key} does not hold a vector of {len(bench.layout)} tensors")
+        np.add(vector, np.frombuffer(sums, "<u8"), out=vector)
+
+    await abreast((partial(take, number, key) for number, key in keys.items()), SHARES_AT_ONCE)
+    want = await bench.restorer.vector(seal.version)
+    check_vector(want, vector, bench.layout, f"anchor of version {seal.version} in {ledger.store.url}", _REBUILDS)
+    prefix = names.anchor(seal.version, seal.seq)
+    writer = _Writer(ledger.store, bench.baseline, prefix, bench.workers, bench.options.patience)
+    files = [file for _, share in sorted(shares.items()) for file in share.files]
+    tables = [share.contents for _, share in sorted(shares.items())]
+    return await _record(ledger, writer, seal.version, files, vector, extras, started, emit, tables)
+
+
+async def _read_share(bench: Bench, key: str, seal: Seal, number: int) -> AnchorShare:
+    body = await read_listed(bench.ledger.store, key, limit=records.PART_LIMIT, patience=bench.options.patience)
+    try:
+        share = records.decode_anchor_share(body)
+    except ValueError as error:
+        raise Corrupt(f"{key} is no share of an anchor: {error}") from error
+    found = (share.stream, share.group, share.version, share.rank)
+    if found != (seal.stream, bench.rank.group, seal.version, number):
+        raise Corrupt(f"{key} is a share of another anchor: {found}")
+    return share
+
+
+def _contents(plan: Sequence[list[Piece]]) -> bytes | None:
+    """A table of what is in the planned files."""
+    return Contents.of([[(p.tensor, p.box) for p in pieces if p.box] for pieces in plan]).pack()
+
+
+class _Writer:
+    """Puts the objects of one anchor, a few at a time."""
+
+    def __init__(self, store: Store, source: Lanes, prefix: str, workers: Workers, patience: float) -> None:
+        self._store, self._source, self._prefix = store, source, prefix
+        self._workers, self._patience = workers, Patience(patience)
+        self._sums = [0] * len(source.layout)
+
+    async def put(self, name: str, body: bytes | bytearray) -> ObjectRef:
+        key = f"{self._prefix}{name}"
+        await create_once(self._store, key, memoryview(body), patience=self._patience)
+        return ObjectRef(key, len(body), await self._workers.run(records.digest, memoryview(body)))
+
+    async def put_files(
+        self, plan: Sequence[list[Piece]], name: Callable[[int], str]
+    ) -> tuple[list[ObjectRef], Vector]:
+        """The references of the planned files, and the fingerprint of what was put."""
+        slots = asyncio.Semaphore(CONCURRENCY)
+
+        async def put_file(n: int, pieces: list[Piece]) -> ObjectRef:
+            async with slots:
+                body, sums = await self._workers.run(_pack, self._source, pieces)
+                for tensor, value in sums:
+                    self._sums[tensor] = (self._sums[tensor] + value) & MASK
+                file = await self.put(name(n), body)
+                runtime.failpoint("publish.anchor.file")
+                return file
+
+        tasks = [asyncio.create_task(put_file(n, pieces)) for n, pieces in enumerate(plan)]
+        try:
+            files = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return files, np.array(self._sums, dtype=np.uint64)
+
+    async def put_hf_index(self, plan: Sequence[list[Piece]]) -> None:
+        """For people who copy the prefix with other tools; readers of DCR go by `index.json` alone."""
+        layout = self._source.layout
+        if len(plan) > 1 and all(piece.whole(layout) for pieces in plan for piece in pieces):
+            homes = {p.entry.name: _file_name(n, len(plan)) for n, pieces in enumerate(plan) for p in pieces}
+            table = {"metadata": {"total_size": layout.nbytes}, "weight_map": homes}
+            await self.put(INDEX, json.dumps(table, sort_keys=True).encode())
+
+
+def _file_name(n: int, count: int) -> str:
+    return f"model-{n + 1:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
+
+
+def _pack(source: Lanes, pieces: list[Piece]) -> tuple[bytearray, list[tuple[int, int]]]:
+    """The bytes of one file, and `(tensor, sum)` of each piece, read back from those bytes."""
+    layout = source.layout
+    empty = {p.tensor: np.empty(0, lane_dtype(layout[p.tensor].width)) for p in pieces if not p.box}
+    items = [(p.entry, source.lanes(p.tensor, p.box) if p.box else empty[p.tensor]) for p in pieces]
+    body = pack_safetensors(items, piece_metadata(layout, pieces))
+    packed = SafetensorsBytes(body, "anchor")
+    keys = layout.keys
+    return body, [(p.tensor, sum_box(packed.bits(p.entry.name), p.box, int(keys[p.tensor]))) for p in pieces if p.box]

@@ -1,0 +1,220 @@
+"""What one rank works with, whoever leads: its baseline, the spool, and the attempt whose chunks it makes.
+
+The baseline of a rank of many is built when its share is known, which takes its weights and what the other ranks hold.
+`Session` (rank 0) and `Member` (the others) decide when an attempt begins and how it ends; what that means for this
+rank's bytes is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from dcr_daemon import runtime
+from dcr_daemon.canonical.fingerprint import Bits
+from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.errors import Given, Misuse
+from dcr_daemon.events import Aborted, Alarm, Emit, Sealed
+from dcr_daemon.ledger.ledger import Ledger
+from dcr_daemon.ledger.objects import Objects
+from dcr_daemon.ledger.records import Open, Seal
+from dcr_daemon.publish.baseline.baseline import Baseline
+from dcr_daemon.publish.baseline.restore import Restorer
+from dcr_daemon.publish.baseline.scrub import Scrub
+from dcr_daemon.publish.baseline.share import Share
+from dcr_daemon.publish.options import PublishOptions
+from dcr_daemon.publish.rank import Rank
+from dcr_daemon.publish.state import StateDirectory
+from dcr_daemon.publish.version.attempt import Attempt
+from dcr_daemon.publish.version.spool import Spool
+from dcr_daemon.publish.version.uploads import Uploads
+from dcr_daemon.publish.version.versions import SealedVersion
+from dcr_daemon.runtime import Workers
+
+
+class Bench:
+    """Used by one task at a time.
+
+    Attributes:
+        attempt: the one under way; None between updates.
+        owes_anchor: the baseline was damaged: an anchor has to follow (must P4).
+        committed: a version of this process was sealed. All ranks of a group know that alike.
+    """
+
+    def __init__(
+        self,
+        options: PublishOptions,
+        ledger: Ledger,
+        objects: Objects,
+        layout: Layout,
+        rank: Rank,
+        state: StateDirectory,
+        workers: Workers,
+        emit: Emit,
+    ) -> None:
+        self.options, self.ledger, self.objects, self.layout, self.rank = options, ledger, objects, layout, rank
+        self.state, self.workers, self._emit = state, workers, emit
+        self.attempt: Attempt | None = None
+        self.owes_anchor = self.committed = False
+        self._spool = Spool(state.spool, options.spool_memory, workers)
+        self._baseline: Baseline | None = None
+        self._restorer: Restorer | None = None
+        self._scrub: Scrub | None = None
+        self._look_at = runtime.monotonic() + options.look
+
+    @property
+    def baseline(self) -> Baseline:
+        if self._baseline is None:
+            raise Misuse("nothing was published yet, so this rank does not know what it holds")
+        return self._baseline
+
+    @property
+    def restorer(self) -> Restorer:
+        assert self._restorer is not None
+        return self._restorer
+
+    @property
+    def holds(self) -> bool:
+        """Whether there is a baseline."""
+        return self._baseline is not None
+
+    def hold(self, share: Share | Baseline) -> None:
+        """Keep a baseline of this share from now on; one of another share is forgotten.
+
+        Raises:
+            Exhausted: no room for it.
+        """
+        if isinstance(share, Baseline):
+            baseline = share
+        else:
+            if self._baseline and self._baseline.share.digest == share.digest:
+                return
+            if self._baseline:
+                self._baseline.close()
+            baseline = Baseline(self.state.path, share, self.ledger.stream.stream, self.workers)
+        self._baseline = baseline
+        self._restorer = Restorer(
+            self.ledger, self.objects, baseline, self.options.base, self.workers, self._emit
+        )  # fmt: skip
+        self._scrub = Scrub(baseline, self.options.scrub_rate)
+
+    def read(self, tensor: int, start: int, count: int) -> Bits:
+        """The bits of a layout tensor, of which all is held, as the attempt under way has left them."""
+        return self.baseline.read(tensor, start, count)
+
+    async def restore(self) -> None:
+        """Bring the baseline to the newest sealed version, as far as the ledger was read.
+
+        Raises:
+            see `Restorer.restore`.
+        """
+        if self.baseline.version != self.ledger.state.seal.version:
+            await self.restorer.restore()
+
+    async def start(self, record: Open) -> Attempt:
+        """Begin to diff for an attempt, from exactly its base (must P3).
+
+        Raises:
+            Given: the ledger went on without the attempt; what is there now is no base of it.
+        """
+        await self.restore()
+        if record.base != self.baseline.version:
+            raise Given(f"version {record.version} was given up: the stream is at version {self.baseline.version}")
+        options = self.options
+        uploads = Uploads(
+            self.ledger.store, version=record.version, attempt=record.seq, backlog=options.upload_backlog,
+            concurrency=options.uploads, patience=options.patience, emit=self._emit,
+        )  # fmt: skip
+        self.attempt = Attempt(
+            record, self.rank, self.baseline, self._spool, uploads, self.workers, options.codec, options.chunk_bytes
+        )
+        return self.attempt
+
+    def commit(self, seal: Seal) -> SealedVersion:
+        """Version and baseline move together: the seal is in the ledger."""
+        attempt, self.attempt = self.attempt, None
+        assert attempt is not None
+        self.committed = True
+        self.owes_anchor |= self.baseline.stray
+        self.baseline.commit(attempt.version, attempt.segments)
+        self.restorer.doubts = 0
+        runtime.failpoint("publish.baseline.committed")
+        attempt.forget()
+        self._emit(
+            Sealed(
+                version=seal.version, attempt=seal.attempt, step=seal.step, seq=seal.seq, changed=seal.changed,
+                elements=seal.elements, bytes=seal.bytes, dense_bytes=seal.dense_bytes,
+                seconds=runtime.monotonic() - attempt.started,
+            )
+        )  # fmt: skip
+        return SealedVersion.of(seal)
+
+    async def undo(self, reason: str) -> None:
+        """The attempt is known not to be a version, and never to become one."""
+        attempt, self.attempt = self.attempt, None
+        if attempt:
+            if not await attempt.undo():
+                self._emit(
+                    Alarm(must="P7", what=f"the undo of version {attempt.version} failed: the baseline is rebuilt")
+                )
+            runtime.failpoint("publish.baseline.undone")
+            self._emit(Aborted(version=attempt.version, attempt=attempt.id, reason=reason))
+
+    def doubt(self) -> None:
+        """What the ranks hold does not add up: the baseline is built anew, from the bucket and not from its cache."""
+        self.baseline.lose()
+        self.restorer.doubts += 1
+
+    def damaged(self, where: str) -> None:
+        """The baseline is not what it should be: rebuilt before anything is diffed from it, and anchored (must P4)."""
+        version = self.ledger.state.seal.version
+        self._emit(Alarm(must="P4", what=f"the baseline of version {version} is damaged {where}; rebuilding"))
+        self.baseline.lose()
+        self.owes_anchor = True
+
+    async def prove(self) -> None:
+        """Recompute the baseline's fingerprint; damage is an alarm and a rebuild, never an anchor (must P4)."""
+        if self.baseline.version == self.ledger.state.seal.version:
+            if bool((await self.baseline.fingerprint() == self.baseline.vector).all()):
+                return
+            self.damaged("before an anchor")
+        await self.restorer.restore()
+
+    @property
+    def _scrub_due(self) -> float:
+        """When the next block may be scrubbed, on `runtime.monotonic`. While the fate of an attempt is open the map is
+        ahead of its version, and has sums for none."""
+        return float("inf") if self.attempt or self._scrub is None else self._scrub.due
+
+    async def _scrub_one(self) -> bool:
+        """Check one block; whether the baseline is sound."""
+        assert self._scrub is not None
+        if tensor := await self._scrub.step():
+            self.damaged(f"in {tensor}")
+        return not tensor
+
+    async def tend(self, look: Callable[[], Awaitable[None]], check: Callable[[], None]) -> None:
+        """Between updates, until cancelled: `look` at the ledger now and then, then `check` what was seen, and scrub.
+
+        Returns once the baseline was found damaged.
+        """
+        while True:
+            if runtime.monotonic() >= self._look_at:
+                await look()
+                self._look_at = runtime.monotonic() + self.options.look * (0.75 + runtime.jitter() / 2)
+                check()
+            scrub_at = self._scrub_due
+            if runtime.monotonic() >= scrub_at and not await self._scrub_one():
+                return
+            await runtime.sleep(max(0.0, min(self._look_at, scrub_at) - runtime.monotonic()))
+
+    async def close(self) -> None:
+        """Give everything back. An attempt that is still undecided leaves no baseline."""
+        try:
+            if self.attempt:
+                await self.attempt.cancel()
+                self.baseline.lose()
+        finally:
+            if self._baseline:
+                self._baseline.close()
+            self.state.close()
+            self.workers.close()

@@ -1,0 +1,105 @@
+"""What the ranks contributed, put together by rank 0: the parts of one attempt as one (musts P2, P3)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from dcr_daemon.canonical.fingerprint import Vector
+from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.errors import Corrupt
+from dcr_daemon.ledger import records
+from dcr_daemon.ledger.objects import Objects
+from dcr_daemon.ledger.records import PART_LIMIT, ObjectRef, Open, Part
+from dcr_daemon.publish.group.muster import read_listed
+from dcr_daemon.publish.version.attempt import Contribution
+from dcr_daemon.store.abreast import abreast
+from dcr_daemon.store.port import Store
+
+CONCURRENCY = 16  #: parts read at a time
+
+
+@dataclass(slots=True)
+class Joined:
+    """All ranks' contributions: vectors added up, sizes in bytes, `changed` in elements.
+
+    `anchor`: a rank asks for one. `stray`: a rank diffed from bytes that are not the base's (must P4).
+    """
+
+    parts: list[ObjectRef]
+    before: Vector
+    after: Vector
+    changed: int
+    bytes: int
+    anchor: bool = False
+    stray: bool = False
+
+    def add(self, part: Part, before: Vector, after: Vector) -> None:
+        """Count one more rank in. Its vectors are not kept: those of 1,024 ranks would be hundreds of megabytes."""
+        np.add(self.before, before, out=self.before)
+        np.add(self.after, after, out=self.after)
+        self.changed, self.bytes = self.changed + part.changed, self.bytes + part.bytes
+        self.anchor, self.stray = self.anchor or part.anchor, self.stray or part.stray
+
+    def missed(self, base: Vector, layout: Layout) -> list[str]:
+        """Tensors of which the ranks together did not hold exactly the base: an element missing, twice, or wrong."""
+        return [layout[int(i)].name for i in np.flatnonzero(self.before != base)]
+
+
+async def join(
+    own: Contribution,
+    keys: Mapping[int, str],
+    opened: Open,
+    store: Store,
+    objects: Objects,
+    layout: Layout,
+    patience: float,
+) -> Joined:
+    """Read the part and the sums of every other rank, and add everything up.
+
+    Args:
+        own: rank 0's.
+        keys: of the other ranks' parts.
+        patience: seconds that one which is listed may be missing.
+
+    Raises:
+        Corrupt: a part is not of this attempt, or not one.
+        StoreUnavailable, NotYet: an object cannot be read now.
+    """
+    given = {0: own.part}
+    joined = Joined([], own.before.copy(), own.after.copy(), own.changed, own.bytes)
+
+    async def take(number: int, key: str) -> None:
+        body = await read_listed(store, key, limit=PART_LIMIT, patience=patience)
+        part = _checked(key, body, opened, number)
+        sums = await objects.read(part.sums, opened.version, limit=16 * len(layout))
+        if len(sums) != 16 * len(layout):
+            raise Corrupt(f"{part.sums.key} does not hold two vectors of {len(layout)} tensors")
+        before, after = np.frombuffer(sums, dtype="<u8").reshape(2, len(layout))
+        given[number] = ObjectRef(key, len(body), records.digest(body))
+        joined.add(part, before, after)
+
+    await abreast((partial(take, number, key) for number, key in keys.items()), CONCURRENCY)
+    joined.parts = [ref for _, ref in sorted(given.items())]
+    return joined
+
+
+def _checked(key: str, body: bytes, opened: Open, number: int) -> Part:
+    """Everything that places a part is compared: one of another call, attempt or process group is none of ours."""
+    try:
+        part = records.decode_part(body)
+    except ValueError as error:
+        raise Corrupt(f"{key} is not a part: {error}") from error
+    found = (part.stream, part.group, part.call, part.attempt, part.base, part.version, part.rank)
+    want = (opened.stream, opened.group, opened.call, opened.seq, opened.base, opened.version, number)
+    if found != want:
+        raise Corrupt(f"{key} is a part of another attempt: {found}, not {want}")
+    return part
+
+
+def solo(own: Contribution) -> Joined:
+    """A group of one."""
+    return Joined([own.part], own.before, own.after, own.changed, own.bytes)

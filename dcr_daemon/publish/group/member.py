@@ -1,0 +1,395 @@
+"""Every rank but the first: it answers what rank 0 opens, and the ledger tells what became of it (musts P1-P3, P7).
+
+    open of my group and call ─► diff ... ─► part ─► seal   ─► baseline commits
+                                   └─► fail           abort  ─► baseline undone
+
+A member writes no record. It answers only opens of its own group and of its own call of `publish`; what another group
+claims, or what rank 0 skips, it has no part in. While it waits for rank 0 no clock decides for it either: it ends when
+the ledger says so, or when neither the ledger nor the attempt has moved for as long as the patience lasts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from dcr_daemon import runtime
+from dcr_daemon.errors import Corrupt, DcrError, Fenced, Given, Missing, Misuse, StoreUnavailable
+from dcr_daemon.events import Emit, Opened, Waiting
+from dcr_daemon.ledger import names, records
+from dcr_daemon.ledger.records import Abort, AnyRecord, Epoch, Fail, Open, Release, Seal
+from dcr_daemon.publish.group.anchors import write_share
+from dcr_daemon.publish.group.bench import Bench
+from dcr_daemon.publish.group.muster import TELL_EVERY, read_listed
+from dcr_daemon.publish.group.session import CLOSE_PATIENCE
+from dcr_daemon.publish.options import PublishOptions
+from dcr_daemon.publish.version.attempt import Attempt, put
+from dcr_daemon.publish.version.versions import SealedVersion
+from dcr_daemon.publish.waits import within
+
+T = TypeVar("T")
+
+FAIL_PATIENCE = 30.0  #: seconds that a rank tries to say that it fails
+LONG_START = 6  #: patiences that rank 0 may take to its first open: it claims, and may create the stream
+CATCH_UP = 64  #: records read back at the start
+_FIRST, _LAST = 0.05, 1.0  #: seconds between two looks at the ledger
+
+
+class Member:
+    """Made by `open_member`. Used by one task at a time; it has the surface of `Session`."""
+
+    def __init__(self, options: PublishOptions, bench: Bench, emit: Emit) -> None:
+        self.bench, self.ledger, self.layout = bench, bench.ledger, bench.layout
+        self._options, self._emit = options, emit
+        self._records = bench.ledger.follow()
+        self._call = 0
+        self._epoch: int | None = None  #: of rank 0 of this group, known from its first open
+        self._ousted = ""
+        self._released = False
+        self._opened: Open | None = None
+        self._answered: Open | None = None
+        self._fates: dict[int, Seal | Abort] = {}  #: of what is answered, and of what was opened last
+        self._failed = 0  #: the newest attempt that was told to fail; the reason told first stands
+        self._sharing: Seal | None = None
+
+    @property
+    def head(self) -> int:
+        """The newest sealed version, as far as the ledger was read."""
+        return self.ledger.state.seal.version
+
+    async def open(self, *, step: int | None = None, call: int | None = None) -> Open:
+        """Wait for rank 0 to open this call of `publish`.
+
+        Args:
+            call: its number (must P2); one more than the last by default.
+
+        Raises:
+            Fenced: another publisher, or another start of this group, owns the stream.
+            Given: rank 0 gave this call up, or is in a later one.
+            StoreUnavailable: nothing moved for as long as the patience lasts.
+            Misuse: rank 0 publishes another step.
+        """
+        await self.settle("the next update began")
+        self._call = self._call + 1 if call is None else call
+        if self.bench.holds:
+            with contextlib.suppress(DcrError):  # `start` meets it again, when rank 0 can be told
+                await self.bench.restore()
+        record = await self._until(self._mine, f"update {self._call} of rank 0", self._refuse_missed)
+        self._answered = record
+        runtime.failpoint("publish.member.open")
+        if record.step != step:
+            raise Misuse(
+                f"rank 0 publishes step {record.step} and {self.bench.rank} step {step}",
+                hint="every rank has to call publish for the same steps",
+            )
+        return record
+
+    def _mine(self) -> Open | None:
+        opened = self._opened
+        if opened is None or opened.call < self._call:
+            self._check_ours()
+            return None
+        if opened.call > self._call:
+            self._check_ours()
+            raise Given(f"rank 0 skipped update {self._call} and is in update {opened.call}")
+        self._check_open(opened)
+        return opened
+
+    async def start(self, record: Open) -> Attempt:
+        """Begin to diff, from exactly the base of what rank 0 opened (must P3)."""
+        self._check_open(record)
+        attempt = await self.bench.start(record)
+        self._emit(Opened(version=record.version, attempt=record.seq, step=record.step))
+        return attempt
+
+    async def agree(self, record: Open, round_: int, declared: bytes, judge: Callable[[list[bytes]], bytes]) -> bytes:
+        """Declare what this rank holds, and wait for rank 0's verdict."""
+        rank, store, limit = self.bench.rank, self.ledger.store, self._options.declaration_limit
+        key = names.declaration(record.version, record.seq, record.group, rank.number, rank.nonce, round_)
+        await put(store, key, declared, self._options.patience)
+        runtime.failpoint("publish.declared")
+        judged, verdict = names.verdict(record.version, record.seq, round_), list[bytes]()
+
+        async def look() -> None:
+            with contextlib.suppress(Missing):
+                seen = await store.get(judged, limit=limit)
+                patience = self._options.patience
+                verdict.append(await read_listed(store, judged, limit=limit, patience=patience, last=seen))
+
+        def found() -> bytes | None:
+            # With a verdict, and no abort, rank 0 is already where the ranks act together: it must not be alone there.
+            if not verdict or isinstance(self._fates.get(record.seq), Abort):
+                self._check_open(record)
+            return verdict[0] if verdict else None
+
+        return await self._until(found, f"version {record.version}: rank 0's verdict", look)
+
+    def _check_open(self, record: Open) -> None:
+        """Raise if the attempt has ended; with rank 0's reason, even if it has closed its publisher since."""
+        if isinstance(fate := self._fates.get(record.seq), Abort) and not self._ousted:
+            raise Given(f"rank 0 gave the update up: {fate.reason}")
+        self._check_ours()
+
+    async def seal(self, attempt: Attempt, *, metadata: dict[str, Any] | None = None) -> SealedVersion:
+        """Put this rank's part, and wait for the fate. `metadata` is rank 0's to give.
+
+        Raises:
+            Given: the version was given up; the baseline is what it was.
+            Fenced, StoreUnavailable: as `open`.
+        """
+        await attempt.upload(self._options.patience, anchor=self.bench.owes_anchor)
+        runtime.failpoint("publish.uploaded")
+        fate = await self._fate(attempt.record)
+        if isinstance(fate, Seal):
+            return await self._commit(attempt, fate)
+        await self._undo(fate)
+        if fate is None or self._ousted:
+            self._check_ours()
+        raise Given(f"version {attempt.version} was given up: {fate.reason if fate else 'rank 0 ended'}")
+
+    async def _fate(self, record: Open) -> Seal | Abort | None:
+        """What became of an attempt; None if a newer claim or a release voided it."""
+
+        def decided() -> tuple[Seal | Abort | None] | None:
+            if fate := self._fates.get(record.seq):
+                return (fate,)
+            return (None,) if self._ousted or self._released else None
+
+        fate = (await self._until(decided, f"the fate of version {record.version}"))[0]
+        runtime.failpoint("publish.member.fate")
+        return fate
+
+    async def _commit(self, attempt: Attempt, seal: Seal) -> SealedVersion:
+        """The attempt was sealed. If it was with the part of another process that believes to be this rank, what this
+        one diffed is no version of anybody's (must P1)."""
+        rank = self.bench.rank
+        part = names.part(seal.version, seal.attempt, rank.group, rank.number, rank.nonce)
+        if all(ref.key != part for ref in seal.parts):
+            await self._undo(None)
+            self.bench.baseline.lose()
+            raise Corrupt(
+                f"version {seal.version} was sealed with the part of another process that is {rank}",
+                hint="end all processes of the group and start it anew",
+            )
+        self._answered = None
+        self._sharing = seal if seal.anchor else None
+        if seal.anchor:
+            self.bench.owes_anchor = False
+        return self.bench.commit(seal)
+
+    async def _undo(self, fate: Abort | None) -> None:
+        self._answered = None
+        await self.bench.undo(fate.reason if fate else "rank 0 ended, or was fenced")
+        if fate and fate.rebuild and self.bench.holds:
+            self.bench.doubt()
+
+    async def settle(self, reason: str, *, patience: float | None = None) -> SealedVersion | None:
+        """Give up an update that is not known to be sealed: say so to rank 0, and wait for the fate (must P7).
+
+        Args:
+            patience: seconds that rank 0 may take; as long as it takes by default.
+
+        Raises:
+            Fenced, StoreUnavailable: as `open`.
+        """
+        record, attempt = self._answered, self.bench.attempt
+        if record is None:
+            return None
+        if attempt:
+            await attempt.cancel()
+        await self._read()
+        if record.seq not in self._fates and not self._ousted and not self._released:
+            await self._fail(record, reason[:500])
+        if patience is None:
+            fate = await self._fate(record)
+        else:
+            what = f"rank 0's abort of version {record.version}"
+            fate = await within(patience, self._fate(record), what=what, emit=self._emit)
+        if isinstance(fate, Seal) and attempt:
+            return await self._commit(attempt, fate)
+        await self._undo(fate if isinstance(fate, Abort) else None)
+        return None
+
+    async def _refuse_missed(self) -> None:
+        """An open of a call that this rank has passed without answering comes to nothing, and rank 0 must know (P2)."""
+        opened = self._opened
+        missed = opened and opened.call < self._call and opened is not self._answered
+        if opened and missed and opened.seq not in self._fates:
+            await self._fail(opened, f"it has passed update {opened.call} without taking part in it")
+
+    def in_doubt(self, version: int) -> bool:
+        """See `Session.in_doubt`."""
+        return self._answered is not None
+
+    async def skip(self, *, call: int, reason: str) -> None:
+        """This call comes to nothing here: what rank 0 opens for it is refused when it is seen."""
+        self._call = call + 1
+
+    async def _fail(self, record: Open, reason: str, patience: float = FAIL_PATIENCE) -> None:
+        """Tell rank 0; it aborts. What cannot be told is found out by the next call (must P7)."""
+        rank = self.bench.rank
+        if record.seq == self._failed:
+            return
+        fail = Fail(
+            stream=record.stream, group=record.group, call=record.call, attempt=record.seq, rank=rank.number,
+            nonce=rank.nonce, reason=reason,
+        )  # fmt: skip
+        key = names.fail(record.version, record.seq, record.group, rank.number, rank.nonce)
+        with contextlib.suppress(StoreUnavailable):
+            await put(self.ledger.store, key, records.encode(fail), patience)
+            self._failed = record.seq
+        runtime.failpoint("publish.failed")
+
+    async def _until(
+        self, found: Callable[[], T | None], what: str, look: Callable[[], Awaitable[None]] | None = None
+    ) -> T:
+        """Read the ledger on until `found` answers, or raises; see the module for when it ends otherwise."""
+        pause, told, stalled = _FIRST, runtime.monotonic(), _Stalled(self._options.patience)
+        began, start = told, LONG_START * self._options.patience
+        while True:
+            try:
+                if await self._read():
+                    pause = _FIRST
+                    stalled.moved()
+                if look:
+                    await look()
+                if (answer := found()) is not None:
+                    return answer
+                if self._epoch is None and runtime.monotonic() - began > start:
+                    raise Given(
+                        f"{what}: rank 0 of this group has opened nothing in {start:g} s",
+                        hint="is it alive, or is this process left over from an earlier start? End and start all ranks",
+                    )
+                if stalled.long and self._epoch is not None and stalled.at(await self._progress()):
+                    raise Given(
+                        f"{what}: nothing moved for {self._options.patience:g} s; is rank 0 alive?",
+                        hint="start the group anew; nothing that was sealed is lost",
+                    )
+            except StoreUnavailable as error:
+                self._emit(Waiting(what=f"the store of {self.ledger.store.url}: {error.message}"))
+            if runtime.monotonic() - told > TELL_EVERY:
+                told = runtime.monotonic()
+                self._emit(Waiting(what=what))
+            await runtime.sleep(pause)
+            pause = min(1.5 * pause, _LAST)
+
+    async def _progress(self) -> int:
+        """How many objects the attempt under way has in the bucket."""
+        if self._answered is None:
+            return 0
+        prefix = names.attempt(self._answered.version, self._answered.seq)
+        return len([entry async for entry in self.ledger.store.list(prefix)])
+
+    async def _read(self) -> bool:
+        """Read the ledger to its tail; whether there was anything new."""
+        await self.ledger.read()
+        fresh = self._records.taken()
+        for record in fresh:
+            self._take(record)
+        return bool(fresh)
+
+    def _take(self, record: AnyRecord) -> None:
+        match record:
+            case Epoch():
+                if self._epoch is not None and record.seq > self._epoch:
+                    self._ousted = record.name
+            case Release():
+                self._released |= record.epoch == self._epoch
+            case Open():
+                if record.group == self.bench.rank.group:
+                    self._opened, self._epoch = record, record.epoch
+            case Seal() | Abort():
+                live = {one.seq for one in (self._answered, self._opened) if one}
+                self._fates = {
+                    seq: fate for seq, fate in {**self._fates, record.attempt: record}.items() if seq in live
+                }
+            case _:
+                pass
+
+    async def catch_up(self) -> None:
+        """Take what rank 0 may have written before this rank looked: everything since the newest claim, if it is not
+        long ago."""
+        claim, tip = self.ledger.state.epoch, self.ledger.tip.seq
+        if claim is None:
+            return
+        for seq in range(max(claim.seq, tip - CATCH_UP), tip + 1):
+            record = await self._past(seq)
+            if record and record.epoch == claim.seq:  # any other one here is void
+                self._take(record)
+
+    async def _past(self, seq: int) -> AnyRecord | None:
+        """A record that was read before this rank listened; None for one that says nothing, whoever reads it."""
+        for _ in range(2):
+            with contextlib.suppress(Corrupt):
+                return await self.ledger.history.record(seq)
+        return None
+
+    def _check_ours(self) -> None:
+        """Raise if rank 0 of this group does not hold the stream any more."""
+        if self._ousted:
+            raise Fenced(
+                f"publisher {self._ousted} has claimed {self.ledger.store.url} since this group began",
+                hint="this group must stay down; only one publishes to a stream",
+            )
+        if self._released:
+            raise Given("rank 0 has closed its publisher", hint="close it on every rank, or on none")
+
+    async def tend(self) -> None:
+        """Between updates, until cancelled: look for a newer claim, and for damage, as `Session` does."""
+        await self.bench.tend(self._look, lambda: self._check_ours() if self._ousted else None)
+
+    async def _look(self) -> None:
+        with contextlib.suppress(StoreUnavailable):
+            await self._read()
+            await self._refuse_missed()
+
+    async def repair(self) -> None:
+        """Build a damaged baseline anew; the next part asks for an anchor (must P4)."""
+        await self.bench.restore()
+
+    async def anchor_if_due(self) -> None:
+        """Write this rank's share of the anchor that the newest seal announces."""
+        seal, self._sharing = self._sharing, None
+        if seal is not None and seal.version == self.bench.baseline.version:
+            await self.bench.prove()
+            try:
+                await write_share(self.bench, seal)
+            except Corrupt as error:
+                self.bench.damaged(f"while its share of an anchor was written: {error.message}")
+
+    def press(self) -> None:
+        """Rank 0 alone gives others up."""
+
+    async def close(self) -> None:
+        """Give up what is undecided, and everything back. Safe to call after any error, and soon over."""
+        try:
+            if self._answered:
+                await self._read()
+                if self._answered.seq not in self._fates:
+                    await self._fail(self._answered, "the rank closed its publisher", CLOSE_PATIENCE)
+        except DcrError:
+            pass  # rank 0 finds out by its next call
+        finally:
+            await self.bench.close()
+
+
+class _Stalled:
+    """Whether nothing has moved for `patience` seconds: neither the ledger (`moved`) nor a number that is looked at."""
+
+    def __init__(self, patience: float) -> None:
+        self._patience, self._since, self._last = patience, runtime.monotonic(), -1
+
+    def moved(self) -> None:
+        self._since = runtime.monotonic()
+
+    @property
+    def long(self) -> bool:
+        return runtime.monotonic() - self._since > self._patience
+
+    def at(self, number: int) -> bool:
+        """Whether the number is what it was when last looked at; a new one is a move."""
+        same, self._last = number == self._last, number
+        if not same:
+            self.moved()
+        return same

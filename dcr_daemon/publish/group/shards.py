@@ -1,0 +1,79 @@
+"""One update of one rank of many, step by step: what is opened, agreed upon and diffed, in which order (musts P2, P3).
+
+    open ─► (declare ─► agree) twice, until a version is sealed ─► start ─► blocks ─► (agree) ─► residual ─► finish
+
+An attempt is opened before anything is looked at: whoever finds a fault says so to all ranks, and none waits for it.
+What is residual is constructed by collectives, which would wait without end for a rank that has failed, so the ranks
+meet in the bucket before the first one.
+The weights are the trainer's and are looked at on its thread, while sessions live on a loop. So the order is a
+generator of what the loop is to do; whoever drives it decides where the rest runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any
+
+from dcr_daemon.codec.chunk import Codec
+from dcr_daemon.ledger import names
+from dcr_daemon.projection import host
+from dcr_daemon.publish.baseline.share import Share
+from dcr_daemon.publish.group.member import Member
+from dcr_daemon.publish.group.projected import Projected
+from dcr_daemon.publish.group.session import Session
+from dcr_daemon.publish.inputs.sources import TensorSource, settle_devices
+from dcr_daemon.publish.inputs.weights import as_shards
+from dcr_daemon.publish.version.attempt import Attempt
+
+EXPORT = names.ROUNDS + 1  #: the round in which every rank says that it can take part in the exports
+_READY = b"ready"
+
+Steps = Generator[Coroutine[Any, Any, Any], Any, Attempt]
+
+
+def steps(session: Session | Member, projected: Projected, weights: Any, *, step: int | None, call: int) -> Steps:
+    """Diff what this rank holds of `weights`; ends with the finished attempt, which is to be sealed.
+
+    Each value is work for the session's loop; its result is to be sent in, what it raises to be thrown in.
+    """
+    record = yield session.open(step=step, call=call)
+    weights = as_shards(weights)
+    if projected.agreed and session.bench.committed:
+        projected.bind(weights)
+    else:  # until a version is sealed: only that is known to all ranks alike
+        projected.hear((yield session.agree(record, 1, projected.declare(weights, record), projected.judge)))
+        projected.hear((yield session.agree(record, 2, projected.probe(record), projected.judge)))
+        yield _hold(session, projected.settle())
+    host.settle_devices(projected.devices())
+    attempt: Attempt = yield session.start(record)
+    yield attempt.diff_blocks(projected.blocks())
+    if projected.exports:
+        yield session.agree(record, EXPORT, _READY, lambda declared: _READY)
+    with contextlib.closing(projected.residual()) as residual:
+        for index, tensor, overwrite in residual:
+            source = TensorSource(session.layout[index].name, tensor)
+            settle_devices([source])
+            yield attempt.diff([(index, source)], Codec.OVERWRITE if overwrite else None)
+    yield attempt.finish()
+    return attempt
+
+
+async def _hold(session: Session | Member, share: Share) -> None:
+    session.bench.hold(share)
+
+
+def drive(taken: Steps, call: Callable[[Coroutine[Any, Any, Any]], Any]) -> Attempt:
+    """Take steps to their end on this thread; `call` runs a coroutine on the session's loop and waits for it."""
+    try:
+        work = next(taken)
+        while True:
+            try:
+                result = call(work)
+            except BaseException as error:  # noqa: BLE001  it is raised where the work was asked for
+                work = taken.throw(error)
+            else:
+                work = taken.send(result)
+    except StopIteration as end:
+        attempt: Attempt = end.value
+        return attempt

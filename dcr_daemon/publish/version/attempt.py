@@ -1,0 +1,270 @@
+"""One try at building a version: diff as tensors come, encode, spool, upload; then a part that a seal can name.
+
+    diff ... diff ─► finish ─► upload ─► (the session seals) ─► forget
+       └───────────────┴─────────┴────────► cancel ─► undo
+
+Diffing runs on all workers, one encoder each, and full chunks leave while later tensors are still being written.
+Until the fate is known everything that `undo` needs is in the spool. Vectors are carried along: a version's is its
+base's plus what the segments say (must P3).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from dcr_daemon import runtime
+from dcr_daemon.canonical.fingerprint import Bits, Vector, advance
+from dcr_daemon.checkpoint.contents import Contents
+from dcr_daemon.codec.chunk import ChunkId, Codec, Segment
+from dcr_daemon.codec.decode import open_chunk
+from dcr_daemon.codec.encode import ChunkEncoder, EncodedChunk
+from dcr_daemon.codec.undo import undo_chunk
+from dcr_daemon.errors import DcrError, Exhausted
+from dcr_daemon.ledger import names, records
+from dcr_daemon.ledger.records import ChunkRef, ObjectRef, Open, Part
+from dcr_daemon.publish.baseline.baseline import Baseline
+from dcr_daemon.publish.baseline.share import Block, block_bytes
+from dcr_daemon.publish.inputs.sources import Source
+from dcr_daemon.publish.rank import Rank
+from dcr_daemon.publish.version.spool import Spool
+from dcr_daemon.publish.version.uploads import Uploads
+from dcr_daemon.runtime import Workers
+from dcr_daemon.store.once import create_once
+from dcr_daemon.store.port import Store
+from dcr_daemon.store.retry import Patience
+
+Batch = list[tuple[int, Callable[[], Bits]]]  #: numbers of blocks, and what reads their new lanes
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """What one rank's finished, durable share of an attempt offers to the seal. Sizes in bytes, `changed` in elements.
+
+    `before` and `after` are vectors over all that the rank owns, changed or not (must P3).
+    """
+
+    part: ObjectRef
+    before: Vector
+    after: Vector
+    changed: int
+    bytes: int
+
+
+class Attempt:
+    """The attempt that `record` opened. One at a time; owned by one session."""
+
+    def __init__(
+        self,
+        record: Open,
+        rank: Rank,
+        baseline: Baseline,
+        spool: Spool,
+        uploads: Uploads,
+        workers: Workers,
+        codec: Codec,
+        chunk_bytes: int,
+    ) -> None:
+        self.record = record
+        self.id = record.seq
+        self.version = record.version
+        self.started = runtime.monotonic()
+        self._rank, self._baseline, self._spool = rank, baseline, spool
+        self._uploads, self._workers = uploads, workers
+        self._encoders = [ChunkEncoder(baseline.layout, codec=codec, target=chunk_bytes) for _ in range(workers.count)]
+        self._batch_bytes = block_bytes(chunk_bytes)
+        self._number = itertools.count()
+        self.segments: list[Segment] = []
+        self._of_chunk: dict[int, Sequence[Segment]] = {}
+        self._stopped = self._torn = False
+        self.changed = 0
+        baseline.begin()
+        runtime.failpoint("publish.baseline.begun")
+
+    async def diff(self, inputs: Iterable[tuple[int, Source]], codec: Codec | None = None) -> None:
+        """Take up whole tensors, `(layout index, source)` each; returns when none of the sources is needed any more.
+
+        Args:
+            codec: of their changes; by default that of the attempt.
+
+        Raises:
+            Exhausted: the spool's disk is full.
+            StoreUnavailable, Corrupt: an upload failed; the attempt is to be cancelled and undone.
+        """
+        share, layout = self._baseline.share, self._baseline.layout
+
+        def read(source: Source, block: Block) -> Bits:
+            return source.read(block.box.dst, block.box.elements, layout[block.tensor].dtype)
+
+        await self.diff_blocks(
+            ((n, partial(read, source, share[n])) for t, source in inputs for n in share.of(t)), codec
+        )
+
+    async def diff_blocks(self, inputs: Iterable[tuple[int, Callable[[], Bits]]], codec: Codec | None = None) -> None:
+        """Take up blocks of the share, by number, each with what reads its new lanes, on any thread; as `diff`."""
+        work = self._batches(inputs)
+        await self._on_all_lanes([self._lane(encoder, work, codec) for encoder in self._encoders])
+
+    async def finish(self) -> None:
+        """No more tensors will come: close the chunks that are begun."""
+        await self._on_all_lanes([self._flush(encoder) for encoder in self._encoders])
+        runtime.failpoint("publish.diffed")
+
+    async def _on_all_lanes(self, lanes: Sequence[Awaitable[None]]) -> None:
+        """Run to the end of every lane, whatever happens: a thread that still diffs must not outlive its attempt."""
+        ended = asyncio.gather(*lanes, return_exceptions=True)
+        try:
+            results = await asyncio.shield(ended)
+        except asyncio.CancelledError:
+            self._stopped = True
+            await ended
+            raise
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+
+    async def _lane(self, encoder: ChunkEncoder, work: Iterator[Batch], codec: Codec | None) -> None:
+        try:
+            for batch in work:
+                if self._stopped:
+                    return
+                for chunk, ref in await self._workers.run(self._take, encoder, batch, codec):
+                    await self._admit(chunk, ref)
+        except BaseException:
+            self._stopped = True  # the other lanes need not go on
+            raise
+
+    async def _flush(self, encoder: ChunkEncoder) -> None:
+        if encoder.changed:
+            await self._admit(*await self._workers.run(self._close, encoder))
+
+    def _batches(self, inputs: Iterable[tuple[int, Callable[[], Bits]]]) -> Iterator[Batch]:
+        """Small blocks together, so that a hop to a worker thread pays."""
+        batch, size = [], 0
+        for number, read in inputs:
+            batch.append((number, read))
+            size += self._baseline.share.nbytes(number)
+            if size >= self._batch_bytes:
+                yield batch
+                batch, size = [], 0
+        if batch:
+            yield batch
+
+    def _take(self, encoder: ChunkEncoder, batch: Batch, codec: Codec | None) -> list[tuple[EncodedChunk, ChunkRef]]:
+        share, full = self._baseline.share, []
+        for number, read in batch:
+            block, new = share[number], read()
+            try:
+                encoder.add(block.tensor, block.box, self._baseline[number], new, codec)
+            except BaseException:
+                self._torn = True  # the baseline may have moved without a segment that says so
+                raise
+            if encoder.full:
+                full.append(self._close(encoder))
+        return full
+
+    def _close(self, encoder: ChunkEncoder) -> tuple[EncodedChunk, ChunkRef]:
+        r, n = self.record, next(self._number)
+        identity = ChunkId(
+            stream=r.stream, attempt=r.seq, base=r.base, version=r.version, group=r.group,
+            rank=self._rank.number, nonce=self._rank.nonce, n=n,
+        )  # fmt: skip
+        chunk = encoder.finish(identity)
+        key = names.chunk(r.version, r.seq, r.group, self._rank.number, self._rank.nonce, n)
+        digest = records.digest(chunk.data)
+        return chunk, ChunkRef(key, len(chunk.data), digest, len(chunk.segments), chunk.changed)
+
+    async def _admit(self, chunk: EncodedChunk, ref: ChunkRef) -> None:
+        n = chunk.id.n
+        await self._spool.put(chunk)
+        self.segments.extend(chunk.segments)
+        self._of_chunk[n] = chunk.segments
+        self.changed += chunk.changed
+        if not self._stopped:
+            await self._uploads.admit(n, ref, lambda: self._spool.data(n))
+
+    async def upload(self, patience: float, *, anchor: bool = False) -> Contribution:
+        """Wait for the chunks, then put the sums and the part: all of this rank that the seal will name (must L4).
+
+        Args:
+            anchor: ask for an anchor of the version.
+
+        Raises:
+            StoreUnavailable, Corrupt: as from `diff`.
+        """
+        r, store = self.record, self._uploads.store
+        chunks = await self._uploads.finish()
+        before = self._baseline.vector
+        after = advance(before, self.segments)
+        address = (r.version, r.seq, r.group, self._rank.number, self._rank.nonce)
+        runtime.failpoint("publish.chunks.put")
+        both = np.concatenate([before, after]).astype("<u8").tobytes()
+        sums = await put(store, names.sums(*address), both, patience)
+        runtime.failpoint("publish.sums.put")
+        part = Part(
+            stream=r.stream, group=r.group, call=r.call, attempt=r.seq, base=r.base, version=r.version,
+            rank=self._rank.number, nonce=self._rank.nonce, chunks=chunks, sums=sums, changed=self.changed,
+            bytes=sum(c.size for c in chunks), stray=self._baseline.stray, anchor=anchor,
+            contents=await self._contents(),
+        )  # fmt: skip
+        body = records.encode(part)
+        part_ref = await put(store, names.part(*address), body, patience)
+        runtime.failpoint("publish.part.put")
+        return Contribution(part_ref, before, after, self.changed, part.bytes)
+
+    async def _contents(self) -> bytes | None:
+        """What each chunk touches, for other ranks that restore: they read those that touch what is theirs. Nobody
+        needs that of a process that holds all and is alone."""
+        if self._baseline.share.complete:
+            return None
+        return await self._workers.run(_contents, [self._of_chunk[n] for n in sorted(self._of_chunk)])
+
+    async def cancel(self) -> None:
+        """Stop uploading. What is in the bucket stays there, named by nothing."""
+        self._stopped = True
+        await self._uploads.cancel()
+
+    async def undo(self) -> bool:
+        """Bring the baseline back to the version it held, proved by its full fingerprint (must P7).
+
+        Returns False if that failed: the baseline is then lost, never half undone.
+        """
+        undone = False
+        try:
+            await self.cancel()
+            with contextlib.suppress(Exhausted):  # the spool holds such a chunk all the same
+                await self.finish()
+            for n in self._spool.numbers:
+                data, old = await self._spool.data(n), await self._spool.undo(n)
+                await self._workers.run_whole(self._undo, data, old)
+            undone = not self._torn and await self._baseline.restored()
+        except (DcrError, OSError, ValueError, MemoryError):
+            pass  # whatever the undo lacks, the bytes can be had again from anchor and chain
+        finally:
+            if not undone:
+                self._baseline.lose()
+            self._spool.clear()
+        return undone
+
+    def _undo(self, data: bytes, old: bytes) -> None:
+        undo_chunk(open_chunk(data, self._baseline.layout), old, self._baseline.locate)
+
+    def forget(self) -> None:
+        """The version is sealed: nothing will be undone."""
+        self._spool.clear()
+
+
+def _contents(chunks: Sequence[Sequence[Segment]]) -> bytes | None:
+    return Contents.of([[(segment.tensor, segment.box) for segment in segments] for segments in chunks]).pack()
+
+
+async def put(store: Store, key: str, body: bytes, patience: float) -> ObjectRef:
+    """An object that a record will name."""
+    await create_once(store, key, body, patience=Patience(patience))
+    return ObjectRef(key, len(body), records.digest(body))

@@ -1,0 +1,121 @@
+"""Tables of pieces, each read once: what a checkpoint's table or its headers promise, and how it fits the stream."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.checkpoint.safetensors import Header
+from dcr_daemon.errors import Corrupt, Incompatible, NotFound
+from dcr_daemon.projection.files.files import METADATA, Piece, dcp_pieces, pieces_of
+from dcr_daemon.publish.watch.identity import FileIdentity, identity_of
+from dcr_daemon.publish.watch.naming import Fit, Naming
+
+STALLED = 30  #: timed looks after which files that are newer than their table count as copied, not as being rewritten
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """`promised`: bytes that each file has at least."""
+
+    fit: Fit
+    promised: Mapping[str, int]
+
+
+class Tables:
+    """Remembers what was read and judged, by the identity of what it was read from. Used by one thread at a time.
+
+    Args:
+        ignore, config: of `Naming`.
+    """
+
+    def __init__(self, ignore: Sequence[str], config: Mapping[str, Any] | None) -> None:
+        self._ignore, self._config = ignore, config
+        self._naming: tuple[Layout, Naming] | None = None
+        self._tables: dict[tuple[Path, FileIdentity], Table] = {}
+        self._fits: dict[Path, tuple[frozenset[FileIdentity], Fit]] = {}
+        self._still: dict[Path, tuple[frozenset[FileIdentity], int]] = {}
+
+    def archives(self, directory: Path, identity: FileIdentity, layout: Layout) -> Table:
+        """Of a distributed checkpoint, whose `.metadata` has this identity."""
+        key = directory, identity
+        if key not in self._tables:
+            promised: dict[str, int] = {}
+
+            def read() -> Sequence[Piece]:
+                pieces = dcp_pieces(directory)
+                for piece in pieces:
+                    promised[piece.file] = max(promised.get(piece.file, 0), piece.span[1])
+                return pieces
+
+            try:
+                self._tables[key] = Table(self._fit(read, layout, ended=True), promised)
+            except (NotFound, Incompatible) as error:  # it cannot be read now: nothing was learnt about it
+                return Table(Fit(refusal=error.message), {})
+        return self._tables[key]
+
+    def shards(
+        self,
+        directory: Path,
+        identity: frozenset[FileIdentity],
+        headers: Mapping[str, Header],
+        layout: Layout,
+        *,
+        ended: bool,
+    ) -> Fit:
+        """Of the files of a sharded safetensors writer; `ended` if no more are to come."""
+        known = self._fits.get(directory)
+        if known is None or known[0] != identity:
+            fit = self._fit(lambda: pieces_of(headers, directory), layout, ended=ended)
+            known = self._fits[directory] = identity, fit
+        return known[1]
+
+    def _fit(self, read: Callable[[], Sequence[Piece]], layout: Layout, *, ended: bool) -> Fit:
+        try:
+            pieces = read()
+        except Corrupt as error:
+            return Fit(refusal=error.message)
+        if self._naming is None or self._naming[0] is not layout:
+            self._naming = layout, Naming(layout, self._ignore, self._config)
+        return self._naming[1].fit(pieces, ended=ended)
+
+    def files(
+        self, directory: Path, table: Table, identity: FileIdentity, *, timed: bool
+    ) -> tuple[dict[str, FileIdentity], dict[str, str]]:
+        """Files that a table names as they are now, and what those that are not there as promised lack.
+
+        A table is written last. A file that is newer belongs to the next one, which is still to come, or was copied
+        after its table: nobody can tell, so it has to lie still for as long as a stalled writer is waited for.
+        """
+        there: dict[str, FileIdentity] = {}
+        lacking: dict[str, str] = {}
+        for name, size in table.promised.items():
+            try:
+                found = (directory / name).stat()
+            except OSError:
+                lacking[name] = "not there yet"
+                continue
+            there[name] = identity_of(name, found)
+            if not stat.S_ISREG(found.st_mode):
+                lacking[name] = "is not a regular file"
+            elif found.st_size < size:
+                lacking[name] = f"has {found.st_size} bytes of the {size} that {METADATA} promises"
+        newer = sorted(name for name, file in there.items() if file.mtime_ns > identity.mtime_ns)
+        now = frozenset(there.values())
+        before, looks = self._still.get(directory, (None, 0))
+        looks = timed + (looks if before == now else 0)
+        self._still[directory] = now, looks
+        if newer and not lacking and looks < STALLED:
+            lacking[newer[0]] = f"newer than {METADATA}: being rewritten, or copied without its time"
+        return there, lacking
+
+    def keep(self, seen: set[Path]) -> None:
+        """Forget directories that were not looked at."""
+        self._tables = {key: table for key, table in self._tables.items() if key[0] in seen}
+        for directories in (self._fits, self._still):
+            for directory in directories.keys() - seen:
+                del directories[directory]

@@ -1,0 +1,145 @@
+"""One watched checkpoint on its way to a version: its files are taken up as they become complete, or all its pieces at
+one go once they are there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dcr_daemon import runtime
+from dcr_daemon.canonical.fingerprint import Bits
+from dcr_daemon.canonical.layout import Layout, TensorSpec
+from dcr_daemon.checkpoint.safetensors import SafetensorsFile
+from dcr_daemon.errors import DcrError, Incompatible
+from dcr_daemon.events import Emit, Rounded, ShardTaken
+from dcr_daemon.projection.files.files import METADATA
+from dcr_daemon.publish.group.session import Session
+from dcr_daemon.publish.inputs.intake import Intake
+from dcr_daemon.publish.inputs.sources import FileSource, Source, SourceChanged
+from dcr_daemon.publish.version.attempt import Attempt
+from dcr_daemon.publish.version.versions import SealedVersion
+from dcr_daemon.publish.watch.found import CompleteFile, Found, Pieces
+from dcr_daemon.publish.watch.identity import FileIdentity, identify, together
+from dcr_daemon.publish.watch.pieced import PiecedSource
+from dcr_daemon.publish.watch.published import Source as PublishedSource
+
+
+class Taking:
+    """An attempt whose input is the checkpoint at `relative`. Its files stay open until it ends."""
+
+    def __init__(self, session: Session, attempt: Attempt, relative: str, ignore: tuple[str, ...], emit: Emit) -> None:
+        self.relative = relative
+        self._session, self._attempt, self._emit = session, attempt, emit
+        self._intake = Intake(relative, session.layout, ignore)
+        self._taken: dict[Path, FileIdentity] = {}
+        self._open: list[SafetensorsFile] = []
+
+    def wants(self, found: Found) -> list[CompleteFile] | list[Pieces]:
+        """Complete files not taken yet, or the pieces if they are not."""
+        if found.in_pieces:
+            return [found.pieces] if found.pieces and not self._taken else []
+        return [file for _, file in sorted(found.files.items()) if file.path not in self._taken]
+
+    @property
+    def identity(self) -> frozenset[FileIdentity]:
+        return together(self._taken.values(), METADATA)
+
+    async def take(self, what: CompleteFile | Pieces) -> None:
+        """Diff one file, or all pieces; names and shapes are judged before the first byte of weights is read.
+
+        Raises:
+            Incompatible: tensors that do not fit the layout; all of them are named.
+            SourceChanged: it is not what was found complete any more.
+        """
+        started = runtime.monotonic()
+        if isinstance(what, Pieces):
+            self._taken = {what.files.directory / name: file for name, file in what.files.identities.items()}
+            path, sources = self.relative, [PiecedSource(what.files, tensor) for tensor in what.fit.tensors]
+            tensors = await self._diff(sources)
+        else:
+            path = f"{self.relative}/{what.path.name}"
+            tensors = await self._diff(self._sources(what))
+        self._emit(ShardTaken(path=path, tensors=tensors, seconds=runtime.monotonic() - started))
+
+    def _sources(self, complete: CompleteFile) -> list[FileSource]:
+        try:
+            file = SafetensorsFile(complete.path)
+        except DcrError as error:
+            raise SourceChanged(f"{complete.path} was taken away or rewritten: {error.message}") from error
+        self._open.append(file)
+        self._taken[complete.path] = complete.identity
+        return [FileSource(file, spec) for spec in file.specs]
+
+    async def _diff(self, sources: Sequence[Source]) -> int:
+        """How many of the tensors are the layout's."""
+        self.check()
+        inputs = [(i, source) for source in sources if (i := self._intake.take(source)) is not None]
+        self._intake.check()
+        await self._attempt.diff(inputs)
+        runtime.failpoint("publish.shard.taken")
+        self.check()
+        return len(inputs)
+
+    def check(self) -> None:
+        """Raise `SourceChanged` if a file that was read is not the same any more."""
+        for path, known in self._taken.items():
+            now = identify(path, known.name)
+            if now != known:
+                what = "is gone" if now is None else "was changed"
+                raise SourceChanged(f"{path} {what} after it was read", hint="it is tried again when complete")
+
+    async def seal(self) -> SealedVersion:
+        """Every file is taken: make the version.
+
+        Raises:
+            Incompatible: tensors are missing or added, all named.
+            SourceChanged: as `check`.
+        """
+        await self._attempt.finish()
+        await self._session.workers.run(self._intake.finish, self._session.read)
+        for (given, canonical), tensors in self._intake.rounded.items():
+            self._emit(Rounded(tensors=tensors, given=given, canonical=canonical))
+        return await self._session.seal(self._attempt, source=self._source(), check=self.check)
+
+    def _source(self) -> dict[str, Any]:
+        plain: dict[str, Any] = msgspec.to_builtins(PublishedSource(self.relative, sorted(self.identity)))
+        return plain
+
+    def close(self) -> None:
+        for file in self._open:
+            file.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _HeaderSource:
+    """A tensor of which only the header is looked at."""
+
+    given: TensorSpec
+
+    def read(self, start: int, count: int, dtype: str) -> Bits:
+        raise AssertionError("a header has no bits")
+
+
+def check_headers(found: Found, layout: Layout, ignore: tuple[str, ...]) -> None:
+    """Judge a checkpoint whose files are all there by headers and tables alone, before an attempt is opened for it.
+
+    Raises:
+        Incompatible: tensors added, missing, retyped or reshaped, all named, or an index that disagrees.
+    """
+    found.check_index()
+    if found.pieces:
+        if misfit := found.pieces.fit.misfit:
+            raise Incompatible(
+                f"{found.relative} does not fit the stream's layout: {misfit.message}", hint=misfit.hint
+            ) from misfit
+        given = [tensor.given for tensor in found.pieces.fit.tensors]
+    else:
+        given = [spec for file in found.files.values() if file.header for spec in file.header.specs]
+    intake = Intake(found.relative, layout, ignore)
+    for spec in given:
+        intake.take(_HeaderSource(spec))
+    intake.check_complete()

@@ -1,0 +1,1 @@
+"""Runs in the EngineCore process, on its one thread: who may change the weights, and when."""

@@ -1,0 +1,435 @@
+"""A change of the live weights, from prepared to committed, rolled back, or repaired (musts E4, E5, E6).
+
+    prepare ─► HELD ─[joint verdict]─► PREPARED ─ swap ─► BEGUN ─ apply ─► judged ─► COMMITTED
+                 └──────── drop ◄──────────┘                │  └─ again ─┘   │
+                                                            └── rollback ◄───┘  ─► judged ─► ROLLED BACK
+    BEGUN, whoever left it so: settle (as swap; a load from the files it was given), or another dense load, which goes
+    forward only; then the process ends.
+
+This is EngineCore's side: it asks all ranks, judges their answers jointly and decides. Old values stay in the workers
+until every rank was judged; after the first rank committed only forward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from dcr_daemon.engine import messages
+from dcr_daemon.engine.port import Hop, Prepared, Swapped, Transaction, Verdict
+from dcr_daemon.errors import DcrError, EngineRefused
+from dcr_daemon.vllm_plugin import calls
+from dcr_daemon.vllm_plugin.calls import (
+    Begin,
+    ComparedRank,
+    JobKind,
+    Op,
+    PreparedRank,
+    Reply,
+    Start,
+    Status,
+    Sums,
+    TxnRef,
+    TxnState,
+)
+from dcr_daemon.vllm_plugin.core import judge, tables
+from dcr_daemon.vllm_plugin.core.flows import JobSteps, Steps
+from dcr_daemon.vllm_plugin.core.judge import Live
+from dcr_daemon.vllm_plugin.core.merge import HELD
+
+if TYPE_CHECKING:
+    from dcr_daemon.vllm_plugin.core.core import Core
+
+log = logging.getLogger("vllm.dcr")
+OTHERS = "another engine could not go forward"
+TRIES = 2  #: applies before a rollback, and complete dense loads before the engine process ends
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Change:
+    """A transaction that was judged: what each rank must find before and after, and the version it leads to."""
+
+    txn: str
+    base: int
+    version: int
+    label: str
+    ranks: list[PreparedRank]
+    after: Live
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """A dense load that has begun, or that is about to: whoever finds it unfinished can go on with its files."""
+
+    txn: str
+    start: Start
+    version: int
+    label: str
+
+
+class Changes:
+    """At most one prepared and one begun transaction of one engine."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._reader = tables.Reader()
+        self._prepared: _Change | None = None
+        self._begun: _Change | _Load | None = None
+        self._written_after = 0  #: tries after which the begun transaction was judged good, 0 if it was not
+        self._was: Any = None  #: the scheduler's pause state before the begun transaction
+        self._loads = 0
+
+    @property
+    def prepared_id(self) -> str | None:
+        return self._prepared.txn if self._prepared else None
+
+    def forget_prepared(self) -> None:
+        """Our record only; the workers forget theirs at attach, at drop and when weights are written."""
+        self._prepared = None
+
+    def drop(self) -> None:
+        self._prepared = None
+        self._core.ranks.ask(Op.DROP, Status)
+
+    # -- prove ----------------------------------------------------------------------------------------------------
+
+    def prove(self, call: messages.Prove) -> Steps:
+        """Declare the version that the live weights are: exact tensors by their sums, loaded ones by what the loader
+        makes of the bytes given. If they hold something else they are fed once, as a load of nothing but them. An
+        engine that was at no known version is brought to rest, and its caches handled, as for a change."""
+        core = self._core
+        placement, live = core.require_live()
+        if wrong := judge.differing(placement, live.vector, tables.read_vector(call.vector, placement.layout)):
+            raise EngineRefused(
+                f"the live weights are not version {call.version}: {judge.name_some(wrong)}",
+                hint="serve the checkpoint the stream was made from, or let an anchor repair this engine",
+            )
+        if placement.loaded:
+            if not call.loaded:
+                names = judge.name_some(placement.loaded)
+                raise EngineRefused(f"the loader computes with {names}: their bytes are needed to prove a version")
+            start = Start(id=call.id, kind=JobKind.COMPARE, loaded=call.loaded, vector=call.vector)
+            ranks = yield from core.job(start, ComparedRank)
+            core.require_live()
+            if differ := sorted({name for rank in ranks for name in rank.differ}):
+                log.warning("dcr: version %s is loaded into %s", call.version, judge.name_some(differ))
+                start = Start(id=f"{call.id}-feed", kind=JobKind.LOAD, loaded=call.loaded, vector=call.vector)
+                ended: Swapped = yield from self._load(_Load(f"load-{call.id}", start, call.version, call.label))
+                if ended.verdict is not Verdict.COMMITTED:
+                    raise EngineRefused(f"version {call.version} was not proved: {ended.reason}", hint="load an anchor")
+                return
+        if core.proved is None:
+            # The caches are of whatever was live before: what somebody else wrote since, they do not know.
+            with self._at_rest("proof") as (_, resting):
+                if resting is not None:
+                    yield resting
+                core.require_live()
+            core.moving = ""
+        core.proved = call.version
+        core.host.label(call.label)
+
+    # -- prepare --------------------------------------------------------------------------------------------------
+
+    def prepare(self, call: messages.Prepare) -> Steps:
+        """Decode and sum on all ranks while generation goes on, then judge; nothing is written (must E4)."""
+        core, txn = self._core, call.txn
+        placement, live = core.require_live()
+        self._require_chain(txn)
+        self._prepared = None
+        promised = self._reader.start(txn.hops, placement.layout)
+        try:
+            ranks, hops = yield from self._held(txn)
+            while not promised.done():
+                yield None
+            promise, fits = promised.result(), len(hops)
+            table, before, after = promise.tables[:fits], promise.before[:fits], promise.after[:fits]
+            core.require_live()
+            judge.judge_chain(placement, live.vector, table, before, after)
+            for number, one in enumerate(table):
+                judge.judge_hop(placement, one, [rank.hops[number] for rank in ranks])
+            changed = judge.judge_composed(placement, table, ranks)
+            core.ranks.ask(Op.APPROVE, Status, TxnRef(txn=txn.id))
+        except DcrError:
+            self._forget_everywhere()
+            raise
+        label = txn.label if fits == len(txn.hops) else str(hops[-1].version)
+        reached = live.after(placement, ranks, after[-1])
+        self._prepared = _Change(txn.id, txn.base, hops[-1].version, label, ranks, reached)
+        return Prepared(txn=txn.id, changed=changed, fits=fits)
+
+    def _held(self, txn: Transaction) -> JobSteps[tuple[list[PreparedRank], list[Hop]]]:
+        """Every rank holds the same number of hops: as many as fit on the fullest."""
+        core, hops = self._core, list(txn.hops)
+        while True:
+            start = Start(id=txn.id, kind=JobKind.PREPARE, hops=[_files(hop) for hop in hops])
+            ranks = yield from core.job(start, PreparedRank)
+            fits = min(rank.fits for rank in ranks)
+            if all(rank.fits == fits and len(rank.hops) == fits for rank in ranks):
+                return ranks, hops[:fits]
+            self._forget_everywhere()
+            hops = hops[:fits]
+
+    def _require_chain(self, txn: Transaction) -> None:
+        core = self._core
+        if not txn.hops:
+            raise EngineRefused(f"transaction {txn.id} has no versions")
+        if core.proved is None:
+            raise EngineRefused("the engine is at no known version", hint="prove it, or load an anchor")
+        for hop, base in zip(txn.hops, [core.proved, *(hop.version for hop in txn.hops)], strict=False):
+            if hop.base != base:
+                raise EngineRefused(
+                    f"version {hop.version} is made from {hop.base}, not from {base}", hint="plan again"
+                )
+
+    def _forget_everywhere(self) -> None:
+        """Best effort: a rank that refuses to forget has begun, and says so at the next attach."""
+        self._prepared = None
+        self._core.ranks.replies(Op.DROP)
+
+    # -- swap -----------------------------------------------------------------------------------------------------
+
+    def swap(self, txn: str, *, hold: bool = False) -> Steps:
+        """Pause, write, judge, commit, resume; or, to `hold`, stop before the commit. A second call for a transaction
+        that ended gets its outcome."""
+        core = self._core
+        if txn in core.outcomes:
+            return core.outcomes[txn]
+        change = self._prepared
+        if change is None or change.txn != txn:
+            raise EngineRefused(f"transaction {txn} is not prepared", hint="prepare it again")
+        core.require_live()
+        core.ranks.ask(Op.CHECK, Status, TxnRef(txn=txn))
+        started = time.monotonic()
+        with self._at_rest("swap") as (was, resting):
+            if resting is not None:
+                yield resting
+            core.require_live()  # while it came to rest, others had their turn
+            core.ranks.ask(Op.CHECK, Status, TxnRef(txn=txn))
+        self._prepared, self._begun, self._was, self._written_after = None, change, was, 0
+        core.begun, core.proved = txn, None
+        if fault := _faults(core.ranks.replies(Op.BEGIN, Begin(txn=txn))):
+            # Not every rank is dirty, so none has written and none may.
+            return self._roll_back(change, f"begin: {fault}", 0, started)
+        return self._carry_out(change, started, hold=hold)
+
+    @contextlib.contextmanager
+    def _at_rest(self, what: str) -> Iterator[tuple[Any, Future[Any] | None]]:
+        """Pause; if anything fails before the change begins, the pause state is as it was."""
+        core = self._core
+        was = core.host.state()
+        core.moving = what
+        try:
+            yield was, core.host.pause()
+        except BaseException:
+            core.moving = ""
+            if core.proved is not None and core.begun is None:
+                core.host.restore(was)
+            else:
+                core.host.halt()
+            raise
+
+    def settle(self, call: messages.Settle) -> Steps:
+        """End what somebody left begun, as swap would have: forward, else back (must E6)."""
+        core, change, txn = self._core, self._begun, call.txn
+        if txn in core.outcomes:
+            return core.outcomes[txn]
+        if core.begun != txn:
+            raise EngineRefused(f"transaction {txn} is not begun", hint="ask for its outcome")
+        started = time.monotonic()
+        if isinstance(change, _Load):
+            start = msgspec.structs.replace(change.start, id=call.id)
+            try:
+                return (yield from self._load(replace(change, start=start)))
+            except DcrError as error:
+                why = f"a load was interrupted, and its files do not serve any more: {error}"
+                return self._still_begun(txn, why, 0, started)
+        if change is None or change.txn != txn:
+            return self._still_begun(txn, "it can go neither forward nor back: load an anchor", 0, started)
+        states = core.ranks.ask(Op.STATUS, Status)
+        core.notice_writes()
+        committed = any(state.outcomes.get(txn) == Verdict.COMMITTED for state in states)
+        if core.live is None:
+            # Only the changed elements would be judged, and anything else may have been written meanwhile.
+            why = "somebody else wrote the weights while it was begun"
+            if committed:
+                return self._still_begun(txn, f"{why}: load an anchor", 0, started)
+            return self._roll_back(change, why, 0, started)
+        if committed:
+            return self._commit(change, self._written_after, started)
+        if call.back:
+            return self._roll_back(change, OTHERS, self._written_after, started)
+        if self._written_after and not call.hold:
+            return self._commit(change, self._written_after, started)
+        return self._carry_out(change, started, hold=call.hold)
+
+    def _carry_out(self, change: _Change, started: float, *, hold: bool = False) -> Swapped:
+        """Apply and judge, twice at most; commit (or hold), or roll back."""
+        fault = ""
+        for tries in range(1, TRIES + 1):
+            fault = self._written(change)
+            if not fault and hold:
+                self._written_after = tries
+                return self._still_begun(change.txn, HELD, tries, started)
+            if not fault:
+                return self._commit(change, tries, started)
+            log.warning("dcr: transaction %s, apply %d: %s", change.txn, tries, fault)
+        return self._roll_back(change, fault, TRIES, started)
+
+    def _written(self, change: _Change) -> str:
+        """Write on all ranks and judge what the weights sum to now. Empty if all is as it must be."""
+        core = self._core
+        replies = core.ranks.replies(Op.APPLY, TxnRef(txn=change.txn))
+        if fault := _faults(replies):
+            return fault
+        found = [calls.parse(reply.result, Sums) for reply in replies]
+        return judge.judge_written(core.placed, [rank.after for rank in change.ranks], found)
+
+    def _commit(self, change: _Change, tries: int, started: float) -> Swapped:
+        """All ranks were judged good: from the first commit on only forward, so a rank that fails is asked again."""
+        core = self._core
+        fault = ""
+        for _ in range(TRIES):
+            fault = _faults(core.ranks.replies(Op.COMMIT, TxnRef(txn=change.txn)))
+            if not fault:
+                core.accept(change.version, change.after)
+                core.host.label(change.label)
+                return self._end(change.txn, Verdict.COMMITTED, "", tries, started)
+        return self._still_begun(change.txn, f"commit: {fault}", tries, started)
+
+    def _roll_back(self, change: _Change, why: str, tries: int, started: float) -> Swapped:
+        """Old values back on every rank that began, judged by the sums they had before."""
+        core = self._core
+        fault = ""
+        for _ in range(TRIES):
+            fault = self._reverted(change)
+            if not fault:
+                break
+            log.warning("dcr: transaction %s, rollback: %s", change.txn, fault)
+        if not fault:
+            core.ranks.replies(Op.CLOSE, TxnRef(txn=change.txn))
+            dirty = [status.rank for status in core.ranks.ask(Op.STATUS, Status) if status.dirty]
+            fault = f"ranks {dirty} stay dirty" if dirty else ""
+        if fault:
+            return self._still_begun(change.txn, f"{why}; rollback: {fault}", tries, started)
+        core.proved = change.base if core.live is not None else None  # None: somebody else has written since
+        return self._end(change.txn, Verdict.ROLLED_BACK, why, tries, started)
+
+    def _reverted(self, change: _Change) -> str:
+        """Roll back and judge. A rank that never began has nothing to give back, and may say so."""
+        core = self._core
+        replies = core.ranks.replies(Op.ROLLBACK, TxnRef(txn=change.txn))
+        states = core.ranks.ask(Op.STATUS, Status)
+        found = []
+        for reply, state, rank in zip(replies, states, change.ranks, strict=True):
+            untouched = not state.dirty and state.state not in (TxnState.BEGUN, TxnState.ROLLED_BACK)
+            if not reply.ok and not untouched:
+                return _faults([reply])
+            found.append(calls.parse(reply.result, Sums) if reply.ok else rank.before)
+        return judge.judge_written(core.placed, [rank.before for rank in change.ranks], found)
+
+    def _end(self, txn: str, verdict: Verdict, why: str, tries: int, started: float) -> Swapped:
+        """Clean on all ranks: back to the pause state from before, and the outcome is kept."""
+        core = self._core
+        self._begun, core.begun, self._loads = None, None, 0
+        core.moving = ""
+        core.notice_writes()  # somebody may have written while it was begun: then nobody knows what is live now
+        if core.proved is None:
+            core.host.halt()
+        else:
+            core.host.restore(self._was)
+        log.info("dcr: transaction %s %s; version %s", txn, verdict, core.proved)
+        return core.remember(
+            Swapped(
+                txn=txn,
+                verdict=verdict,
+                version=core.proved,
+                serving=core.host.running,
+                pause=time.monotonic() - started,
+                tries=tries,
+                reason=why,
+            )
+        )
+
+    def _still_begun(self, txn: str, why: str, tries: int, started: float) -> Swapped:
+        """Neither forward nor back: the engine stays paused until somebody settles or loads (must E1)."""
+        log.log(
+            logging.DEBUG if why == HELD else logging.ERROR,
+            "dcr: transaction %s is still begun, the engine stays paused: %s",
+            txn,
+            why,
+        )
+        pause = time.monotonic() - started
+        return Swapped(
+            txn=txn, verdict=Verdict.BEGUN, version=None, serving=False, pause=pause, tries=tries, reason=why
+        )
+
+    # -- dense repair ---------------------------------------------------------------------------------------------
+
+    def load(self, call: messages.Load) -> Steps:
+        """Write everything from files, as `_load` does."""
+        start = Start(id=call.id, kind=JobKind.LOAD, files=call.files, vector=call.vector)
+        return self._load(_Load(f"load-{call.id}", start, call.version, call.label))
+
+    def _load(self, load: _Load) -> Steps:
+        """Write from files, sum everything, commit. Supersedes whatever is begun; goes forward only.
+
+        Files that are damaged, or that this engine cannot hold, are refused with nothing paused or written. Weights
+        that do not sum to the version after a complete load, and ranks that cannot even begin one while they are
+        between versions, end the engine process the second time: there is nothing further to try (must E5).
+        """
+        core, placement, start = self._core, self._core.placed, load.start
+        vector = tables.read_vector(start.vector, placement.layout)
+        if start.files:
+            check = msgspec.structs.replace(start, id=f"{start.id}-check", kind=JobKind.CHECK)
+            yield from core.job(check, calls.JobStatus)
+        txn, version, started = load.txn, load.version, time.monotonic()
+        between = core.begun is not None
+        with self._at_rest("load") as (was, resting):
+            if resting is not None:
+                yield resting
+            self._forget_everywhere()
+        self._was = self._was if between else was
+        self._begun, core.begun, core.proved, core.live = load, txn, None, None
+        if fault := _faults(core.ranks.replies(Op.BEGIN, Begin(txn=txn, kind="load"))):
+            self._give_up_after(f"a load of version {version} cannot begin: {fault}", give_up=between)
+            raise EngineRefused(f"begin: {fault}", hint="attach again")
+        yield from core.job(start, calls.JobStatus)
+        live = yield from core.fingerprint(f"{start.id}-sums", placement)
+        if wrong := judge.differing(placement, live.vector, vector):
+            reason = f"the loaded weights are not version {version}: {judge.name_some(wrong)}"
+            self._begun = None  # these files do not serve
+            self._give_up_after(reason)
+            return self._still_begun(txn, reason, 1, started)
+        if fault := _faults(core.ranks.replies(Op.COMMIT, TxnRef(txn=txn))):
+            return self._still_begun(txn, f"commit: {fault}", 1, started)
+        core.accept(version, live)
+        core.host.label(load.label)
+        return self._end(txn, Verdict.COMMITTED, "", 1, started)
+
+    def _give_up_after(self, reason: str, *, give_up: bool = True) -> None:
+        """Count what only a new process can cure, and end this one when it has happened often enough (must E5)."""
+        self._loads += give_up
+        if self._loads >= TRIES:
+            self._core.host.end(f"{reason}, {self._loads} times")
+
+    def forget_begun(self) -> None:
+        """No rank has anything begun (any more): none ever did, or the core lost the last answer."""
+        self._begun = None
+
+
+def _files(hop: Hop) -> calls.HopFiles:
+    return calls.HopFiles(
+        version=hop.version, base=hop.base, attempt=hop.attempt, chunks=hop.chunks, loaded=hop.loaded, after=hop.after
+    )
+
+
+def _faults(replies: list[Reply]) -> str:
+    """What the ranks that were not ok said; empty if all were."""
+    return "; ".join(f"rank {reply.rank}: {reply.error}" for reply in replies if not reply.ok)

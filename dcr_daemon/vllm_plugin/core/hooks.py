@@ -1,0 +1,230 @@
+"""How the core sits in EngineCore: two wraps of existing methods and one new method, nothing replaced.
+
+`run_busy_loop` begins paused with the guards in place, before the first request is taken (must E2); `resume_scheduler`
+asks the core, whoever calls it (must E1); `dcr_core` is a utility call like vLLM's own. A plugin is loaded *inside*
+`EngineCore.__init__`, so nothing can be done there; the core is made when the loop starts.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from dcr_daemon.engine import messages
+from dcr_daemon.engine.messages import Answer
+from dcr_daemon.errors import Misuse
+from dcr_daemon.vllm_plugin import calls, compat
+from dcr_daemon.vllm_plugin.compat import UnsupportedVllm
+from dcr_daemon.vllm_plugin.core.core import Core
+from dcr_daemon.vllm_plugin.core.ranks import Ranks
+from dcr_daemon.vllm_plugin.settings import Settings
+
+log = logging.getLogger("vllm.dcr")
+EXIT_HOPELESS = 87  #: status of an engine process that ended itself (must E5)
+METHOD = "dcr_core"
+
+
+def install() -> None:
+    """Put the core into this process's EngineCore classes. Repeatable. Raises `UnsupportedVllm`."""
+    compat.require(compat.ENGINE_NAMES)
+    from vllm.v1.engine import core
+
+    if METHOD in vars(core.EngineCore):
+        return
+    for loops in (core.EngineCoreProc, core.DPEngineCoreProc):
+        loops.run_busy_loop = _born_paused(vars(loops)["run_busy_loop"])
+    for resumes in (core.EngineCore, core.DPEngineCoreProc):
+        resumes.resume_scheduler = _guarded(vars(resumes)["resume_scheduler"])
+    setattr(core.EngineCore, METHOD, dcr_core)
+
+
+def _born_paused(run_busy_loop: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def run(engine: Any) -> Any:
+        engine.dcr = make_core(engine, Settings.read())
+        engine.dcr.awaken()
+        return run_busy_loop(engine)
+
+    return run
+
+
+def _guarded(resume_scheduler: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def resume(engine: Any) -> Any:
+        core: Core | None = getattr(engine, "dcr", None)
+        reason = core.why_not_resume() if core else "this engine has no dcr core (in-process engines are not supported)"
+        if reason:
+            raise RuntimeError(f"dcr: resume refused: {reason}")
+        return resume_scheduler(engine)
+
+    return resume
+
+
+def dcr_core(engine: Any, record: bytes) -> bytes | Future[bytes]:
+    """One call of the engine's socket as a utility call of EngineCore: a record in, a record out."""
+    try:
+        call = messages.decode_call(record)
+    except Misuse as error:
+        return messages.encode(messages.refused("", error))
+    answer = engine.dcr.handle(call)
+    if not isinstance(answer, Future):
+        return messages.encode(answer)
+    encoded: Future[bytes] = Future()
+
+    def settle(done: Future[Answer]) -> None:
+        error = done.exception()
+        if error is None:
+            encoded.set_result(messages.encode(done.result()))
+        else:
+            encoded.set_exception(error)
+
+    answer.add_done_callback(settle)
+    return encoded
+
+
+def make_core(engine: Any, settings: Settings) -> Core:
+    """Raises `UnsupportedVllm` if the workers of this engine cannot be ours."""
+    if not engine.vllm_config.parallel_config.worker_extension_cls:
+        raise UnsupportedVllm(
+            "dcr: DCR_SOCKET is set, but the workers lack our extension. "
+            "Start vLLM with --worker-extension-cls dcr_daemon.vllm_plugin.WorkerExtension, or unset DCR_SOCKET."
+        )
+    host = EngineHost(engine, settings)
+    core = Core(host, Ranks(ExecutorWire(engine.model_executor, Watchdog(settings.watchdog, host.end))), settings)
+    engine.model_executor.collective_rpc = _noticing(engine.model_executor.collective_rpc, core)
+    return core
+
+
+def _noticing(collective_rpc: Callable[..., Any], core: Core) -> Callable[..., Any]:
+    """After somebody has told the workers to write weights, and before the next step of the model, look (must F1)."""
+
+    @functools.wraps(collective_rpc)
+    def call(method: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return collective_rpc(method, *args, **kwargs)
+        finally:
+            if method in calls.WRITERS:
+                core.look_for_writes()
+
+    return call
+
+
+class EngineHost:
+    """EngineCore as the core sees it."""
+
+    def __init__(self, engine: Any, settings: Settings) -> None:
+        from vllm.v1.core.sched.interface import PauseState
+
+        self._engine = engine
+        self._settings = settings
+        self._states = PauseState
+
+    @property
+    def running(self) -> bool:
+        return bool(self._engine.scheduler.pause_state == self._states.UNPAUSED)
+
+    def pause(self) -> Future[Any] | None:
+        # `wait` and `abort` would let requests that somebody paused in flight run on, or end them.
+        mode = self._settings.pause if self.running else "keep"
+        rest: Future[Any] | None = self._engine.pause_scheduler(mode=mode, clear_cache=self._settings.caches == "reset")
+        return rest
+
+    def state(self) -> Any:
+        return self._engine.scheduler.pause_state
+
+    def restore(self, state: Any) -> None:
+        if state == self._states.UNPAUSED:
+            self.resume()
+        else:
+            self._engine.scheduler.set_pause_state(state)
+
+    def resume(self) -> None:
+        self._engine.resume_scheduler()
+
+    def halt(self) -> None:
+        self._engine.scheduler.set_pause_state(self._states.PAUSED_ALL)
+
+    def label(self, text: str) -> None:
+        self._engine.set_weight_version(text)
+
+    def end(self, reason: str) -> None:
+        """The workers first: one that hangs would outlive a parent that is simply gone."""
+        log.critical("dcr: ending the engine: %s", reason)
+        for worker in getattr(self._engine.model_executor, "workers", None) or ():
+            process = getattr(worker, "proc", None)
+            if process is not None:
+                process.kill()
+        os._exit(EXIT_HOPELESS)
+
+
+class ExecutorWire:
+    """vLLM's executor as a wire. An error in a queue, whoever caused it, is an answer that is not ours."""
+
+    def __init__(self, executor: Any, watchdog: Watchdog) -> None:
+        self._executor = executor
+        self._watchdog = watchdog
+
+    def send(self, call: dict[str, Any]) -> Sequence[Any] | None:
+        with self._watchdog.over(str(call["op"])):
+            try:
+                return list(self._executor.collective_rpc(calls.METHOD, args=(call,)))
+            except RuntimeError as error:
+                if getattr(self._executor, "is_failed", False):
+                    raise
+                log.warning("dcr: a worker answered with an error of an earlier call: %s", error)
+                return None
+
+    def next_reply(self, rank: int) -> Any:
+        queues = getattr(self._executor, "response_mqs", None)
+        if queues is None:
+            raise RuntimeError("dcr: a worker's reply was not to our call, and this executor has no queues to read on")
+        with self._watchdog.over("stale reply"):
+            _, result = queues[rank].dequeue()
+        return result
+
+
+class Watchdog:
+    """Ends the engine when a call to the workers does not come back (must E5).
+
+    One thread for the life of the process: a swap must not pay for starting one. `limit` in seconds; 0 switches it off.
+    """
+
+    def __init__(self, limit: float, end: Callable[[str], None]) -> None:
+        self._limit = limit
+        self._end = end
+        self._changed = threading.Condition()
+        self._what = ""
+        self._count = 0
+        if limit:
+            threading.Thread(target=self._watch, name="dcr-watchdog", daemon=True).start()
+
+    def over(self, what: str) -> Watchdog:
+        self._what = what
+        return self
+
+    def __enter__(self) -> None:
+        with self._changed:
+            self._count += 1
+            self._changed.notify()
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._count += 1
+            self._changed.notify()
+
+    def _watch(self) -> None:
+        """An odd count means a call is out; it is late if the count stands still for the whole limit."""
+        with self._changed:
+            while True:
+                seen = self._count
+                in_time = self._changed.wait_for(partial(self._moved_on, seen), self._limit if seen % 2 else None)
+                if not in_time:
+                    self._end(f"a worker did not return from {self._what} within {self._limit:.0f} s")
+                    return
+
+    def _moved_on(self, seen: int) -> bool:
+        return self._count != seen

@@ -1,0 +1,259 @@
+"""Tensors that the engine's loader computes with: fed whole through that loader, into scratch, and copied from there.
+
+A cast router bias, `A_log`, a norm kept in another dtype: their bits are in no parameter, so they can neither be summed
+nor changed element by element. But the model's own `load_weights`, given just these tensors, says what the parameters
+must hold. It runs on twins of the parameters, while the engine is clean and before anything is written. What it
+makes there is absolute bits, which a transaction writes, writes again and takes back as it does all others (must E5).
+
+Promises: no live tensor is written by a loader (a fence raises first); what it makes does not depend on what was there
+before (a second pass must change nothing). It does not prove that the live values are some version's: `differing`
+compares them with what canonical bytes give, and the caller knows whose bytes those are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dcr_daemon.canonical.dtypes import lane_dtype
+from dcr_daemon.canonical.fingerprint import sum_run
+from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.errors import Corrupt, DcrError, EngineRefused
+from dcr_daemon.vllm_plugin.core import tables
+from dcr_daemon.vllm_plugin.loader.recorder import DTYPES, Recording, record
+from dcr_daemon.vllm_plugin.weights import faults
+from dcr_daemon.vllm_plugin.weights.dense import DenseFiles
+from dcr_daemon.vllm_plugin.weights.memory import Bits, Side
+
+if TYPE_CHECKING:
+    from dcr_daemon.vllm_plugin.weights.placement import Placement
+
+Values = dict[int, Bits]  #: canonical lanes by tensor, whole
+Load = Callable[[Any], Any]
+
+_LANES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def record_alone(
+    load: Load,
+    parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]],
+    layout: Layout,
+    recording: Recording,
+    cap: int,
+) -> Recording:
+    """What the loader does when it is given only the tensors that it was seen to compute with.
+
+    Above `cap` bytes of them nothing is run: the reason stands under the name "", as for a loader that raises.
+    """
+    specs = [spec for spec in layout if spec.name in recording.rejected]
+    size = sum(spec.nbytes for spec in specs)
+    if size > cap:
+        reason = f"{size} bytes of such tensors would be fed whole at each change, the cap is {cap} (DCR_LOADED_CAP)"
+        return Recording(rejected={"": reason})
+    return record(load, parameters, Layout(specs))
+
+
+def plan_loaded(
+    recording: Recording, alone: Recording, obstacle: Callable[[str], str | None], layout: Layout
+) -> tuple[dict[int, tuple[str, ...]], dict[str, str]]:
+    """The tensors that can be fed with the parameters they fill, and why the others cannot.
+
+    Args:
+        recording: the whole checkpoint's; alone: that of the tensors which it rejected.
+        obstacle: why a parameter must not be written as the loader leaves it, or None.
+    """
+    names = [name for name in recording.rejected if name in layout]
+    if "" in alone.rejected:
+        return {}, {name: f"{recording.rejected[name]}; {alone.rejected['']}" for name in names}
+    exact = {copy.parameter for copy in recording.copies if copy.tensor not in recording.rejected}
+    fills: dict[str, set[str]] = {name: set() for name in names}
+    for parameter, writers in alone.written.items():
+        for name in writers or names:
+            fills[name].add(parameter)
+    refusals, loaded = dict[str, str](), dict[int, tuple[str, ...]]()
+    for name, parameters in fills.items():
+        fused = sorted(parameters & exact)
+        reasons = [f"{fused[0]} also holds tensors that are copied as they are"] if fused else []
+        reasons += [reason for reason in map(obstacle, sorted(parameters)) if reason]
+        if not parameters:
+            reasons.append("given alone, it fills no parameter")
+        if reasons:
+            refusals[name] = f"{recording.rejected[name]}; {reasons[0]}"
+        else:
+            loaded[layout.index(name)] = tuple(sorted(parameters))
+    return loaded, refusals
+
+
+def read_values(paths: Sequence[str], layout: Layout, tensors: Sequence[int], vector: str) -> Values:
+    """The canonical bytes of some tensors, summed against a version's vector file.
+
+    Raises:
+        Corrupt: the files lack one of them, or hold other bytes than the version's.
+    """
+    files, expected = DenseFiles(paths, layout), tables.read_vector(vector, layout)
+    if missing := files.missing(tensors):
+        raise Corrupt(f"{', '.join(paths)} lacks {', '.join(missing[:5])} ({len(missing)} tensors)")
+    values = {tensor: np.array(files.lanes(tensor)) for tensor in tensors}
+    for tensor, bits in values.items():
+        if sum_run(bits, int(layout.keys[tensor])) != int(expected[tensor]):
+            raise Corrupt(f"{layout[tensor].name} does not have the bytes of its version", hint="make the file again")
+    return values
+
+
+class Fence(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped here
+    """Within, writing to a live tensor raises before it happens."""
+
+    def __init__(self, live: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self._live = {tensor.untyped_storage()._cdata for tensor in live}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata in self._live:
+                raise EngineRefused(f"the loader would write a live parameter that it was not given ({func})")
+        return func(*args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class Fed:
+    """What feeding some values means for one parameter: its bits before, and what the loader makes of them."""
+
+    name: str
+    live: torch.Tensor
+    old: torch.Tensor
+    new: torch.Tensor
+
+
+class Feeder:
+    """The loaded tensors of one worker.
+
+    Args:
+        live: live tensors by name, those of `placement.loaded` among them.
+        dtype: torch's default dtype while vLLM loads a model.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        placement: Placement,
+        live: Mapping[str, torch.Tensor],
+        layout: Layout,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self.tensors = tuple(sorted(placement.loaded))
+        self._model, self._layout, self._dtype = model, layout, dtype
+        names = sorted({name for parameters in placement.loaded.values() for name in parameters})
+        self._live = {name: live[name] for name in names}
+        self._forms = {name: placement.forms[name] for name in names}
+        for width in {layout[tensor].width for tensor in self.tensors}:
+            sum_run(np.zeros(8, dtype=lane_dtype(width)), 0)  # compiled now, not while somebody waits
+
+    def stage(self, values: Values) -> list[Fed]:
+        """Run the loader over `values` on twins; the parameters that would change. Nothing live is written.
+
+        Raises `EngineRefused` if the loader fails, reaches beyond its own parameters, or is not repeatable.
+        """
+        if not self.tensors:
+            return []
+        before = {name: tensor.detach().clone() for name, tensor in self._live.items()}
+        made = self._run(values, before)
+        again = self._run(values, made)
+        if unsteady := [name for name in made if not _same(made[name], again[name])]:
+            raise EngineRefused(f"loading {unsteady[0]} twice gives other values than once: it cannot be kept")
+        return [
+            Fed(name, live, before[name], made[name])
+            for name, live in self._live.items()
+            if not _same(before[name], made[name])
+        ]
+
+    def _run(self, values: Values, start: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """One pass of the model's own loader, on twins that begin with `start`; what it leaves in them."""
+        twins = {name: _twin(self._forms[name], start[name]) for name in self._live}
+        everything = (*self._model.parameters(), *self._model.buffers())
+        with self._in_place_of_live(twins), _default_dtype(self._dtype), torch.no_grad(), Fence(everything):
+            try:
+                self._model.load_weights(self._tensors(values))
+            except DcrError:
+                raise
+            except Exception as error:  # a foreign loader may raise anything; nothing was written
+                names = ", ".join(self._layout[tensor].name for tensor in self.tensors[:5])
+                raise EngineRefused(f"the model's loader failed on {names}: {type(error).__name__}: {error}") from error
+        return {name: twin.detach() for name, twin in twins.items()}
+
+    def _tensors(self, values: Values) -> Iterator[tuple[str, torch.Tensor]]:
+        for tensor in self.tensors:
+            spec = self._layout[tensor]
+            bits = torch.from_numpy(np.array(values[tensor]).view(np.uint8))  # a copy: a loader may change its input
+            yield spec.name, bits.view(DTYPES[spec.dtype]).reshape(spec.shape)
+
+    @contextmanager
+    def _in_place_of_live(self, twins: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Within, every module that keeps one of our parameters keeps its twin instead."""
+        by_identity = {id(live): twins[name] for name, live in self._live.items()}
+        slots = [
+            (kept, key, tensor)
+            for module in self._model.modules()
+            for kept in (module._parameters, module._buffers)
+            for key, tensor in kept.items()
+            if id(tensor) in by_identity
+        ]
+        replaced = ""
+        try:
+            for kept, key, live in slots:
+                kept[key] = by_identity[id(live)]
+            yield
+        finally:
+            for kept, key, live in slots:
+                replaced = replaced if kept.get(key) is by_identity[id(live)] else key
+                kept[key] = live
+        if replaced:
+            raise EngineRefused(f"the loader replaces {replaced} instead of filling it")
+
+
+def write_fed(fed: Sequence[Fed], side: Side) -> None:
+    """Put old or new bits in place, all of them, and look: raises `DcrError` unless live memory then holds them."""
+    with torch.no_grad():
+        for one in fed:
+            one.live.data.copy_(one.new if side is Side.NEW else one.old)
+            if faults.take("feed"):
+                one.live.data.view(_LANES[one.live.element_size()]).bitwise_xor_(1)
+        wrong = [one.name for one in fed if not _same(one.live, one.new if side is Side.NEW else one.old)]
+    if wrong:
+        raise DcrError(f"{', '.join(wrong[:5])} did not take what was written", hint="this worker's memory is damaged")
+
+
+def _twin(form: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+    """A copy of `start` that a weight loader takes for the parameter: class and attributes are the load format's."""
+    twin = torch.empty_strided(start.size(), start.stride(), dtype=start.dtype, device=start.device)
+    twin.copy_(start)
+    twin.__class__ = form.__class__
+    twin.__dict__ = form.__dict__.copy()
+    return twin
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equal bits, NaNs and zeros' signs included."""
+    lanes = _LANES[one.element_size()]
+    return torch.equal(one.detach().view(lanes), other.detach().view(lanes))
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    """vLLM loads a model under its dtype as torch's default one: what a loader makes may depend on it."""
+    before = torch.get_default_dtype()
+    try:
+        if dtype is not None:
+            torch.set_default_dtype(dtype)
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,249 @@
+"""From a loaded vLLM model to a placement: put it back into load format for a moment, record, bring it back.
+
+vLLM keeps, for every layer, the metadata its loader needs (shapes, strides, loaders), whatever happened to the
+weights since. With it the model's own `load_weights` can run again over meta tensors. The very same parameters stand
+in the model afterwards; no weight is touched. Runs on the worker's main thread, so never beside a forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.vllm_plugin.calls import Held
+from dcr_daemon.vllm_plugin.loader import eligibility
+from dcr_daemon.vllm_plugin.loader.feeding import plan_loaded, record_alone
+from dcr_daemon.vllm_plugin.loader.permutation import expert_repacks
+from dcr_daemon.vllm_plugin.loader.recorder import Recording, record
+from dcr_daemon.vllm_plugin.settings import Settings
+from dcr_daemon.vllm_plugin.weights.placement import Copy, Placement, Repack, Unplaceable, coincide
+
+Named = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFormat:
+    """A model as its loader sees it. `live` are the tensors it computes with, `loading` their load-format shapes,
+    `saved` the names that a checkpoint of it would hold; `alone`: what the loader does when it is given nothing but the
+    tensors that it computes with."""
+
+    live: Named
+    loading: Named
+    repacks: dict[str, Repack]
+    refusals: dict[str, str]
+    saved: frozenset[str]
+    alone: Recording | None = None
+
+
+def named(model: torch.nn.Module) -> Named:
+    """Every parameter and buffer under every name it is reached by."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return parameters | dict(model.named_buffers(remove_duplicate=False))
+
+
+@contextmanager
+def load_format(model: torch.nn.Module) -> Iterator[None]:
+    """Within, the model's parameters are vLLM's load-format meta tensors.
+
+    Raises `Unplaceable` if this vLLM no longer has what is needed.
+    """
+    try:
+        from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
+        from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
+        from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers
+    except ImportError as error:
+        raise Unplaceable(f"this vLLM keeps no load-format metadata where version 0.32 does ({error})") from error
+    placed = []
+    try:
+        for layer in model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():
+                raise Unplaceable("a reload of the weights is in progress")
+            info.kernel_tensors = get_layer_params_buffers(layer)
+            info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
+            placed.append((layer, info))
+            restore_layer_on_meta(layer, info)
+        yield
+    finally:
+        for layer, info in placed:
+            _place_kernel_tensors(layer, info)
+            info.reset()
+
+
+def record_model(model: torch.nn.Module, layout: Layout, platform: str) -> tuple[Recording, LoadFormat]:
+    """Run the model's loader over meta tensors; the model is as before afterwards."""
+    live, saved = named(model), frozenset(model.state_dict())
+    repacks: dict[str, Repack] = {}
+    refusals: dict[str, str] = {}
+    with load_format(model):
+        loading = named(model)
+        for path, module in model.named_modules():
+            own = [f"{path}.{name}" if path else name for name in (*module._parameters, *module._buffers)]
+            reason = eligibility.module_refusal(module, platform)
+            method = getattr(module, "quant_method", None)
+            if reason is None and hasattr(method, "unquantized_backend"):
+                try:
+                    found = expert_repacks(method, module)
+                    repacks |= {f"{path}.{name}" if path else name: repack for name, repack in found.items()}
+                except Unplaceable as error:
+                    reason = str(error)
+            if reason is not None:
+                refusals |= dict.fromkeys(own, reason)
+
+        def parameters() -> list[tuple[str, torch.Tensor]]:
+            return [(n, t) for n, t in named(model).items() if n in live]
+
+        recording = record(model.load_weights, parameters, layout)
+        alone: Recording | None = None
+        if recording.rejected and "" not in recording.rejected:
+            alone = record_alone(model.load_weights, parameters, layout, recording, Settings.read().loaded_cap)
+    return recording, LoadFormat(live, loading, repacks, refusals, saved, alone)
+
+
+def _shape_refusal(name: str, form: LoadFormat) -> str | None:
+    """Why a parameter's live form does not follow from its load format."""
+    live, loading, repack = form.live[name], form.loading[name], form.repacks.get(name)
+    if live.dtype != loading.dtype:
+        return f"{name} was retyped after loading, from {loading.dtype} to {live.dtype}"
+    if repack is not None:
+        blocks = loading.numel() // repack.block
+        if not (live.is_contiguous() and loading.is_contiguous()) or live.numel() != blocks * repack.live_block:
+            return f"{name} is repacked into a form that its probe did not have"
+        return None
+    if live.shape != loading.shape or live.stride() != loading.stride():
+        shape = "removed" if live.numel() == 0 else f"repacked to {tuple(live.shape)}"
+        return f"{name} was {shape} after loading from {tuple(loading.shape)}"
+    return None
+
+
+def place(recording: Recording, form: LoadFormat, layout: Layout) -> Placement:
+    """Join what was recorded with what is live into a placement, every tensor classed, every refusal named."""
+    by_tensor: dict[str, list[Copy]] = {}
+    for copy in recording.copies:
+        by_tensor.setdefault(copy.tensor, []).append(copy)
+    placement = Placement(held=[])
+    refusals = _plan(placement, recording, form, layout)
+    whole = recording.rejected.get("")
+    if whole is not None:
+        placement.refusals[""] = whole
+    for index, spec in enumerate(layout):
+        copies = by_tensor.get(spec.name, [])
+        if index in placement.loaded:
+            placement.held.append(Held.LOADED)
+            continue
+        reason = refusals.get(spec.name) or recording.rejected.get(spec.name)
+        for copy in copies:
+            reason = reason or form.refusals.get(copy.parameter) or _shape_refusal(copy.parameter, form)
+        if reason is None:
+            reason = _add(placement, index, copies, form)
+        if reason is not None:
+            placement.refusals[spec.name] = reason
+            placement.held.append(Held.REFUSED)
+        elif copies:
+            placement.held.append(Held.PLACED)
+        else:
+            placement.held.append(Held.SKIPPED)
+    _refuse_shared(placement, layout, form)
+    skipped = {spec.name for spec, held in zip(layout, placement.held, strict=True) if held is Held.SKIPPED}
+    unfilled = _unfilled(recording, form, skipped, placement.forms)
+    if unfilled and not placement.refusals:  # a refused tensor explains its own gap
+        listed = ", ".join(unfilled[:5]) + (f" and {len(unfilled) - 5} more" if len(unfilled) > 5 else "")
+        placement.refusals[""] = f"no tensor of this layout fills {listed}: it is another model's"
+    return placement
+
+
+def _plan(placement: Placement, recording: Recording, form: LoadFormat, layout: Layout) -> dict[str, str]:
+    """Class what can be fed whole as loaded; of the rest of what was rejected, why it cannot.
+
+    Nothing is fed to a model of which nothing is copied (a checkpoint in another dtype): its version could not be told.
+    """
+    copied = {copy.parameter for copy in recording.copies if copy.tensor not in recording.rejected}
+    if form.alone is None or not copied:
+        return {}
+    homes: dict[int, set[str]] = {}
+    for name in copied | form.alone.written.keys():
+        homes.setdefault(form.live[name].untyped_storage()._cdata, set()).add(name)
+
+    def obstacle(name: str) -> str | None:
+        if name in form.repacks:
+            return f"{name} is repacked after loading"
+        if shared := sorted(homes[form.live[name].untyped_storage()._cdata] - {name}):
+            return f"{name} shares its memory with {shared[0]}"
+        return form.refusals.get(name) or _shape_refusal(name, form)
+
+    placement.loaded, refusals = plan_loaded(recording, form.alone, obstacle, layout)
+    placement.forms = {name: form.loading[name] for names in placement.loaded.values() for name in names}
+    return refusals
+
+
+def _unfilled(recording: Recording, form: LoadFormat, skipped: set[str], fed: Iterable[str]) -> list[str]:
+    """Parameters that no canonical tensor reaches: they would stay what they are, whatever the trainer does.
+
+    So would a buffer whose tensor the loader passed over; one that has no tensor is the model's own constant.
+    """
+    filled = {id(form.live[name]) for name in (*fed, *(copy.parameter for copy in recording.copies))}
+    wanted = {name.rpartition(".")[2] for name in skipped}
+    return [
+        name
+        for name, tensor in form.live.items()
+        if id(tensor) not in filled
+        and name in form.loading  # else a view of a parameter, as Mamba's convolution keeps one
+        and form.loading[name].numel()
+        and (isinstance(tensor, torch.nn.Parameter) or (name in form.saved and name.rpartition(".")[2] in wanted))
+    ]
+
+
+def _add(placement: Placement, index: int, copies: list[Copy], form: LoadFormat) -> str | None:
+    """Add a tensor's copies; the reason if one cannot be followed."""
+    for copy in copies:
+        name = copy.parameter
+        inside = Copy(name, copy.region.shifted(src=-form.loading[name].storage_offset()))
+        try:
+            placement.add(inside, tensor=index, offset=form.live[name].storage_offset(), repack=form.repacks.get(name))
+        except Unplaceable as error:
+            return str(error)
+    return None
+
+
+def _refuse_shared(placement: Placement, layout: Layout, form: LoadFormat) -> None:
+    """Two canonical places on one live element: an update of one would silently change the other.
+
+    Only a tensor and its whole twin (a tied head that the checkpoint stores as well) can be told to stay equal.
+    """
+    memory = {row.parameter: form.live[row.parameter].untyped_storage()._cdata for row in placement.rows}
+    for number, twin_number in placement.overlaps(memory):
+        row, other = placement.rows[number], placement.rows[twin_number]
+        if coincide(row.in_storage(), other.in_storage()) and layout[row.tensor].shape == layout[other.tensor].shape:
+            placement.twins.append((number, twin_number))
+            continue
+        a, b = layout[row.tensor].name, layout[other.tensor].name
+        for index, name, twin in ((row.tensor, a, b), (other.tensor, b, a)):
+            placement.refusals[name] = f"shares memory ({row.parameter}) with {twin}"
+            placement.held[index] = Held.REFUSED
+
+
+def attach_model(model: torch.nn.Module, config: Any, layout: Layout, platform: str) -> tuple[Placement, Named]:
+    """The placement of a layout in a live vLLM model, and the live tensors by name.
+
+    A model refused as a whole has the refusal under the name "" and no rows.
+    """
+    reasons = eligibility.model_refusals(config)
+    if reasons:
+        refusals = {"": "; ".join(reasons)}
+        return Placement(held=[Held.REFUSED] * len(layout), refusals=refusals), {}
+    try:
+        recording, form = record_model(model, layout, platform)
+    except Unplaceable as error:
+        return Placement(held=[Held.REFUSED] * len(layout), refusals={"": str(error)}), {}
+    placement = place(recording, form, layout)
+    if not placement.rows and not placement.refusals:
+        placement.refusals[""] = (
+            "the loader copied nothing: it was used since the model was loaded (a reload?); restart vLLM"
+        )
+    used = {row.parameter for row in placement.rows} | placement.forms.keys()
+    return placement, {name: form.live[name] for name in used}

@@ -1,0 +1,93 @@
+"""Layouts that an engine repacks after loading: their permutation, found by probing, proved later by content.
+
+Some kernels want expert weights in an order of their own, in a tensor of (nearly) the same shape. The reordering only
+moves bits, and moves each expert's alike. So: give the engine's own repacking one expert whose bits spell out each
+element's number, and read the numbers back. Nothing about the order is assumed; a repack that is not a permutation
+(plus zero padding) is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dcr_daemon.vllm_plugin.weights import faults
+from dcr_daemon.vllm_plugin.weights.placement import Repack, Unplaceable
+
+DIGIT_BITS = 14  #: bits of an element's number per probe: patterns below 2^14 are ordinary small bfloat16 values
+
+
+def probe(shapes: dict[str, tuple[int, ...]], repack: Callable[[torch.nn.Module], None]) -> dict[str, Repack]:
+    """Derive the permutation of one block per parameter.
+
+    Args:
+        shapes: load-format shape of one block (one expert), by parameter name, 2-byte elements.
+        repack: the engine's repacking, applied in place to a stand-in layer that has just these parameters with a
+            leading axis of one block.
+
+    Raises:
+        Unplaceable: the outcome is not a permutation of the block with zeros as padding.
+    """
+    biggest = max(int(np.prod(shape)) for shape in shapes.values())
+    digits: dict[str, npt.NDArray[np.int64]] = {}
+    for digit in range(-(-(biggest + 1).bit_length() // DIGIT_BITS)):
+        layer = torch.nn.Module()
+        for name, shape in shapes.items():
+            number = torch.arange(1, int(np.prod(shape)) + 1, dtype=torch.int64)  # 0 is left for padding
+            bits = ((number >> (digit * DIGIT_BITS)) & ((1 << DIGIT_BITS) - 1)).to(torch.int16).view(torch.bfloat16)
+            layer.register_parameter(name, torch.nn.Parameter(bits.reshape(1, *shape), requires_grad=False))
+        repack(layer)
+        for name in shapes:
+            live = getattr(layer, name).data.contiguous().view(torch.int16).reshape(-1).to(torch.int64).numpy()
+            digits[name] = digits.get(name, 0) + (live << (digit * DIGIT_BITS))
+    return {name: _invert(name, int(np.prod(shape)), digits[name]) for name, shape in shapes.items()}
+
+
+def _invert(name: str, block: int, numbers: npt.NDArray[np.int64]) -> Repack:
+    """From "which element stands here" (1-based, 0 padding) to "where does element i stand"."""
+    places = np.flatnonzero(numbers)
+    found = numbers[places] - 1
+    if places.size != block or found.min(initial=0) < 0 or found.max(initial=0) >= block:
+        raise Unplaceable(f"the engine's repacking of {name} is not a permutation of its elements")
+    table = np.full(block, -1, dtype=np.int64)
+    table[found] = places
+    if (table < 0).any():
+        raise Unplaceable(f"the engine's repacking of {name} repeats elements and loses others")
+    if faults.take("placement"):
+        table[[0, -1]] = table[[-1, 0]]
+    return Repack(block, int(numbers.size), table.astype(np.uint32))
+
+
+def expert_repacks(method: Any, layer: torch.nn.Module) -> dict[str, Repack]:
+    """Permutations of a vLLM expert layer's `w13_weight` and `w2_weight`; empty where they stay as loaded.
+
+    `layer` is in load format. Raises `Unplaceable` for a backend whose repacking cannot be run on a stand-in.
+    """
+    backend = getattr(method.unquantized_backend, "name", str(method.unquantized_backend))
+    if backend in ("TRITON", "BATCHED_TRITON"):
+        return {}
+    if backend != "CPU":
+        raise Unplaceable(f"expert weights repacked for the {backend} backend; start vLLM with --moe-backend triton")
+    experts = method.moe_kernel.fused_experts
+    shapes = {name: tuple(getattr(layer, name).shape[1:]) for name in ("w13_weight", "w2_weight")}
+    if any(getattr(layer, name).dtype not in (torch.bfloat16, torch.float16) for name in shapes):
+        raise Unplaceable("expert weights that are not 2 bytes wide")
+
+    def repack(stand_in: torch.nn.Module) -> None:
+        # A copy, because the method also notes which kernel it found; bias shapes never change what we read.
+        for name in ("moe_config", "activation"):
+            setattr(stand_in, name, getattr(layer, name, None))
+        copy.copy(experts).process_weights_after_loading(stand_in)
+
+    key = (type(experts).__name__, tuple(shapes.items()))
+    if key not in _known or faults.ENABLED:
+        _known[key] = probe(shapes, repack)
+    return _known[key]
+
+
+_known: dict[Any, dict[str, Repack]] = {}  # every expert layer of a model is repacked alike

@@ -1,0 +1,221 @@
+"""Live weights on any torch device: the same answers as `HostMemory`, from torch operations.
+
+Positions are computed on the host; old values come up from the device once, at prepare. `stage` puts targets, both
+values and the constant part of every summand onto the device, so that inside the pause there is one indexed write per
+parameter and one pass of integer arithmetic, and no transfer but the sums.
+
+Torch has no unsigned 64-bit arithmetic on devices: int64 wraps alike, only right shifts need their sign bits masked.
+Jobs use a stream of their own, so that they never wait for, nor hold up, the model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.vllm_plugin.weights import faults
+from dcr_daemon.vllm_plugin.weights.memory import U32, U64, Bits, Group, Homes, HostTables, Side, Tick
+from dcr_daemon.vllm_plugin.weights.placement import Placement, Row
+
+LANES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+SLICE = 1 << 22  #: elements per step, bounding temporary memory to about 200 MiB
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+FIRST, SECOND = _signed(0xFF51AFD7ED558CCD), _signed(0xC4CEB9FE1A85EC53)
+
+
+def _shift(words: torch.Tensor) -> torch.Tensor:
+    """Logical right shift by 33."""
+    return (words >> 33) & ((1 << 31) - 1)
+
+
+def mix(words: torch.Tensor) -> torch.Tensor:
+    """murmur3's finaliser on int64 tensors that stand for uint64."""
+    words = (words ^ _shift(words)) * FIRST
+    words = (words ^ _shift(words)) * SECOND
+    return words ^ _shift(words)
+
+
+def summands(lanes: torch.Tensor, element: torch.Tensor, key: int | torch.Tensor, width: int) -> torch.Tensor:
+    """What canonical elements with these bits contribute (int64)."""
+    bits = lanes.to(torch.int64)
+    if width == 1:
+        return mix((element << 16 | (bits & 0xFF)) ^ key)
+    per = width // 2
+    total = torch.zeros_like(element)
+    for unit in range(per):
+        word = (bits >> (16 * unit)) & 0xFFFF
+        total += mix(((element * per + unit) << 16 | word) ^ key)
+    return total
+
+
+@dataclass(slots=True)
+class Batch:
+    """Staged groups of one parameter. `ends` are exclusive ends of the groups `numbers` in the batch."""
+
+    view: torch.Tensor
+    index: torch.Tensor
+    old: torch.Tensor
+    new: torch.Tensor
+    element: torch.Tensor
+    key: torch.Tensor
+    width: int
+    numbers: list[int]
+    ends: torch.Tensor
+
+
+class TorchMemory(HostTables):
+    """Live weights behind torch tensors. Host work (`locate`, `sum_lanes`) is inherited."""
+
+    def __init__(self, placement: Placement, homes: Homes, layout: Layout, device: torch.device) -> None:
+        super().__init__(placement, homes, layout, base=lambda row: 0)
+        self._layout = layout
+        self._device = device
+        self._views = {name: lane_view(tensor) for name, tensor in homes.live.items()}
+        self._repacks: dict[int, torch.Tensor] = {}
+        self._batches: list[Batch] = []
+        self._count = 0
+        streams = getattr(torch.get_device_module(device), "Stream", None) if device.type != "cpu" else None
+        self._stream = streams(device) if streams is not None else None
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Work of the background thread: this device, a stream of our own, finished when left."""
+        if self._stream is None:
+            yield
+            return
+        module = torch.get_device_module(self._device)
+        module.set_device(self._device)
+        with module.stream(self._stream):
+            yield
+            self._stream.synchronize()
+
+    def gather(self, row: int, targets: U32, out: Bits) -> None:
+        with self._aside():
+            place = self._rows[row]
+            index = torch.from_numpy(targets.astype(np.int64)).to(self._device) + place.base
+            values = self._views[place.parameter][index].cpu().numpy()
+            out[:] = values.view(out.dtype)
+
+    def stage(self, groups: Sequence[Group]) -> None:
+        by_parameter: dict[str, list[int]] = {}
+        for number, group in enumerate(groups):
+            by_parameter.setdefault(self._rows[group.row].parameter, []).append(number)
+        with self._aside():
+            self._batches = [self._batch(name, groups, numbers) for name, numbers in by_parameter.items()]
+        self._count = len(groups)
+
+    def _batch(self, parameter: str, groups: Sequence[Group], numbers: list[int]) -> Batch:
+        chosen = [groups[n] for n in numbers]
+        rows = [self._rows[group.row] for group in chosen]
+        width = self._layout[rows[0].tensor].width
+        sizes = [group.element.size for group in chosen]
+
+        def up(parts: list[Any]) -> torch.Tensor:
+            return torch.from_numpy(np.concatenate(parts)).to(self._device)
+
+        signed = np.dtype(f"<i{width}")
+        keys = self._layout.keys.view(np.int64)
+        return Batch(
+            view=self._views[parameter],
+            index=up([g.target.astype(np.int64) + row.base for g, row in zip(chosen, rows, strict=True)]),
+            old=up([g.old.view(signed) for g in chosen]),
+            new=up([g.new.view(signed) for g in chosen]),
+            element=up([g.element.astype(np.int64) + row.region.dst for g, row in zip(chosen, rows, strict=True)]),
+            key=up([np.full(size, keys[row.tensor]) for size, row in zip(sizes, rows, strict=True)]),
+            width=width,
+            numbers=numbers,
+            ends=torch.tensor(np.cumsum(sizes), device=self._device),
+        )
+
+    def scatter(self, side: Side, *, stop: int | None = None) -> None:
+        """`stop` cuts at a batch: all groups of the parameters whose first group is below it."""
+        for batch in self._batches:
+            if stop is None or batch.numbers[0] < stop:
+                batch.view[batch.index] = batch.new if side is Side.NEW else batch.old
+        self._finish()
+
+    def _finish(self) -> None:
+        if self._stream is not None:
+            torch.get_device_module(self._device).synchronize(self._device)
+
+    def group_sums(self) -> U64:
+        sums = np.zeros(self._count, dtype=np.uint64)
+        pending = [(batch, _totals(batch)) for batch in self._batches]  # launched together, fetched once each
+        for batch, totals in pending:
+            sums[batch.numbers] = totals.cpu().numpy().view(np.uint64)
+        return sums
+
+    def box_sums(self, tick: Tick, tensors: range | None = None) -> U64:
+        boxes = [0] * self._boxes
+        for number, row in enumerate(self._rows):
+            if tensors is not None and row.tensor not in tensors:
+                continue
+            key, width = int(self._layout.keys.view(np.int64)[row.tensor]), self._layout[row.tensor].width
+            for first in range(0, row.region.elements, SLICE):
+                with self._aside():
+                    element, target = self._walk(number, row, first, min(SLICE, row.region.elements - first))
+                    lanes = self._views[row.parameter][target]
+                    boxes[row.box] += int(summands(lanes, element, key, width).sum().item())
+                faults.slice_done()
+                tick(element.numel() * width)
+        return np.array([total % (1 << 64) for total in boxes], dtype=np.uint64)
+
+    def overwrite(self, tensor: int, lanes: Bits, tick: Tick) -> None:
+        signed = lanes.view(f"<i{lanes.itemsize}")
+        for number in self._by_tensor.get(tensor, []):
+            row = self._rows[number]
+            for first in range(0, row.region.elements, SLICE):
+                with self._aside():
+                    element, target = self._walk(number, row, first, min(SLICE, row.region.elements - first))
+                    values = torch.from_numpy(signed[element.cpu().numpy()]).to(self._device)
+                    self._views[row.parameter][target] = values
+                tick(element.numel() * lanes.itemsize)
+
+    def _walk(self, number: int, row: Row, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Canonical element and live storage element of ordinals [first, first + count) of a row."""
+        rest = torch.arange(first, first + count, dtype=torch.int64, device=self._device)
+        element, local = torch.full_like(rest, row.region.dst), torch.zeros_like(rest)
+        for n, target, source in reversed(row.region.axes):
+            place = rest % n
+            rest = rest // n
+            element += place * source
+            local += place * target
+        if row.repack is None:
+            return element, local + row.base
+        table = self._repacks.get(id(row.repack))
+        if table is None:
+            table = self._repacks[id(row.repack)] = torch.from_numpy(row.repack.table.astype(np.int64)).to(self._device)
+        return element, table[local + row.inner] + row.base
+
+
+def lane_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole storage as flat signed lanes of the tensor's width."""
+    lane = LANES[tensor.element_size()]
+    flat = torch.empty(0, dtype=lane, device=tensor.device)
+    return flat.set_(tensor.untyped_storage())
+
+
+def _totals(batch: Batch) -> torch.Tensor:
+    """Sum per group: differences of running sums, which wrap as the groups' own sums do."""
+    running = torch.zeros(1, dtype=torch.int64, device=batch.index.device)
+    parts = [running]
+    for first in range(0, batch.index.numel(), SLICE):
+        part = slice(first, first + SLICE)
+        lanes = batch.view[batch.index[part]]
+        summed = summands(lanes, batch.element[part], batch.key[part], batch.width).cumsum(0) + parts[-1][-1]
+        parts.append(summed)
+    running = torch.cat(parts)
+    ends = running[batch.ends]
+    starts = running[torch.cat([torch.zeros_like(batch.ends[:1]), batch.ends[:-1]])]
+    return ends - starts

@@ -1,0 +1,98 @@
+"""Failures that tests plant inside a worker. Inert unless `DCR_TEST_FAULTS=1` is in its process's environment.
+
+Names: `placement` (a wrong permutation, at attach), `job` (a job fails), `slow` (`seconds` of sleep after each slice of
+a job), `apply` (a try has written half), `flip` (a written value is corrupted after an apply), `feed` (what the loader
+made does not arrive), `rollback` (a try fails before it writes), `commit` (before a rank commits), `committed` (after
+it has, and before anybody knows).
+
+A planted point fails, ends its process by SIGKILL (`kill`), or never returns (`hang`); `mark` is a file that is made
+first, so that a test knows. `flip_bit` is a bit that flips by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+ENABLED = os.environ.get("DCR_TEST_FAULTS") == "1"
+
+NAMES = ("placement", "job", "slow", "apply", "flip", "feed", "rollback", "commit", "committed")
+ACTIONS = ("fail", "kill", "hang")
+
+
+@dataclass
+class Plan:
+    """`left` passes of a point will fail, after `skip` more that do not."""
+
+    left: int
+    skip: int
+    seconds: float
+    action: str
+    mark: str
+
+
+_plans: dict[str, Plan] = {}
+_nap = threading.Event()
+
+
+def plant(
+    name: str, *, times: int = 1, skip: int = 0, seconds: float = 0.05, action: str = "fail", mark: str = ""
+) -> None:
+    """Let the next `times` passes of a point fail; 0 takes the fault away again."""
+    if name not in NAMES or action not in ACTIONS:
+        raise ValueError(f"unknown fault {name} ({action}); there are {', '.join(NAMES)} ({', '.join(ACTIONS)})")
+    _plans[name] = Plan(times, skip, seconds, action, mark)
+
+
+def take(name: str) -> bool:
+    """Whether this pass fails; whoever asks then calls `fail`, or fails in its own way."""
+    plan = _plans.get(name) if ENABLED else None
+    if plan is None or plan.left <= 0:
+        return False
+    if plan.skip > 0:
+        plan.skip -= 1
+        return False
+    plan.left -= 1
+    return True
+
+
+def fail(name: str) -> None:
+    """Fail as planned. Raises `Planted` unless the process ends or hangs here."""
+    plan = _plans[name]
+    if plan.mark:
+        Path(plan.mark).touch()
+    if plan.action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    while plan.action != "fail":
+        _nap.wait()
+    raise Planted(f"{name}: a failure planted by a test")
+
+
+def reach(name: str) -> None:
+    """A point at which nothing but a planted failure happens."""
+    if take(name):
+        fail(name)
+
+
+def slice_done() -> None:
+    """After each slice of a job."""
+    if ENABLED and take("slow"):
+        _nap.wait(_plans["slow"].seconds)
+
+
+def flip_bit(tensor: torch.Tensor, element: int) -> None:
+    """Flip the lowest bit of a storage element, as failing memory would."""
+    from dcr_daemon.vllm_plugin.weights.device import lane_view
+
+    lane_view(tensor)[element] ^= 1
+
+
+class Planted(RuntimeError):
+    """A failure that a test asked for."""

@@ -1,0 +1,188 @@
+"""What attach leaves behind on a worker: a layout, where it lies in live memory, and the jobs that may run over it.
+
+Everything that a job needs is compiled and reserved here, while nobody waits: a compile on the background thread
+would hold the interpreter, and so generation, for seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.canonical.region import box
+from dcr_daemon.codec.warm import compile_kernels
+from dcr_daemon.errors import Corrupt, EngineRefused
+from dcr_daemon.vllm_plugin.calls import FingerprintRank, Held, HopFiles, Start
+from dcr_daemon.vllm_plugin.loader import loading
+from dcr_daemon.vllm_plugin.loader.feeding import Feeder, Values, read_values, write_fed
+from dcr_daemon.vllm_plugin.weights import faults
+from dcr_daemon.vllm_plugin.weights.dense import DenseFiles
+from dcr_daemon.vllm_plugin.weights.memory import Homes, HostMemory, Memory, Side, holders_of
+from dcr_daemon.vllm_plugin.weights.placement import Placement
+from dcr_daemon.vllm_plugin.worker.jobs import Job
+from dcr_daemon.vllm_plugin.worker.transaction import Arena, Preparation, Transaction
+
+
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """`memory` is None exactly if the model was refused. `generation`: foreign writes seen when it was made."""
+
+    layout: Layout
+    placement: Placement
+    memory: Memory | None
+    generation: int
+    feeder: Feeder | None = None
+
+    @property
+    def live(self) -> Memory:
+        if self.memory is None:
+            raise RuntimeError("this model was refused at attach")
+        return self.memory
+
+    def prepare(self, job: Job, hops: Sequence[HopFiles], arena: Arena) -> Transaction:
+        """Decode against live weights; reads only (must E4)."""
+        faults.reach("job")
+        preparation = Preparation(
+            layout=self.layout, placement=self.placement, memory=self.live, arena=arena, advance=job.advance
+        )
+        txn = preparation.run(job.id, hops)
+        last = hops[txn.fits - 1] if hops else None
+        if last is not None and last.loaded:
+            txn.values = self.read_loaded([last.loaded], last.after)
+        elif txn.loaded:
+            names = ", ".join(self.layout[tensor].name for tensor in sorted(txn.loaded)[:5])
+            raise EngineRefused(f"the change comes without the bytes of {names}, which the loader computes with")
+        return txn
+
+    def read_loaded(self, paths: Sequence[str], vector: str) -> Values:
+        """The canonical bytes of what the loader computes with, as the version of `vector` has them."""
+        tensors = sorted(self.placement.loaded)
+        return read_values(paths, self.layout, tensors, vector) if tensors else {}
+
+    def stage(self, txn: Transaction) -> None:
+        """Run the loader over what came with a transaction, on scratch. On the main thread, never beside a step."""
+        if txn.values is not None and self.feeder is not None:
+            txn.fed, txn.values = self.feeder.stage(txn.values), None
+
+    def differing(self, values: Values) -> list[str]:
+        """Parameters that do not hold what the loader makes of these values."""
+        return [fed.name for fed in self.feeder.stage(values)] if self.feeder is not None else []
+
+    def feed(self, values: Values) -> None:
+        """Write what the loader makes of these values, at once: for a load, which goes forward only."""
+        if self.feeder is not None:
+            write_fed(self.feeder.stage(values), Side.NEW)
+
+    def fingerprint(self, job: Job) -> FingerprintRank:
+        """Sum all that is held; reads only."""
+        faults.reach("job")
+        return FingerprintRank(id=job.id, sums=self.live.box_sums(job.tick).tobytes())
+
+    def scrub(self, job: Job, arg: Start) -> FingerprintRank:
+        """Sum what is held of some tensors, slowly; reads only."""
+        faults.reach("job")
+        sums = self.live.box_sums(job.pace(arg.rate), range(*arg.tensors))
+        return FingerprintRank(id=job.id, sums=sums.tobytes())
+
+    def check_load(self, arg: Start) -> None:
+        """Whether a load's files are whole and can be what this engine holds, before anything is paused for them.
+
+        Raises:
+            Corrupt: a file is damaged, or a tensor is missing.
+            EngineRefused: tensors that share their memory here differ in the files.
+        """
+        files = DenseFiles(arg.files, self.layout)
+        require_all(files, sorted({*self.placement.by_tensor, *self.placement.loaded}))
+        for one, other in self.placement.twins:
+            rows = [self.placement.rows[number] for number in (one, other)]
+            mine, theirs = (files.lanes(row.tensor) for row in rows)
+            part = box(rows[0].region)
+            if not np.array_equal(part.view(mine), part.view(theirs)):
+                names = " and ".join(self.layout[row.tensor].name for row in rows)
+                raise EngineRefused(
+                    f"{names} share their memory in this engine, and in these files they differ",
+                    hint="train them tied, or serve a checkpoint whose config does not tie them",
+                )
+
+    def load(self, job: Job, arg: Start) -> Values:
+        """Overwrite all that is held from an anchor's files; nothing is written unless the files hold all of it.
+
+        The loaded tensors are only read here: they come from the anchor, or alone from a file of their own, and
+        `feed` writes them.
+        """
+        values = self.read_loaded([arg.loaded] if arg.loaded else arg.files, arg.vector)
+        if not arg.files:
+            return values
+        files = DenseFiles(arg.files, self.layout)
+        tensors = sorted(self.placement.by_tensor)
+        require_all(files, tensors)
+        for done, tensor in enumerate(tensors):
+            self.live.overwrite(tensor, files.lanes(tensor), job.tick)
+            job.advance((done + 1) / len(tensors))
+        return values
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Where each canonical tensor lies, for people and clients."""
+        return [
+            {
+                "tensor": self.layout[row.tensor].name,
+                "parameter": row.parameter,
+                "start": row.region.dst,
+                "shape": list(row.region.shape),
+                "strides": list(row.region.dst_strides),
+                "live": row.base,
+                "repacked": row.repack is not None,
+            }
+            for row in self.placement.rows
+        ]
+
+
+def require_all(files: DenseFiles, tensors: Sequence[int]) -> None:
+    """Raises `Corrupt` unless the files hold all of these tensors."""
+    missing = files.missing(tensors)
+    if missing:
+        raise Corrupt(f"the anchor lacks {', '.join(missing[:5])} ({len(missing)} tensors)")
+
+
+def attach(
+    model: torch.nn.Module,
+    config: Any,
+    layout: Layout,
+    *,
+    platform: str,
+    device: torch.device,
+    generation: int,
+    before: Attachment | None,
+) -> Attachment:
+    """Record where a layout lies, or take over an earlier recording of it.
+
+    A loader that ran again since the model was loaded (a reload) no longer shows where it puts things. But the first
+    recording stays true as long as no storage moved, and content proves it anew; so it is used again.
+    """
+    if before is not None and before.memory is not None and before.layout == layout and before.memory.moved() is None:
+        return Attachment(layout, before.placement, before.memory, generation, before.feeder)
+    placement, live = loading.attach_model(model, config, layout, platform)
+    if placement.refusals:
+        return Attachment(layout, placement, None, generation)
+    try:
+        memory = open_memory(placement, Homes(live, holders_of(model)), layout, device)
+    except ValueError as error:
+        refused = Placement(held=[Held.REFUSED] * len(layout), refusals={"": str(error)})
+        return Attachment(layout, refused, None, generation)
+    compile_kernels(spec.width for spec in layout)
+    dtype = config.model_config.dtype if config is not None else None
+    return Attachment(layout, placement, memory, generation, Feeder(model, placement, live, layout, dtype))
+
+
+def open_memory(placement: Placement, homes: Homes, layout: Layout, device: torch.device) -> Memory:
+    """The memory for a device; compiles its kernels."""
+    if device.type == "cpu":
+        return HostMemory(placement, homes, layout)
+    from dcr_daemon.vllm_plugin.weights.device import TorchMemory
+
+    return TorchMemory(placement, homes, layout, device)

@@ -1,0 +1,327 @@
+"""One transaction on one worker: decoded against live weights, held as absolute values, written, written back.
+
+`prepare` only reads weights. It resolves several versions into one change: a later hop sees the values of the earlier
+ones, each hop's sums are taken at its own step, and every element is held once with its value before the first hop
+and after the last. So `apply` and `rollback` are repeatable in any order until one of them is judged good
+(musts E4 to E7). Memory comes from an arena reserved at attach; nothing is allocated when the engine is paused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dcr_daemon.canonical.dtypes import lane_dtype
+from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.codec.chunk import Changes
+from dcr_daemon.codec.decode import Chunk, open_chunk
+from dcr_daemon.errors import CorruptChunk, EngineRefused, Exhausted
+from dcr_daemon.vllm_plugin.calls import HopFiles, PreparedRank, SegmentSums, Sums
+from dcr_daemon.vllm_plugin.loader.feeding import Fed, Values, write_fed
+from dcr_daemon.vllm_plugin.weights import faults
+from dcr_daemon.vllm_plugin.weights.memory import U32, U64, Bits, Group, Memory, Side
+from dcr_daemon.vllm_plugin.weights.placement import Placement
+
+Advance = Callable[[float], None]
+
+
+class Full(Exception):
+    """The arena cannot hold this hop as well."""
+
+
+class Arena:
+    """`cap` bytes, touched once so that they exist; handed out front to back, taken back all at once."""
+
+    def __init__(self, cap: int) -> None:
+        self._bytes = np.empty(max(cap, 8), dtype=np.uint8)
+        self._bytes.fill(0)  # overcommitted pages would be found missing inside a pause
+        self._used = 0
+
+    @property
+    def size(self) -> int:
+        return self._bytes.size
+
+    def reset(self) -> None:
+        self._used = 0
+
+    def take(self, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """`count` lanes; raises `Full`."""
+        start = -(-self._used // 8) * 8
+        end = start + count * np.dtype(dtype).itemsize
+        if end > self.size:
+            raise Full
+        self._used = end
+        return self._bytes[start:end].view(dtype)
+
+
+@dataclass(slots=True)
+class Transaction:
+    """Prepared change of this worker. `groups` hold each changed element once.
+
+    `loaded` are the loaded tensors that it changes; `values`, their canonical bytes, become `fed` when the loader has
+    run over them.
+    """
+
+    id: str
+    fits: int
+    groups: list[Group]
+    answer: PreparedRank
+    loaded: frozenset[int] = frozenset()
+    values: Values | None = None
+    fed: list[Fed] = field(default_factory=list)
+
+    def apply(self, memory: Memory, placement: Placement) -> Sums:
+        """Write the new values; sums of what is in memory afterwards. What was fed is compared here, bit by bit."""
+        if faults.take("apply"):
+            memory.scatter(Side.NEW, stop=len(self.groups) // 2)
+            faults.fail("apply")
+        memory.scatter(Side.NEW)
+        write_fed(self.fed, Side.NEW)
+        if faults.take("flip") and self.groups:
+            _flip(memory, self.groups)
+        return box_sums(self.groups, memory.group_sums(), placement)
+
+    def rollback(self, memory: Memory, placement: Placement) -> Sums:
+        """Write the old values back; sums of what is in memory afterwards."""
+        faults.reach("rollback")
+        memory.scatter(Side.OLD)
+        write_fed(self.fed, Side.OLD)
+        return box_sums(self.groups, memory.group_sums(), placement)
+
+
+def _flip(memory: Memory, groups: list[Group]) -> None:
+    groups[0].new[0] ^= 1
+    memory.scatter(Side.NEW)
+    groups[0].new[0] ^= 1
+
+
+def box_sums(groups: Sequence[Group], sums: U64, placement: Placement) -> Sums:
+    """Per-group sums joined per box, boxes ascending."""
+    boxes = np.array([placement.rows[group.row].box for group in groups], dtype=np.uint32)
+    which, where = np.unique(boxes, return_inverse=True)
+    joined, count = np.zeros(which.size, dtype=np.uint64), np.zeros(which.size, dtype=np.int64)
+    np.add.at(joined, where, sums)
+    np.add.at(count, where, [group.element.size for group in groups])
+    return Sums(box=which.astype("<u4").tobytes(), count=count.astype("<i8").tobytes(), sums=joined.tobytes())
+
+
+class Preparation:
+    """Decodes hops into groups. One use per attempt; runs on the worker's background thread."""
+
+    def __init__(
+        self,
+        *,
+        layout: Layout,
+        placement: Placement,
+        memory: Memory,
+        arena: Arena,
+        advance: Advance = lambda part: None,
+    ) -> None:
+        self._layout = layout
+        self._placement = placement
+        self._memory = memory
+        self._arena = arena
+        self._advance = advance
+        self._groups: list[Group] = []
+        self._by_row: dict[int, list[Group]] = {}
+        self._sums: dict[int, tuple[int, int]] = {}  # old and new of groups (by identity) that no later hop has changed
+        self._loaded: set[int] = set()
+        self._held = np.zeros(len(layout), dtype=bool)
+        self._held[[*placement.by_tensor, *placement.loaded]] = True
+
+    def run(self, txn: str, hops: Sequence[HopFiles]) -> Transaction:
+        """Prepare as many hops as fit.
+
+        Raises:
+            CorruptChunk: a chunk is damaged or not of its hop.
+            Exhausted: the first hop alone is over the arena.
+            EngineRefused: tensors that share memory would differ.
+            OSError: a file cannot be read.
+        """
+        fits = len(hops)
+        while True:
+            self._arena.reset()
+            self._groups, self._by_row, self._sums, self._loaded = [], {}, {}, set()
+            done: list[SegmentSums] = []
+            try:
+                for number, hop in enumerate(hops[:fits]):
+                    done.append(self._hop(number, hop, (number, fits)))
+                return self._finish(txn, fits, done)
+            except Full:
+                # A hop changes values that earlier hops put there, so a half-done one cannot be cut off: start
+                # again with the hops that are known to fit.
+                fits = len(done)
+                if fits == 0:
+                    raise Exhausted(
+                        f"version {hops[0].version} alone needs more than the {self._arena.size} bytes reserved",
+                        hint="raise DCR_STAGE_CAP where the engine is started",
+                    ) from None
+
+    def _hop(self, number: int, hop: HopFiles, of: tuple[int, int]) -> SegmentSums:
+        entries: list[tuple[int, int, int, int, int]] = []
+        for segment_number, chunk, index, part in self._segments(hop):
+            segment = chunk.segment(index)
+            if segment.tensor in self._placement.loaded:
+                self._loaded.add(segment.tensor)
+            if rows := self._placement.met(segment.tensor, segment.box):
+                changes = chunk.changes(index)
+                elements = segment.box.canonical(changes.positions)
+                if not segment.box.ascending:
+                    order = np.argsort(elements)
+                    elements = elements[order]
+                    changes = Changes(segment, changes.positions[order], changes.operands[order])
+                for row in rows:
+                    entry = self._change(number, row, changes, elements)
+                    if entry is not None:
+                        entries.append((segment_number, self._placement.rows[row].box, *entry))
+            faults.slice_done()
+            self._advance((of[0] + part) / of[1])
+        self._advance((of[0] + 1) / of[1])
+        return _segment_sums(hop.version, entries)
+
+    def _segments(self, hop: HopFiles) -> Iterator[tuple[int, Chunk, int, float]]:
+        """Segments of tensors that this worker holds: (number in the hop, chunk, index in the chunk, share done)."""
+        first = 0
+        for i, path in enumerate(hop.chunks):
+            chunk = open_chunk(Path(path).read_bytes(), self._layout)
+            if (chunk.id.base, chunk.id.version, chunk.id.attempt) != (hop.base, hop.version, hop.attempt):
+                raise CorruptChunk(
+                    f"{path} is a chunk of version {chunk.id.version}, attempt {chunk.id.attempt}, not of "
+                    f"{hop.version}, {hop.attempt}",
+                    hint="stage the version again",
+                )
+            for index in np.flatnonzero(self._held[chunk.table.tensor]).tolist():
+                yield first + index, chunk, index, (i + (index + 1) / len(chunk)) / len(hop.chunks)
+            first += len(chunk)
+            chunk.release()
+
+    def _change(
+        self, hop: int, row: int, changes: Changes, elements: npt.NDArray[np.int64]
+    ) -> tuple[int, int, int] | None:
+        """Fold one segment's share of one row in; (count, before, after), or None if they share nothing."""
+        picked, element, target = self._memory.locate(row, elements)
+        if not picked.size:
+            return None
+        lane = lane_dtype(self._layout[changes.segment.tensor].width)
+        old = np.empty(picked.size, dtype=lane)
+        self._memory.gather(row, target, old)
+        held = self._overlay(hop, row, element, old)
+        if picked.size < elements.size:
+            changes = Changes(changes.segment, changes.positions[picked], changes.operands[picked])
+        new = changes.resolve(old).astype(lane, copy=False)
+        before = self._memory.sum_lanes(row, old, element)
+        after = self._memory.sum_lanes(row, new, element)
+        fresh = self._update(held, new, picked.size)
+        group = self._append(hop, row, element, target, old, new, fresh)
+        if group is not None and fresh is None:
+            self._sums[id(group)] = before, after
+        return int(picked.size), before, after
+
+    def _overlay(self, hop: int, row: int, element: U32, old: Bits) -> list[tuple[Group, npt.NDArray[np.int64]]]:
+        """Replace live values by those that earlier hops leave; which groups hold which elements already."""
+        from dcr_daemon.vllm_plugin.weights import kernels
+
+        held = []
+        for group in self._by_row.get(row, ()):
+            if group.hop == hop or group.element[0] > element[-1] or group.element[-1] < element[0]:
+                continue
+            found = np.full(element.size, -1, dtype=np.int64)
+            if kernels.match(group.element, element, found):
+                mine = np.flatnonzero(found >= 0)
+                old[mine] = group.new[found[mine]]
+                held.append((group, found))
+        return held
+
+    def _update(
+        self, held: list[tuple[Group, npt.NDArray[np.int64]]], new: Bits, count: int
+    ) -> npt.NDArray[np.bool_] | None:
+        """Give groups that hold an element already its newer value; a mask of the elements that none holds."""
+        if not held:
+            return None
+        fresh = np.ones(count, dtype=bool)
+        for group, found in held:
+            mine = found >= 0
+            group.new[found[mine]] = new[mine]
+            self._sums.pop(id(group), None)
+            fresh &= ~mine
+        return fresh
+
+    def _append(
+        self, hop: int, row: int, element: U32, target: U32, old: Bits, new: Bits, fresh: npt.NDArray[np.bool_] | None
+    ) -> Group | None:
+        count = element.size if fresh is None else int(fresh.sum())
+        if not count:
+            return None
+        kept: list[npt.NDArray[Any]] = []
+        for values in (element, target, old, new):
+            space = self._arena.take(count, values.dtype)
+            space[:] = values if fresh is None else values[fresh]
+            kept.append(space)
+        group = Group(row, hop, *kept)
+        self._groups.append(group)
+        self._by_row.setdefault(row, []).append(group)
+        return group
+
+    def _require_twins(self) -> None:
+        """One memory under two names takes one value: raises `EngineRefused` if a change gives it two."""
+        for pair in self._placement.twins:
+            changes = [self._by_row.get(row, []) for row in pair]
+            if not any(changes):
+                continue
+            one, other = (_joined(groups) if groups else None for groups in changes)
+            if one is None or other is None or any(not np.array_equal(a, b) for a, b in zip(one, other, strict=True)):
+                names = " and ".join(self._layout[self._placement.rows[row].tensor].name for row in pair)
+                raise EngineRefused(
+                    f"{names} share their memory in this engine, and the change makes them differ",
+                    hint="train them tied, or serve a checkpoint whose config does not tie them",
+                )
+
+    def _finish(self, txn: str, fits: int, done: list[SegmentSums]) -> Transaction:
+        """Stage the groups, and say what apply and rollback will have to answer."""
+        memory, groups = self._memory, self._groups
+        self._require_twins()
+        memory.stage(groups)
+        sums = [
+            self._sums.get(id(g))
+            or (memory.sum_lanes(g.row, g.old, g.element), memory.sum_lanes(g.row, g.new, g.element))
+            for g in groups
+        ]
+        old, new = np.array(sums, dtype=np.uint64).reshape(-1, 2).T
+        answer = PreparedRank(
+            txn=txn,
+            fits=fits,
+            changed=sum(int(group.element.size) for group in groups),
+            hops=done,
+            before=box_sums(groups, old, self._placement),
+            after=box_sums(groups, new, self._placement),
+        )
+        return Transaction(txn, fits, groups, answer, frozenset(self._loaded))
+
+
+def _joined(groups: Sequence[Group]) -> tuple[npt.NDArray[Any], ...]:
+    """Places and new values of several groups of one row, in the order of the places."""
+    target, new = (np.concatenate([getattr(group, name) for group in groups]) for name in ("target", "new"))
+    order = np.argsort(target)
+    return target[order], new[order]
+
+
+def _segment_sums(version: int, entries: list[tuple[int, int, int, int, int]]) -> SegmentSums:
+    """Join rows of the same (segment, box)."""
+    joined: dict[tuple[int, int], tuple[int, int, int]] = {}
+    for segment, box, count, before, after in entries:
+        a, b, c = joined.get((segment, box), (0, 0, 0))
+        joined[segment, box] = (a + count, (b + before) % (1 << 64), (c + after) % (1 << 64))
+    values = list(joined.values())
+    return SegmentSums(
+        version=version,
+        segment=np.array([key[0] for key in joined], dtype="<u4").tobytes(),
+        box=np.array([key[1] for key in joined], dtype="<u4").tobytes(),
+        count=np.array([value[0] for value in values], dtype="<i8").tobytes(),
+        before=np.array([value[1] for value in values], dtype="<u8").tobytes(),
+        after=np.array([value[2] for value in values], dtype="<u8").tobytes(),
+    )
