@@ -5,6 +5,7 @@ An event is a past tense with numbers, never a log text. Emitting must be cheap 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import msgspec
@@ -257,6 +258,13 @@ class StoreRequest(Event, frozen=True, kw_only=True):
     outcome: str
     seconds: float
     bytes: int = 0
+
+
+@functools.cache
+def kind_of(event_type: type[Event]) -> str:
+    """The name of an event as logs and metrics write it: `ChunkPut` is `chunk_put`."""
+    name = event_type.__name__
+    return "".join(f"_{c.lower()}" if c.isupper() and i else c.lower() for i, c in enumerate(name))
 
 
 Emit = Callable[[Event], None]

@@ -21,17 +21,10 @@ from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.codec.decode import Chunk, open_chunk
 from dcr_daemon.engine.journal import Patched
 from dcr_daemon.engine.port import Hop
+from dcr_daemon.engine.staged import read_vector
 from dcr_daemon.errors import CorruptChunk, EngineRefused
 
 Places = list[tuple[Chunk, int]]
-
-
-def read_vector(path: str | Path, layout: Layout) -> Vector:
-    """A vector file, u64 little-endian in layout order. `EngineRefused` if it has another length."""
-    body = Path(path).read_bytes()
-    if len(body) != 8 * len(layout):
-        raise EngineRefused(f"vector {path} has {len(body)} bytes, {len(layout)} tensors need {8 * len(layout)}")
-    return np.frombuffer(body, dtype="<u8").astype(np.uint64)
 
 
 def name_differences(layout: Layout, one: Vector, other: Vector, limit: int = 8) -> str:

@@ -27,7 +27,7 @@ from dcr_daemon.checkpoint.directory import Checkpoint
 from dcr_daemon.disk import exhausted, starved
 from dcr_daemon.engine.assemble import build_checkpoint, gather_vector, plan_slices, slices_of, sum_slice
 from dcr_daemon.engine.checkout import CONFIG, Checkout, Marker, open_checkpoint
-from dcr_daemon.engine.compose import check_chain, compose, name_differences, open_hop, read_vector
+from dcr_daemon.engine.compose import check_chain, compose, name_differences, open_hop
 from dcr_daemon.engine.journal import Install, Journal, Patch, read_journal, write_journal
 from dcr_daemon.engine.port import (
     Attached,
@@ -43,6 +43,7 @@ from dcr_daemon.engine.port import (
     Transaction,
     Verdict,
 )
+from dcr_daemon.engine.staged import read_layout, read_vector
 from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, Exhausted, Fenced, Misuse
 
 BUDGET = 2 << 30  #: encoded bytes of the hops in one transaction; one hop is always taken
@@ -90,7 +91,7 @@ class DirectoryEngine:
         async with self._turn:
             self._forget()
             try:
-                self._layout = await self._thread(_read_layout, facts)
+                self._layout = await self._thread(read_layout, facts.layout, facts.layout_digest)
                 self.path.mkdir(parents=True, exist_ok=True)
                 async with self._locked():
                     marker = await self._thread(self._take, facts)
@@ -504,13 +505,6 @@ class DirectoryEngine:
         places = list(plan_slices(self._layout))
         sums = [self._thread(sum_slice, checkpoint, self._layout, place) for place in places]
         return gather_vector(self._layout, places, await asyncio.gather(*sums))
-
-
-def _read_layout(facts: StreamFacts) -> Layout:
-    layout = Layout.decode(Path(facts.layout).read_bytes())
-    if layout.digest != facts.layout_digest:
-        raise Corrupt(f"{facts.layout} is not layout {facts.layout_digest}")
-    return layout
 
 
 def _within(hops: list[Hop], budget: int) -> list[Hop]:

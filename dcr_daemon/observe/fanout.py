@@ -7,7 +7,6 @@ on the log, and the others go on.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import IO
@@ -59,10 +58,3 @@ class EventFile:
 
     def close(self) -> None:
         self._file.close()
-
-
-@functools.cache
-def kind_of(event_type: type[Event]) -> str:
-    """Name of a fact as logs and metrics write it: `ChunkPut` is `chunk_put`."""
-    name = event_type.__name__
-    return "".join(f"_{c.lower()}" if c.isupper() and i else c.lower() for i, c in enumerate(name))

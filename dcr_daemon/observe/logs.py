@@ -31,6 +31,7 @@ from dcr_daemon.events import (
     RolledBack,
     ShardTaken,
     StoreRequest,
+    kind_of,
 )
 from dcr_daemon.observe.streams import put
 
@@ -108,8 +109,6 @@ class LogEvents:
         self._waiting = ""
 
     def __call__(self, event: Event) -> None:
-        from dcr_daemon.observe.fanout import kind_of
-
         kind = kind_of(type(event))
         fields = {k: v for k, v in msgspec.to_builtins(event).items() if k != "type" and v is not None}
         if kind == "waiting":

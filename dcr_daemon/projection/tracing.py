@@ -21,6 +21,11 @@ from dcr_daemon.canonical.compose import compose
 from dcr_daemon.canonical.region import Region, row_major, slab, whole
 from dcr_daemon.projection.values import dtype_of
 
+Convert = Callable[[dict[str, Any]], Mapping[str, Any]]  #: whole tensors by local name -> by canonical name
+
+FOREIGN = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What an export, which is anybody's code, may raise on tensors that it was not written for."""
+
 _aten = torch.ops.aten
 _COPIES = {
     _aten.clone.default,

@@ -9,8 +9,9 @@ import pytest
 
 from dcr_daemon import events as e
 from dcr_daemon.errors import Misuse
+from dcr_daemon.events import kind_of
 from dcr_daemon.observe import Observer
-from dcr_daemon.observe.fanout import EventFile, kind_of
+from dcr_daemon.observe.fanout import EventFile
 
 
 def test_a_listener_that_fails_is_dropped_and_the_others_go_on() -> None:

@@ -21,13 +21,10 @@ from dcr_daemon.projection.frameworks.megatron.live import Megatron, named_chunk
 from dcr_daemon.projection.frameworks.titan import adapter_conversion
 from dcr_daemon.projection.misfits import Misfits, listed
 from dcr_daemon.projection.plan import Map
-from dcr_daemon.projection.probes.rehearsal import FOREIGN
 from dcr_daemon.projection.sharding.copies import Copies
 from dcr_daemon.projection.sharding.local import Signature, changes, is_tensor, local, memory, signature
 from dcr_daemon.projection.sharding.named import COMPILED, is_module, shared_prefix, table, unwrapped
-from dcr_daemon.projection.tracing import Conversion
-
-Convert = Callable[[dict[str, Any]], Mapping[str, Any]]
+from dcr_daemon.projection.tracing import FOREIGN, Conversion, Convert
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,11 +22,10 @@ from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.errors import Incompatible
 from dcr_daemon.projection.agreement.declaration import Export
 from dcr_daemon.projection.agreement.gate import Verdict
-from dcr_daemon.projection.tracing import Conversion
+from dcr_daemon.projection.tracing import Conversion, Convert
 from dcr_daemon.projection.values import Cast, apply, castable, dtype_names
 
 ExportHook = Callable[[Sequence[str]], Iterable[tuple[str, Any]]]
-Convert = Callable[[dict[str, Any]], Mapping[str, Any]]  #: whole tensors by local name -> by canonical name
 LISTED = 20  #: faults that an error names
 
 

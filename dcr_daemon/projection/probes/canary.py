@@ -30,12 +30,11 @@ from dcr_daemon.canonical.compose import chain, compose
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.canonical.region import Region, invert, normalise, whole
 from dcr_daemon.errors import Incompatible
-from dcr_daemon.projection.binding.residual import Convert
 from dcr_daemon.projection.plan import Map, Shard
 from dcr_daemon.projection.probes.miniature import shrunk
-from dcr_daemon.projection.probes.rehearsal import FOREIGN, Rehearsal
+from dcr_daemon.projection.probes.rehearsal import Rehearsal
 from dcr_daemon.projection.sharding.dtensor import held
-from dcr_daemon.projection.tracing import Conversion, trace
+from dcr_daemon.projection.tracing import FOREIGN, Conversion, Convert, trace
 
 CAP = 16 << 20  #: bytes that a probe may have allocated at a time
 _COPIES = 40  #: bytes per element of a stand-in: its numbers, their export, what is expected, and the pairs

@@ -21,9 +21,9 @@ from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.canonical.region import indices
 from dcr_daemon.projection.plan import Map
 from dcr_daemon.projection.probes.canary import CAP, Probed
-from dcr_daemon.projection.probes.rehearsal import FOREIGN
 from dcr_daemon.projection.sharding.dtensor import cuts_of
 from dcr_daemon.projection.sharding.intervals import Cut, shard
+from dcr_daemon.projection.tracing import FOREIGN
 
 _COPIES = 64  #: bytes per element: the gathered numbers, torch's own buffers, what is expected, the pairs
 _UNCUT = 2  #: size at which an axis that no mesh dimension cuts is kept

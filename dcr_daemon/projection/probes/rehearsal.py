@@ -21,12 +21,10 @@ from dcr_daemon.projection.plan import Shard
 from dcr_daemon.projection.probes.miniature import DIGIT, digits, edited, numbered, random_bits, same, special
 from dcr_daemon.projection.sharding.dtensor import cuts_of
 from dcr_daemon.projection.sharding.intervals import shard
-from dcr_daemon.projection.tracing import Conversion, trace
+from dcr_daemon.projection.tracing import FOREIGN, Conversion, trace
 from dcr_daemon.projection.values import Bits, Value, apply, between, dtype_of, torch_dtype
 
 EDITED = 100  #: one in so many elements is edited by the canary
-FOREIGN = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What an export, which is anybody's code, may raise on tensors that it was not written for."""
 
 
 @dataclass(frozen=True)

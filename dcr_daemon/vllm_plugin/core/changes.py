@@ -24,6 +24,7 @@ import msgspec
 
 from dcr_daemon.engine import messages
 from dcr_daemon.engine.port import Hop, Prepared, Swapped, Transaction, Verdict
+from dcr_daemon.engine.staged import read_vector
 from dcr_daemon.errors import DcrError, EngineRefused
 from dcr_daemon.vllm_plugin import calls
 from dcr_daemon.vllm_plugin.calls import (
@@ -106,7 +107,7 @@ class Changes:
         engine that was at no known version is brought to rest, and its caches handled, as for a change."""
         core = self._core
         placement, live = core.require_live()
-        if wrong := judge.differing(placement, live.vector, tables.read_vector(call.vector, placement.layout)):
+        if wrong := judge.differing(placement, live.vector, read_vector(call.vector, placement.layout)):
             raise EngineRefused(
                 f"the live weights are not version {call.version}: {judge.name_some(wrong)}",
                 hint="serve the checkpoint the stream was made from, or let an anchor repair this engine",
@@ -385,7 +386,7 @@ class Changes:
         between versions, end the engine process the second time: there is nothing further to try (must E5).
         """
         core, placement, start = self._core, self._core.placed, load.start
-        vector = tables.read_vector(start.vector, placement.layout)
+        vector = read_vector(start.vector, placement.layout)
         if start.files:
             check = msgspec.structs.replace(start, id=f"{start.id}-check", kind=JobKind.CHECK)
             yield from core.job(check, calls.JobStatus)

@@ -16,10 +16,11 @@ from typing import Any, Protocol, TypeVar
 from dcr_daemon.engine import messages
 from dcr_daemon.engine.messages import Answer, AnyCall, RankChecksums, Report, TensorReport
 from dcr_daemon.engine.port import Attached, EngineGone, EngineStatus, StreamFacts, Swapped, TensorClass, Verdict
+from dcr_daemon.engine.staged import read_layout
 from dcr_daemon.errors import DcrError, EngineRefused, Fenced
 from dcr_daemon.vllm_plugin import calls
 from dcr_daemon.vllm_plugin.calls import AttachedRank, FingerprintRank, JobKind, JobRef, JobState, JobStatus, Op
-from dcr_daemon.vllm_plugin.core import judge, tables
+from dcr_daemon.vllm_plugin.core import judge
 from dcr_daemon.vllm_plugin.core.flows import Flow, JobSteps, Steps
 from dcr_daemon.vllm_plugin.core.judge import Live, Placement
 from dcr_daemon.vllm_plugin.core.ranks import Ranks, kind_of, raise_for
@@ -240,7 +241,7 @@ class Core:
         if self.begun is not None:
             self.begun, self.moving = None, ""
             self.changes.forget_begun()
-        layout = tables.read_layout(call.facts.layout, call.facts.layout_digest)
+        layout = read_layout(call.facts.layout, call.facts.layout_digest)
         placement = judge.join_placement(layout, answers, self.settings.loaded_cap)
         generations = list(self.ranks.generations)
         live = yield from self.fingerprint(call.id, placement)

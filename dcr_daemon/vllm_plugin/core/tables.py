@@ -11,7 +11,6 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,8 @@ from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.codec.decode import open_chunk
 from dcr_daemon.codec.format import Table
 from dcr_daemon.engine.port import Hop
-from dcr_daemon.errors import Corrupt, EngineRefused
+from dcr_daemon.engine.staged import read_staged, read_vector
+from dcr_daemon.errors import Corrupt
 from dcr_daemon.vllm_plugin.core.judge import HopTable
 
 
@@ -33,33 +33,6 @@ class Promise:
     tables: list[HopTable]
     before: list[Vector]
     after: list[Vector]
-
-
-def read_vector(path: str, layout: Layout) -> Vector:
-    """A version's vector: u64 little-endian, one per tensor. Raises `EngineRefused` if unreadable, `Corrupt` if of
-    another length."""
-    body = _read(path)
-    if len(body) != 8 * len(layout):
-        raise Corrupt(f"{path} holds {len(body)} bytes, a vector of this layout has {8 * len(layout)}")
-    return np.frombuffer(body, dtype="<u8").astype(np.uint64)
-
-
-def read_layout(path: str, digest: str) -> Layout:
-    """The layout object. Raises `EngineRefused` if unreadable, `Corrupt` if it is not the one named."""
-    layout = Layout.decode(_read(path))
-    if layout.digest != digest:
-        raise Corrupt(f"{path} is layout {layout.digest[:12]}, not {digest[:12]}", hint="fetch it again")
-    return layout
-
-
-def _read(path: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise EngineRefused(
-            f"cannot read {path}: {error.strerror}",
-            hint="the server must see the subscriber's staging directory under the same path",
-        ) from error
 
 
 def read_promise(hops: Sequence[Hop], layout: Layout) -> Promise:
@@ -87,7 +60,7 @@ def read_table(hop: Hop, layout: Layout) -> HopTable:
 
 
 def _table(path: str, hop: Hop, layout: Layout) -> Table:
-    chunk = open_chunk(_read(path), layout)
+    chunk = open_chunk(read_staged(path), layout)
     found = (chunk.id.version, chunk.id.base, chunk.id.attempt)
     if found != (hop.version, hop.base, hop.attempt):
         raise Corrupt(

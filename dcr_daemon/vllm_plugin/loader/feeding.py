@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dcr_daemon.canonical.dtypes import lane_dtype
 from dcr_daemon.canonical.fingerprint import sum_run
 from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.engine.staged import read_vector
 from dcr_daemon.errors import Corrupt, DcrError, EngineRefused
-from dcr_daemon.vllm_plugin.core import tables
 from dcr_daemon.vllm_plugin.loader.recorder import DTYPES, Recording, record
 from dcr_daemon.vllm_plugin.weights import faults
 from dcr_daemon.vllm_plugin.weights.dense import DenseFiles
@@ -96,7 +96,7 @@ def read_values(paths: Sequence[str], layout: Layout, tensors: Sequence[int], ve
     Raises:
         Corrupt: the files lack one of them, or hold other bytes than the version's.
     """
-    files, expected = DenseFiles(paths, layout), tables.read_vector(vector, layout)
+    files, expected = DenseFiles(paths, layout), read_vector(vector, layout)
     if missing := files.missing(tensors):
         raise Corrupt(f"{', '.join(paths)} lacks {', '.join(missing[:5])} ({len(missing)} tensors)")
     values = {tensor: np.array(files.lanes(tensor)) for tensor in tensors}

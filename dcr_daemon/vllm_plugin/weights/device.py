@@ -206,6 +206,11 @@ def lane_view(tensor: torch.Tensor) -> torch.Tensor:
     return flat.set_(tensor.untyped_storage())
 
 
+def flip_bit(tensor: torch.Tensor, element: int) -> None:
+    """For tests: flip the lowest bit of a storage element, as failing memory would."""
+    lane_view(tensor)[element] ^= 1
+
+
 def _totals(batch: Batch) -> torch.Tensor:
     """Sum per group: differences of running sums, which wrap as the groups' own sums do."""
     running = torch.zeros(1, dtype=torch.int64, device=batch.index.device)

@@ -6,7 +6,7 @@ made does not arrive), `rollback` (a try fails before it writes), `commit` (befo
 it has, and before anybody knows).
 
 A planted point fails, ends its process by SIGKILL (`kill`), or never returns (`hang`); `mark` is a file that is made
-first, so that a test knows. `flip_bit` is a bit that flips by itself.
+first, so that a test knows.
 """
 
 from __future__ import annotations
@@ -16,10 +16,6 @@ import signal
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
 
 ENABLED = os.environ.get("DCR_TEST_FAULTS") == "1"
 
@@ -85,13 +81,6 @@ def slice_done() -> None:
     """After each slice of a job."""
     if ENABLED and take("slow"):
         _nap.wait(_plans["slow"].seconds)
-
-
-def flip_bit(tensor: torch.Tensor, element: int) -> None:
-    """Flip the lowest bit of a storage element, as failing memory would."""
-    from dcr_daemon.vllm_plugin.weights.device import lane_view
-
-    lane_view(tensor)[element] ^= 1
 
 
 class Planted(RuntimeError):

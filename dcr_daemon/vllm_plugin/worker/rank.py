@@ -19,6 +19,7 @@ from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.vllm_plugin import calls
 from dcr_daemon.vllm_plugin.calls import Code, JobKind, JobState, TxnState
 from dcr_daemon.vllm_plugin.weights import faults
+from dcr_daemon.vllm_plugin.weights.device import flip_bit
 from dcr_daemon.vllm_plugin.weights.memory import lanes_of
 from dcr_daemon.vllm_plugin.worker.attachment import Attachment, attach
 from dcr_daemon.vllm_plugin.worker.jobs import Background, Job
@@ -99,7 +100,7 @@ class Rank:
         here = self._attached()
         for number in here.placement.by_tensor.get(here.layout.index(tensor), [])[:1]:
             row = here.placement.rows[number]
-            faults.flip_bit(
+            flip_bit(
                 dict((*self._model.named_parameters(), *self._model.named_buffers()))[row.parameter],
                 int(row.targets()[0]),
             )

@@ -1,0 +1,48 @@
+"""Files that a driver has staged for an engine: a layout and the vectors of versions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from dcr_daemon.canonical.fingerprint import Vector
+from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.errors import Corrupt, EngineRefused
+
+
+def read_vector(path: str | Path, layout: Layout) -> Vector:
+    """Read a version's vector: one u64 (little-endian) per tensor of the layout.
+
+    Raises:
+        EngineRefused: the file cannot be read.
+        Corrupt: it has another length than a vector of this layout.
+    """
+    body = read_staged(path)
+    if len(body) != 8 * len(layout):
+        raise Corrupt(f"{path} holds {len(body)} bytes, a vector of this layout has {8 * len(layout)}")
+    return np.frombuffer(body, dtype="<u8").astype(np.uint64)
+
+
+def read_layout(path: str | Path, digest: str) -> Layout:
+    """Read a layout object.
+
+    Raises:
+        EngineRefused: the file cannot be read.
+        Corrupt: it is another layout than the one of this digest.
+    """
+    layout = Layout.decode(read_staged(path))
+    if layout.digest != digest:
+        raise Corrupt(f"{path} is layout {layout.digest[:12]}, not {digest[:12]}", hint="fetch it again")
+    return layout
+
+
+def read_staged(path: str | Path) -> bytes:
+    """Read a whole staged file. Raises `EngineRefused` if it cannot be read."""
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise EngineRefused(
+            f"cannot read {path}: {error.strerror}",
+            hint="the server must see the subscriber's staging directory under the same path",
+        ) from error
