@@ -27,7 +27,7 @@ from dcr_daemon.codec.chunk import ChunkId
 from dcr_daemon.codec.encode import TARGET_BYTES, ChunkEncoder
 from dcr_daemon.codec.warm import compile_kernels
 from dcr_daemon.projection import values
-from dcr_daemon.projection.binding.live import Live
+from dcr_daemon.projection.binding.bind import Live
 from dcr_daemon.projection.binding.reader import Reader, blocks
 from dcr_daemon.projection.frameworks import modules
 from dcr_daemon.projection.frameworks.megatron.grid import Grid
@@ -36,9 +36,9 @@ from dcr_daemon.projection.frameworks.megatron.shards import of_rank
 from dcr_daemon.projection.frameworks.models.architecture import Architecture
 from dcr_daemon.projection.frameworks.models.families import read_architecture, shipped
 from dcr_daemon.projection.host import lanes
-from dcr_daemon.projection.plan import Map, Shard, gaps
 from dcr_daemon.projection.preview import preview
-from dcr_daemon.publish.baseline.share import block_bytes
+from dcr_daemon.projection.region_map import Map, Shard, gaps
+from dcr_daemon.publish.baseline.blocks import block_bytes
 
 ID = ChunkId(stream="bench", attempt=1, base=0, version=1, group="bench", rank=0, nonce="bench", n=0)
 RATE = 0.01  #: of the elements change

@@ -154,7 +154,7 @@ def command(
     Example: dcr publish --to s3://bucket/run-42 --create --base /models/qwen3 --watch /checkpoints
     """
     from dcr_daemon.publish.options import parse_codec
-    from dcr_daemon.publish.watch.watch import WatchOptions, run_watch
+    from dcr_daemon.publish.watch.watcher import WatchOptions, run_watch
 
     options = WatchOptions(
         state=state_root(state),

@@ -35,7 +35,7 @@ class Proof:
 
 def checksums(socket: Path) -> list[dict[str, str]]:
     """Per rank: name of each parameter and buffer, and the SHA-256 of its bytes. Asks; owns nothing."""
-    from dcr_daemon.engine.vllm import VllmEngine
+    from dcr_daemon.engine.vllm_client import VllmEngine
 
     async def ask() -> list[dict[str, str]]:
         engine = VllmEngine(socket)

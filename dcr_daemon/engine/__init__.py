@@ -31,9 +31,9 @@ def open_engine(url: str, *, state: Path) -> Engine:
     if parts.netloc or parts.query or parts.fragment or not path.startswith("/") or path == "/":
         raise Misuse(f"{url!r} does not name an absolute path", hint=f"write three slashes: {parts.scheme}:///path")
     if parts.scheme == "dir":
-        from dcr_daemon.engine.directory import DirectoryEngine
+        from dcr_daemon.engine.directory.engine import DirectoryEngine
 
         return DirectoryEngine(Path(path))
-    from dcr_daemon.engine.vllm import VllmEngine
+    from dcr_daemon.engine.vllm_client import VllmEngine
 
     return VllmEngine(Path(path))

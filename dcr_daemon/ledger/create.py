@@ -10,8 +10,8 @@ from dcr_daemon.events import Emit
 from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.records import ObjectRef, Stream
 from dcr_daemon.ledger.slot import occupy
-from dcr_daemon.store.once import create_once
 from dcr_daemon.store.port import Store
+from dcr_daemon.store.put_if_absent import create_once
 
 
 async def create_stream(store: Store, layout: Layout, vector: Vector, *, model: str, emit: Emit) -> None:

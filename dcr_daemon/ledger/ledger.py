@@ -24,8 +24,8 @@ from dcr_daemon.ledger import records
 from dcr_daemon.ledger.create import create_stream
 from dcr_daemon.ledger.fold import Step, Tip, begin, fold, judge
 from dcr_daemon.ledger.follow import Follower, Polling
+from dcr_daemon.ledger.high_water_mark import Memory
 from dcr_daemon.ledger.history import History
-from dcr_daemon.ledger.memory import Memory
 from dcr_daemon.ledger.records import Epoch, Record, Release, State, Stream
 from dcr_daemon.ledger.slot import TRIES, judge_slot, occupy, read_slot
 from dcr_daemon.ledger.tail import Tail, find_gap, missing_record

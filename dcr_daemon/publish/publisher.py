@@ -21,18 +21,18 @@ from typing import Any, Never, Self
 
 from dcr_daemon.errors import DcrError, Fenced, Misuse, StoreUnavailable
 from dcr_daemon.events import Emit, Rounded, Waiting
-from dcr_daemon.publish.baseline.share import block_bytes
-from dcr_daemon.publish.group import shards
+from dcr_daemon.publish.baseline.blocks import block_bytes
+from dcr_daemon.publish.event_log import tell
+from dcr_daemon.publish.group import update_steps
+from dcr_daemon.publish.group.leader import CLOSE_PATIENCE, Session
 from dcr_daemon.publish.group.member import Member
 from dcr_daemon.publish.group.opening import open_member, open_session
 from dcr_daemon.publish.group.projected import Projected, Trainer
-from dcr_daemon.publish.group.session import CLOSE_PATIENCE, Session
 from dcr_daemon.publish.inputs.intake import Intake
 from dcr_daemon.publish.inputs.sources import Source, TensorSource, settle_devices
-from dcr_daemon.publish.inputs.weights import as_stream, as_table, check_kind, needs_projection
+from dcr_daemon.publish.inputs.tensors import as_stream, as_table, check_kind, needs_projection
 from dcr_daemon.publish.options import KEEP_VERSIONS, SCRUB_RATE, PublishOptions, default_state, parse_codec
 from dcr_daemon.publish.rank import find_rank
-from dcr_daemon.publish.telling import tell
 from dcr_daemon.publish.version.attempt import Attempt
 from dcr_daemon.publish.version.update import Update
 from dcr_daemon.publish.version.versions import checked_metadata, checked_step
@@ -220,8 +220,8 @@ class Publisher:
             self._emit,
         )  # fmt: skip
         try:
-            steps = shards.steps(session, projected, weights, step=step, call=self._calls)
-            return shards.drive(steps, self._running.call)
+            steps = update_steps.steps(session, projected, weights, step=step, call=self._calls)
+            return update_steps.drive(steps, self._running.call)
         except BaseException as error:
             self._abort(error)
             raise

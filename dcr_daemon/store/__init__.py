@@ -1,8 +1,8 @@
 """Places where a stream lives: one port, a directory and S3-compatible buckets."""
 
-from dcr_daemon.store.once import create_once
 from dcr_daemon.store.open import open_store
 from dcr_daemon.store.port import Entry, Outcome, Store
 from dcr_daemon.store.probe import probe
+from dcr_daemon.store.put_if_absent import create_once
 
 __all__ = ["Entry", "Outcome", "Store", "create_once", "open_store", "probe"]

@@ -23,8 +23,8 @@ from dcr_daemon import runtime
 from dcr_daemon.disk import sync_directory, sync_file
 from dcr_daemon.errors import Corrupt, DcrError, Exhausted, Incompatible, Missing, Misuse, StoreUnavailable
 from dcr_daemon.events import Emit, discard
+from dcr_daemon.store.instrumented import observed
 from dcr_daemon.store.keys import check_key, check_prefix, is_key
-from dcr_daemon.store.observed import observed
 from dcr_daemon.store.port import Entry, Outcome
 from dcr_daemon.store.retry import Patience, Transient, persist
 

@@ -11,8 +11,8 @@ from typing import Protocol, runtime_checkable
 
 from dcr_daemon import runtime
 from dcr_daemon.errors import DcrError, Incompatible, Missing, StoreUnavailable
-from dcr_daemon.store.once import create_once
 from dcr_daemon.store.port import Outcome, Store
+from dcr_daemon.store.put_if_absent import create_once
 from dcr_daemon.store.retry import Patience
 
 ROUNDS = 4

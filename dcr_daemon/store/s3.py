@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 from dcr_daemon.errors import Missing
 from dcr_daemon.events import Emit, discard
+from dcr_daemon.store.instrumented import observed
 from dcr_daemon.store.keys import check_key, check_prefix, is_key
-from dcr_daemon.store.observed import observed
 from dcr_daemon.store.port import Entry, Outcome
 from dcr_daemon.store.retry import Patience, Transient, persist
 from dcr_daemon.store.s3_client import Addressing, open_client

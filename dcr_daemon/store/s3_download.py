@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dcr_daemon.errors import Corrupt
-from dcr_daemon.store.observed import Request
+from dcr_daemon.store.instrumented import Request
 from dcr_daemon.store.retry import PROGRESS_BYTES, Transient
 from dcr_daemon.store.s3_faults import SDK_ERRORS, Unranged, translate
 

@@ -24,8 +24,8 @@ from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.store.port import Store
 from dcr_daemon.subscribe.anchors import AnchorFiles
-from dcr_daemon.subscribe.drive import Driver, Place
-from dcr_daemon.subscribe.follow import Feed
+from dcr_daemon.subscribe.driver import Driver, Place
+from dcr_daemon.subscribe.follower import Feed
 from dcr_daemon.subscribe.loaded import Loaded
 from dcr_daemon.subscribe.options import STAGING_LIMIT, SubscribeOptions, subscriber_state
 from dcr_daemon.subscribe.scrub import Scrub

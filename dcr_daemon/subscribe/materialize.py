@@ -18,9 +18,9 @@ from dcr_daemon import runtime
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.directory import Checkpoint, shard_paths
 from dcr_daemon.disk import sync_directory
-from dcr_daemon.engine.assemble import gather_vector, plan_slices, sum_slice
-from dcr_daemon.engine.checkout import describe_difference
-from dcr_daemon.engine.directory import DirectoryEngine
+from dcr_daemon.engine.directory.assemble import gather_vector, plan_slices, sum_slice
+from dcr_daemon.engine.directory.checkout import describe_difference
+from dcr_daemon.engine.directory.engine import DirectoryEngine
 from dcr_daemon.engine.port import Swapped, TensorClass, Transaction, Verdict
 from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, Exhausted, Incompatible, Misuse, NotFound
 from dcr_daemon.events import Committed, Emit, Waiting, discard

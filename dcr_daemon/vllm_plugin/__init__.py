@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dcr_daemon.vllm_plugin.endpoint import Endpoint
-    from dcr_daemon.vllm_plugin.worker.worker import WorkerExtension as WorkerExtension
+    from dcr_daemon.vllm_plugin.worker.extension import WorkerExtension as WorkerExtension
 
 
 def register() -> None:
@@ -58,6 +58,6 @@ def __getattr__(name: str) -> Any:
     """`WorkerExtension` is imported by workers only: it needs torch."""
     if name != "WorkerExtension":
         raise AttributeError(f"module {__name__} has no attribute {name}")
-    from dcr_daemon.vllm_plugin.worker.worker import WorkerExtension
+    from dcr_daemon.vllm_plugin.worker.extension import WorkerExtension
 
     return WorkerExtension

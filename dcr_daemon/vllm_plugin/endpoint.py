@@ -31,8 +31,8 @@ from dcr_daemon.engine.port import EngineGone, EngineStatus
 from dcr_daemon.errors import DcrError, Misuse
 from dcr_daemon.vllm_plugin import compat
 from dcr_daemon.vllm_plugin.compat import UnsupportedVllm
+from dcr_daemon.vllm_plugin.core.data_parallel import Way, joint_verdict, lasted, merge
 from dcr_daemon.vllm_plugin.core.hooks import METHOD
-from dcr_daemon.vllm_plugin.core.merge import Way, joint_verdict, lasted, merge
 from dcr_daemon.vllm_plugin.settings import Settings
 
 log = logging.getLogger("vllm.dcr")

@@ -95,7 +95,7 @@ def test_a_stream_tells_what_its_ranks_agreed_on(capsys: pytest.CaptureFixture[s
     from dcr_daemon import Publisher, Trainer
     from dcr_daemon.canonical.region import whole
     from dcr_daemon.checkpoint.directory import write_checkpoint
-    from dcr_daemon.projection.plan import Map, Shard
+    from dcr_daemon.projection.region_map import Map, Shard
     from dcr_daemon.projection.values import Bits
 
     names = {"a": (4, 6), "b": (5,)}

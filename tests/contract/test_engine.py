@@ -11,7 +11,7 @@ from engine_contract import *  # noqa: F403  # the tests themselves
 from versions import Versions
 
 from dcr_daemon.checkpoint.safetensors import SafetensorsFile
-from dcr_daemon.engine.directory import DirectoryEngine
+from dcr_daemon.engine.directory.engine import DirectoryEngine
 
 
 class Directory:

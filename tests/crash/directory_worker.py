@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from dcr_daemon.engine.directory import DirectoryEngine
+from dcr_daemon.engine.directory.engine import DirectoryEngine
 from dcr_daemon.engine.port import StreamFacts, Transaction
 
 

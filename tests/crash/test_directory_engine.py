@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dcr_daemon.engine.directory import DirectoryEngine
+from dcr_daemon.engine.directory.engine import DirectoryEngine
 
 pytestmark = pytest.mark.crash
 

@@ -101,9 +101,9 @@ def test_a_log_and_an_event_file_on_a_full_disk_end_no_daemon(tmp_path):
 MEMORY = """
 import asyncio, json, sys, threading, time
 from pathlib import Path
-from dcr_daemon.engine.directory import DirectoryEngine
+from dcr_daemon.engine.directory.engine import DirectoryEngine
 from dcr_daemon.events import discard
-from dcr_daemon.publish.watch.watch import WatchOptions, run_watch
+from dcr_daemon.publish.watch.watcher import WatchOptions, run_watch
 from dcr_daemon.store.file import FileStore
 from dcr_daemon.subscribe.daemon import SubscribeOptions, run_subscribe
 role, root, peak = sys.argv[1], Path(sys.argv[2]), [0]

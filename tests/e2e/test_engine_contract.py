@@ -8,7 +8,7 @@ import pytest
 from engine_contract import *  # noqa: F403  # the tests themselves
 from vllm_rig import ModelVersions, Rig
 
-from dcr_daemon.engine.vllm import VllmEngine
+from dcr_daemon.engine.vllm_client import VllmEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

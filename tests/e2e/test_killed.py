@@ -23,7 +23,7 @@ from dcr_daemon.demo.models import copy_side_files
 from dcr_daemon.demo.processes import Process
 from dcr_daemon.demo.scene import dcr
 from dcr_daemon.engine.port import EngineGone, EngineStatus, Verdict
-from dcr_daemon.engine.vllm import VllmEngine
+from dcr_daemon.engine.vllm_client import VllmEngine
 from dcr_daemon.store import open_store
 
 pytestmark = pytest.mark.vllm

@@ -13,7 +13,7 @@ from wider_model import redrawn, written_wider
 from dcr_daemon.demo.models import copy_side_files, write_tiny
 from dcr_daemon.engine.messages import RankChecksums
 from dcr_daemon.engine.port import TensorClass
-from dcr_daemon.engine.vllm import VllmEngine
+from dcr_daemon.engine.vllm_client import VllmEngine
 from dcr_daemon.events import discard
 from dcr_daemon.store import open_store
 from dcr_daemon.subscribe.daemon import SubscribeOptions, run_subscribe

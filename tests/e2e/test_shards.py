@@ -27,7 +27,7 @@ from dcr_daemon.demo.models import write_tiny
 from dcr_daemon.demo.proof import checksums
 from dcr_daemon.demo.scene import Scene
 from dcr_daemon.engine.port import Verdict
-from dcr_daemon.engine.vllm import VllmEngine
+from dcr_daemon.engine.vllm_client import VllmEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.seaweed, pytest.mark.slow]
 

@@ -13,7 +13,7 @@ import pytest
 from vllm_rig import ModelVersions, Rig
 
 from dcr_daemon.engine.port import EngineGone, Hop, Transaction, Verdict
-from dcr_daemon.engine.vllm import VllmEngine
+from dcr_daemon.engine.vllm_client import VllmEngine
 from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, Fenced
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

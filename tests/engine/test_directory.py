@@ -12,8 +12,8 @@ from dcr_daemon.checkpoint.directory import Checkpoint, write_checkpoint
 from dcr_daemon.checkpoint.pieces import piece_metadata, plan_files
 from dcr_daemon.checkpoint.safetensors import SafetensorsFile, write_safetensors
 from dcr_daemon.engine import open_engine
-from dcr_daemon.engine.checkout import Checkout
-from dcr_daemon.engine.directory import DirectoryEngine
+from dcr_daemon.engine.directory.checkout import Checkout
+from dcr_daemon.engine.directory.engine import DirectoryEngine
 from dcr_daemon.engine.port import Transaction, Verdict
 from dcr_daemon.errors import Corrupt, CorruptChunk, EngineRefused, Exhausted, Fenced, Misuse
 

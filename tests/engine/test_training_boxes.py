@@ -15,8 +15,8 @@ from training_boxes import Cut, cuts, megatron_cut
 from versions import Versions
 
 from dcr_daemon.canonical.layout import Layout
-from dcr_daemon.engine.compose import compose, open_hop
-from dcr_daemon.engine.directory import DirectoryEngine
+from dcr_daemon.engine.deltas import compose, open_hop
+from dcr_daemon.engine.directory.engine import DirectoryEngine
 from dcr_daemon.engine.port import Verdict
 from dcr_daemon.projection.frameworks.megatron.grid import Grid
 from dcr_daemon.projection.frameworks.megatron.model import layout as layout_of

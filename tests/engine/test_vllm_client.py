@@ -12,7 +12,7 @@ import pytest
 from dcr_daemon.engine import messages
 from dcr_daemon.engine.messages import Answer
 from dcr_daemon.engine.port import Attached, EngineGone, EngineStatus, StreamFacts, Swapped, Verdict
-from dcr_daemon.engine.vllm import VllmEngine
+from dcr_daemon.engine.vllm_client import VllmEngine
 from dcr_daemon.errors import Corrupt, CorruptChunk, DcrError, EngineRefused, Exhausted, Fenced, Incompatible, Misuse
 
 STATUS = EngineStatus(incarnation="i", version=3, serving=True)

@@ -20,7 +20,7 @@ from field_models import FieldEngine, Model, attach_model
 from toy_engine import failing
 from versions import Versions
 
-from dcr_daemon.engine.vllm import VllmEngine
+from dcr_daemon.engine.vllm_client import VllmEngine
 from dcr_daemon.events import Committed, Serving
 from dcr_daemon.ledger.records import Floor
 from dcr_daemon.vllm_plugin.core import hooks

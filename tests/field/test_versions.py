@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from field import Gate, Trainer, until
 
-from dcr_daemon.engine.checkout import Checkout
-from dcr_daemon.engine.directory import DirectoryEngine
+from dcr_daemon.engine.directory.checkout import Checkout
+from dcr_daemon.engine.directory.engine import DirectoryEngine
 from dcr_daemon.errors import Corrupt, StoreUnavailable
 from dcr_daemon.events import Committed, RolledBack, Serving
 from dcr_daemon.ledger import names

@@ -19,8 +19,8 @@ from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.errors import Incompatible, Misuse, NotFound
 from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.fold import Tip, begin, fold, tip_before
+from dcr_daemon.ledger.high_water_mark import Memory
 from dcr_daemon.ledger.ledger import Ledger
-from dcr_daemon.ledger.memory import Memory
 from dcr_daemon.ledger.objects import NotYet, Objects
 from dcr_daemon.store.file import FileStore
 from dcr_daemon.store.keys import is_key

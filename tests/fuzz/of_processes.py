@@ -15,20 +15,20 @@ from aiming import REFUSED, as_file, loop, run, scratch, target
 
 from dcr_daemon.config import read_config
 from dcr_daemon.engine import messages
-from dcr_daemon.engine.checkout import Checkout
-from dcr_daemon.engine.journal import read_journal
+from dcr_daemon.engine.directory.checkout import Checkout
+from dcr_daemon.engine.directory.journal import read_journal
 from dcr_daemon.engine.port import Attached, EngineStatus, Prepared, Swapped
 from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, Misuse
-from dcr_daemon.ledger.memory import Memory
+from dcr_daemon.ledger.high_water_mark import Memory
 from dcr_daemon.publish.baseline.baseline import Baseline
-from dcr_daemon.publish.baseline.share import Share
-from dcr_daemon.publish.watch import published
+from dcr_daemon.publish.baseline.blocks import Share
+from dcr_daemon.publish.watch import history
 from dcr_daemon.runtime import Workers
 from dcr_daemon.subscribe.status import decode_report
 from dcr_daemon.vllm_plugin import calls
 from dcr_daemon.vllm_plugin.calls import Code
-from dcr_daemon.vllm_plugin.worker.rank import Refusal
-from dcr_daemon.vllm_plugin.worker.worker import answer
+from dcr_daemon.vllm_plugin.worker.extension import answer
+from dcr_daemon.vllm_plugin.worker.session import Refusal
 
 # Sockets.
 
@@ -125,7 +125,7 @@ def mark(data: bytes) -> None:
 @target
 def published_list(data: bytes) -> None:
     """`published.json` is a shortcut: a value, or nothing."""
-    published._load(as_file("published.json", data), samples.STREAM, scratch())
+    history._load(as_file("published.json", data), samples.STREAM, scratch())
 
 
 @target

@@ -19,7 +19,7 @@ from dcr_daemon.checkpoint.pieces import read_pieces
 from dcr_daemon.checkpoint.safetensors import SafetensorsBytes, SafetensorsFile
 from dcr_daemon.codec.decode import open_chunk, read_id
 from dcr_daemon.codec.undo import undo_chunk
-from dcr_daemon.engine.compose import check_chain, compose, open_hop
+from dcr_daemon.engine.deltas import check_chain, compose, open_hop
 from dcr_daemon.engine.port import Hop
 from dcr_daemon.errors import Corrupt, CorruptChunk, EngineRefused, NotFound
 from dcr_daemon.vllm_plugin.weights import dense

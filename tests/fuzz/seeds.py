@@ -6,9 +6,9 @@ import msgspec
 import samples
 
 from dcr_daemon.engine import messages
-from dcr_daemon.engine.journal import MAGIC
+from dcr_daemon.engine.directory.journal import MAGIC
 from dcr_daemon.ledger import records
-from dcr_daemon.ledger.memory import Mark
+from dcr_daemon.ledger.high_water_mark import Mark
 
 INSIDE = [b"", bytes(range(64)), b"\xff" * 24, b"\0\1\2\3" * 12, b"\5\4\3\2\1" * 20]
 TOML = b'endpoint-url = "http://x"\n[publish]\nto = "s3://b/p"\nwatch = "/w"\n[status]\njson = true\n'

@@ -27,8 +27,8 @@ from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.publish.baseline.baseline import Baseline
+from dcr_daemon.publish.baseline.blocks import Share
 from dcr_daemon.publish.baseline.restore import Restorer
-from dcr_daemon.publish.baseline.share import Share
 from dcr_daemon.runtime import Workers
 from dcr_daemon.store import open_store
 from dcr_daemon.store.file import FileStore

@@ -15,8 +15,8 @@ from dcr_daemon.errors import Corrupt, Exhausted
 from dcr_daemon.events import Alarm, Waiting
 from dcr_daemon.ledger import names
 from dcr_daemon.ledger.follow import GAP_CHECK, Polling
+from dcr_daemon.ledger.high_water_mark import Memory
 from dcr_daemon.ledger.ledger import Ledger
-from dcr_daemon.ledger.memory import Memory
 from dcr_daemon.ledger.records import Open, Seal
 
 

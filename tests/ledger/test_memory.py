@@ -9,7 +9,7 @@ import pytest
 
 from dcr_daemon.errors import Corrupt, Exhausted, Incompatible, Misuse
 from dcr_daemon.ledger.fold import GENESIS, Tip
-from dcr_daemon.ledger.memory import Memory
+from dcr_daemon.ledger.high_water_mark import Memory
 
 
 def tip(seq: int) -> Tip:

@@ -17,12 +17,12 @@ from rank_processes import run_ranks
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.canonical.region import Region, boxes, slab, whole
 from dcr_daemon.projection.binding.residual import Hook
-from dcr_daemon.projection.frameworks.titan import rotary_rows
-from dcr_daemon.projection.plan import Map
-from dcr_daemon.projection.probes import rehearsal
-from dcr_daemon.projection.probes.canary import CAP, Probed, probe, within
-from dcr_daemon.projection.probes.exports import asked, probe_export
-from dcr_daemon.projection.probes.miniature import digits, lanes, numbered, random_bits, same, shrunk, special
+from dcr_daemon.projection.frameworks.torchtitan import rotary_rows
+from dcr_daemon.projection.probes import export_trial
+from dcr_daemon.projection.probes.export_check import asked, probe_export
+from dcr_daemon.projection.probes.self_check import CAP, Probed, probe, within
+from dcr_daemon.projection.probes.synthetic import digits, lanes, numbered, random_bits, same, shrunk, special
+from dcr_daemon.projection.region_map import Map
 from dcr_daemon.projection.sharding.dtensor import map_of
 from dcr_daemon.projection.tracing import Conversion, trace
 from dcr_daemon.projection.values import Add
@@ -194,7 +194,7 @@ def test_a_value_function_that_is_not_the_exports_is_found(monkeypatch: pytest.M
     def truncated(value: Any, tensor: Any) -> Any:
         return (tensor.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
 
-    monkeypatch.setattr(rehearsal, "apply", truncated)
+    monkeypatch.setattr(export_trial, "apply", truncated)
     assert set(probed().residual.values()) == {"cast(BF16) of special values is not what the export gives"}
     assert probed().residual.keys() == {spec.name for spec in LAYOUT}
 

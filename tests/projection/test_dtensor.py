@@ -27,9 +27,9 @@ from dcr_daemon.canonical.coverage import exactly_once
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.canonical.region import Region, indices, whole
 from dcr_daemon.checkpoint.safetensors import SafetensorsFile
-from dcr_daemon.projection.files.files import Piece, dcp_pieces, map_of_pieces, safetensors_pieces
-from dcr_daemon.projection.files.stored import read_archived
-from dcr_daemon.projection.plan import Map, gaps
+from dcr_daemon.projection.files.piece_map import Piece, dcp_pieces, map_of_pieces, safetensors_pieces
+from dcr_daemon.projection.files.storage import read_archived
+from dcr_daemon.projection.region_map import Map, gaps
 from dcr_daemon.projection.sharding.dtensor import map_of, shards
 from dcr_daemon.projection.values import Cast
 

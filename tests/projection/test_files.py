@@ -21,9 +21,9 @@ from safetensors.numpy import save_file
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.canonical.region import Region
 from dcr_daemon.errors import Corrupt, DcrError, Incompatible, NotFound
-from dcr_daemon.projection.files.files import dcp_pieces, map_of_pieces, safetensors_pieces
-from dcr_daemon.projection.files.stored import read_archived
-from dcr_daemon.projection.plan import gaps
+from dcr_daemon.projection.files.piece_map import dcp_pieces, map_of_pieces, safetensors_pieces
+from dcr_daemon.projection.files.storage import read_archived
+from dcr_daemon.projection.region_map import gaps
 
 TENSORS: dict[str, Any] = {
     "a": torch.arange(24, dtype=torch.float32).reshape(4, 6).bfloat16(),

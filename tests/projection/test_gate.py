@@ -17,7 +17,7 @@ from dcr_daemon.canonical.coverage import exactly_once
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.canonical.region import Region, slab, whole
 from dcr_daemon.errors import Incompatible
-from dcr_daemon.projection.agreement import census, gate
+from dcr_daemon.projection.agreement import coverage, gate
 from dcr_daemon.projection.agreement.gate import (
     Declaration,
     Verdict,
@@ -26,7 +26,7 @@ from dcr_daemon.projection.agreement.gate import (
     decode_verdict,
     judge,
 )
-from dcr_daemon.projection.plan import Map, shards_of
+from dcr_daemon.projection.region_map import Map, shards_of
 
 LAYOUT = Layout(
     [
@@ -192,7 +192,7 @@ def test_the_count_by_columns_is_exactly_once(regions: list[Region], world: int)
     others = [*whole("a", (7,)), *whole("z", (3,))]
     ranks = [declared(r, [*regions[r::world], *(others if r == 0 else [])], world, layout=layout) for r in range(world)]
     found = exactly_once(regions, {"t": (size,)})
-    faults = census.count(ranks, layout, np.zeros(3, np.bool_)).faults
+    faults = coverage.count(ranks, layout, np.zeros(3, np.bool_)).faults
     if not found:
         assert faults == ()
         return
@@ -210,11 +210,11 @@ def test_stripes_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
                  layout=layout)
         for r in range(2)
     ]  # fmt: skip
-    expected = census.count(ranks, layout, np.zeros(9, np.bool_))
+    expected = coverage.count(ranks, layout, np.zeros(9, np.bool_))
     assert [fault.tensor for fault in expected.faults] == [4]
     for stripe in (1, 3, 7):
-        monkeypatch.setattr(census, "STRIPE", stripe)
-        assert census.count(ranks, layout, np.zeros(9, np.bool_)) == expected
+        monkeypatch.setattr(coverage, "STRIPE", stripe)
+        assert coverage.count(ranks, layout, np.zeros(9, np.bool_)) == expected
 
 
 def test_a_thousand_ranks_are_judged_by_columns() -> None:

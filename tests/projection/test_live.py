@@ -20,12 +20,12 @@ from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.canonical.region import Region, whole
 from dcr_daemon.checkpoint.directory import Checkpoint
 from dcr_daemon.errors import Incompatible, Misuse
-from dcr_daemon.projection.binding.live import Live, live
-from dcr_daemon.projection.frameworks import titan
+from dcr_daemon.projection.binding.bind import Live, live
+from dcr_daemon.projection.frameworks import torchtitan
 from dcr_daemon.projection.frameworks.megatron.grid import Grid
 from dcr_daemon.projection.frameworks.megatron.live import Megatron, shards_of
 from dcr_daemon.projection.frameworks.megatron.model import layout as megatron_layout
-from dcr_daemon.projection.plan import Map, Shard, gaps
+from dcr_daemon.projection.region_map import Map, Shard, gaps
 from dcr_daemon.projection.tracing import Conversion
 from dcr_daemon.projection.values import Bits
 
@@ -280,7 +280,7 @@ def test_an_adapter_or_a_conversion_of_ones_own_names_the_tensors() -> None:
     assert "mul" in held.map.residual["scaled"]
     assert "scaled.weight" in held.handed
     assembled(layout, readings(held, layout), residual=["scaled"])
-    own = Conversion({"layers.0.moe.experts.w1_EFD": titan.grouped_experts(names, 4, 2)}, {})
+    own = Conversion({"layers.0.moe.experts.w1_EFD": torchtitan.grouped_experts(names, 4, 2)}, {})
     del table["scaled.weight"], table["freqs_cis"]
     experts = Layout(spec for spec in layout if spec.name != "scaled")
     got = assembled(experts, readings(one(table, experts, conversion=own), experts))

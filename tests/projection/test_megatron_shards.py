@@ -15,7 +15,7 @@ from dcr_daemon.projection.frameworks.megatron.grid import Grid
 from dcr_daemon.projection.frameworks.megatron.live import grid_of_process, shards_of
 from dcr_daemon.projection.frameworks.megatron.model import layout, parameters
 from dcr_daemon.projection.frameworks.megatron.shards import of_rank
-from dcr_daemon.projection.plan import Map, gaps
+from dcr_daemon.projection.region_map import Map, gaps
 from dcr_daemon.projection.values import Add, Bits, Cast
 
 powers = st.sampled_from([1, 2, 4])

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcr_daemon.projection.files.pickled import Opaque, read_pickle
+from dcr_daemon.projection.files.pickle_reader import Opaque, read_pickle
 
 atoms = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
 keys = st.integers() | st.text()

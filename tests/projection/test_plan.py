@@ -7,7 +7,7 @@ import pytest
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.canonical.region import slab, whole
 from dcr_daemon.errors import Incompatible
-from dcr_daemon.projection.plan import Map, gaps, shards_of
+from dcr_daemon.projection.region_map import Map, gaps, shards_of
 from dcr_daemon.projection.values import Bits, Cast
 
 LAYOUT = Layout([TensorSpec("a", "BF16", (4, 4)), TensorSpec("b", "F32", (4,)), TensorSpec("c", "BF16", (2,))])

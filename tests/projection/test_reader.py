@@ -23,10 +23,10 @@ from dcr_daemon.canonical.coverage import exactly_once
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.canonical.region import Region, box, indices, row_major, wire_pieces
 from dcr_daemon.errors import Incompatible
+from dcr_daemon.projection.binding.bind import Live
 from dcr_daemon.projection.binding.blocks import parts
-from dcr_daemon.projection.binding.live import Live
 from dcr_daemon.projection.binding.reader import Reader, blocks
-from dcr_daemon.projection.plan import Map, Shard, shards_of
+from dcr_daemon.projection.region_map import Map, Shard, shards_of
 from dcr_daemon.projection.sharding.intervals import Cut, local_shape, shard
 from dcr_daemon.projection.values import Add, torch_dtype
 from dcr_daemon.projection.values import Bits as Same

@@ -14,11 +14,11 @@ from rank_processes import run_ranks
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.errors import Incompatible
 from dcr_daemon.projection.agreement.gate import Residue, Verdict, declare, judge
-from dcr_daemon.projection.binding.live import Live, live
+from dcr_daemon.projection.binding.bind import Live, live
 from dcr_daemon.projection.binding.reader import Reader
 from dcr_daemon.projection.binding.residual import Exporter, ExportHook, Gather, Hook, Residual
-from dcr_daemon.projection.probes.canary import probe
-from dcr_daemon.projection.probes.exports import asked, probe_export
+from dcr_daemon.projection.probes.export_check import asked, probe_export
+from dcr_daemon.projection.probes.self_check import probe
 from dcr_daemon.projection.sharding.dtensor import map_of
 from dcr_daemon.projection.tracing import trace
 

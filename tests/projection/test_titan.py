@@ -11,7 +11,7 @@ import torch
 from dcr_daemon.canonical.compose import chain
 from dcr_daemon.canonical.coverage import exactly_once
 from dcr_daemon.canonical.region import Region
-from dcr_daemon.projection.frameworks.titan import adapter_conversion, grouped_experts, rotary_rows
+from dcr_daemon.projection.frameworks.torchtitan import adapter_conversion, grouped_experts, rotary_rows
 from dcr_daemon.projection.sharding.intervals import Cut, shard
 
 EXPERTS, INNER, MODEL, HEADS, HEAD = 6, 10, 8, 3, 4

@@ -15,7 +15,7 @@ from dcr_daemon.canonical.region import indices
 from dcr_daemon.checkpoint.directory import Checkpoint
 from dcr_daemon.errors import Incompatible
 from dcr_daemon.projection.frameworks.transformers_v5 import conversion
-from dcr_daemon.projection.plan import gaps
+from dcr_daemon.projection.region_map import gaps
 from dcr_daemon.projection.sharding.dtensor import check_shapes, map_of
 from dcr_daemon.projection.tracing import Conversion
 

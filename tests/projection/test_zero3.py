@@ -16,8 +16,8 @@ from dcr_daemon.canonical.coverage import exactly_once
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.canonical.region import Region, indices, whole
 from dcr_daemon.errors import Incompatible
-from dcr_daemon.projection.binding.live import live
-from dcr_daemon.projection.frameworks.titan import grouped_experts, rotary_rows
+from dcr_daemon.projection.binding.bind import live
+from dcr_daemon.projection.frameworks.torchtitan import grouped_experts, rotary_rows
 from dcr_daemon.projection.sharding.zero3 import flat_range, partition, persistent
 
 

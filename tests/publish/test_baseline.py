@@ -14,7 +14,7 @@ from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.directory import Checkpoint
 from dcr_daemon.errors import Exhausted
 from dcr_daemon.publish.baseline.baseline import Baseline
-from dcr_daemon.publish.baseline.share import Share
+from dcr_daemon.publish.baseline.blocks import Share
 from dcr_daemon.runtime import Workers
 
 

@@ -12,7 +12,7 @@ from small_publisher import Dead, SmallWorld, SpoiltStore, each_request, history
 from dcr_daemon.errors import Fenced
 from dcr_daemon.events import FencedOut
 from dcr_daemon.ledger.records import Release
-from dcr_daemon.publish.group.session import Session
+from dcr_daemon.publish.group.leader import Session
 
 
 async def life(world: SmallWorld, store: SpoiltStore, versions: list[int], **more: Any) -> list[Session]:

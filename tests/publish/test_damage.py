@@ -16,7 +16,7 @@ from dcr_daemon.errors import StoreUnavailable
 from dcr_daemon.events import Alarm, AnchorPut, Committed, Waiting
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.records import Seal
-from dcr_daemon.publish.group.session import Session
+from dcr_daemon.publish.group.leader import Session
 
 
 def alarms(world: SmallWorld) -> list[str]:

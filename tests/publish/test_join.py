@@ -14,8 +14,8 @@ from dcr_daemon.errors import Corrupt, Missing, StoreUnavailable
 from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.records import ObjectRef, Open, Part
+from dcr_daemon.publish.group.collect import read_listed
 from dcr_daemon.publish.group.join import CONCURRENCY, Joined, join
-from dcr_daemon.publish.group.muster import read_listed
 from dcr_daemon.publish.version.attempt import Contribution
 
 LAYOUT = Layout([TensorSpec(f"t{n}", "BF16", (4,)) for n in range(5)])

@@ -18,11 +18,11 @@ from safetensors.numpy import save_file
 
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.canonical.region import Region, row_major
-from dcr_daemon.projection.files.files import SHARDING_INFO, Piece, dcp_pieces, safetensors_pieces
+from dcr_daemon.projection.files.piece_map import SHARDING_INFO, Piece, dcp_pieces, safetensors_pieces
 from dcr_daemon.publish.inputs.sources import SourceChanged
-from dcr_daemon.publish.watch.identity import MANY, FileIdentity, identify, stands_for_many, together
-from dcr_daemon.publish.watch.naming import Fit, InPieces, Naming, Part
-from dcr_daemon.publish.watch.pieced import NotAsPromised, PiecedSource, PieceFiles
+from dcr_daemon.publish.watch.file_identity import MANY, FileIdentity, identify, stands_for_many, together
+from dcr_daemon.publish.watch.piece_names import Fit, InPieces, Naming, Part
+from dcr_daemon.publish.watch.pieces import NotAsPromised, PiecedSource, PieceFiles
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -307,7 +307,7 @@ def test_anchors_follow_their_policy(world: Any, toolbox: Any) -> None:
 
 def test_importing_the_package_loads_neither_torch_nor_numba(tmp_path: Path) -> None:
     code = (
-        "import sys, dcr_daemon, dcr_daemon.publish.watch.watch; dcr_daemon.Publisher;"
+        "import sys, dcr_daemon, dcr_daemon.publish.watch.watcher; dcr_daemon.Publisher;"
         "print([m for m in ('torch', 'numba', 'vllm') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -321,7 +321,7 @@ def test_a_failure_is_told_only_when_it_is_one(
     """The seal was sent and the bucket is silent: that is neither a failure nor a version, until somebody looks."""
     from dcr_daemon.ledger import ledger as ledger_module
     from dcr_daemon.publish import publisher as module
-    from dcr_daemon.publish.group import session as session_module
+    from dcr_daemon.publish.group import leader as session_module
 
     class Silent(toolbox.WrappedStore):
         down, tripped = False, False

@@ -17,7 +17,7 @@ from dcr_daemon.canonical.region import Region
 from dcr_daemon.codec.chunk import Operation
 from dcr_daemon.codec.decode import open_chunk
 from dcr_daemon.errors import Given, Incompatible, Misuse
-from dcr_daemon.projection.plan import Map, Shard
+from dcr_daemon.projection.region_map import Map, Shard
 from dcr_daemon.projection.tracing import trace
 from dcr_daemon.projection.values import Bits
 

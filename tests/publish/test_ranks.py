@@ -13,8 +13,8 @@ from rank_group import Group, RankOf
 from dcr_daemon.errors import Corrupt, DcrError, Fenced, Misuse
 from dcr_daemon.events import AnchorPut, Sealed
 from dcr_daemon.ledger.records import Abort, Seal
-from dcr_daemon.publish.baseline.share import Block
-from dcr_daemon.publish.group.muster import Given
+from dcr_daemon.publish.baseline.blocks import Block
+from dcr_daemon.publish.group.collect import Given
 from dcr_daemon.publish.group.opening import open_session
 from dcr_daemon.publish.options import PublishOptions
 from dcr_daemon.publish.rank import Rank, find_rank

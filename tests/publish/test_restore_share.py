@@ -25,9 +25,9 @@ from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.records import Anchor, ObjectRef, Seal
 from dcr_daemon.ledger.verify import verify
 from dcr_daemon.publish.baseline.baseline import Baseline
+from dcr_daemon.publish.baseline.blocks import Block, Share
 from dcr_daemon.publish.baseline.rebuild import Rebuild
 from dcr_daemon.publish.baseline.restore import Restorer
-from dcr_daemon.publish.baseline.share import Block, Share
 from dcr_daemon.publish.options import PublishOptions
 from dcr_daemon.runtime import Workers
 from dcr_daemon.store.file import FileStore

@@ -18,12 +18,12 @@ from dcr_daemon.ledger.collector import collect
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.retention import RetentionPolicy
 from dcr_daemon.publish.group import retention as module
+from dcr_daemon.publish.group.leader import Session
 from dcr_daemon.publish.group.opening import open_session
-from dcr_daemon.publish.group.session import Session
 from dcr_daemon.publish.inputs.sources import FileSource
 from dcr_daemon.publish.options import PublishOptions
 from dcr_daemon.publish.publisher import Publisher
-from dcr_daemon.publish.watch.watch import WatchOptions, run_watch
+from dcr_daemon.publish.watch.watcher import WatchOptions, run_watch
 
 
 async def opened(world: Any, store: Any = None, **more: Any) -> Session:

@@ -11,8 +11,8 @@ from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.checkpoint.directory import Checkpoint
 from dcr_daemon.errors import Corrupt, Exhausted, Fenced, Incompatible, Misuse, NotFound, StoreUnavailable
 from dcr_daemon.events import Aborted, Alarm, AnchorPut, ChunkPut, Sealed, Waiting
+from dcr_daemon.publish.group.leader import Session
 from dcr_daemon.publish.group.opening import open_session
-from dcr_daemon.publish.group.session import Session
 from dcr_daemon.publish.inputs.sources import FileSource
 from dcr_daemon.publish.options import PublishOptions, stream_state
 from dcr_daemon.store.port import Outcome

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from dcr_daemon.checkpoint.safetensors import pack_safetensors
-from dcr_daemon.publish.watch.identity import identify, number_in
-from dcr_daemon.publish.watch.survey import LOOKS_AT_WRITTEN, Survey
+from dcr_daemon.publish.watch.file_identity import identify, number_in
+from dcr_daemon.publish.watch.scanner import LOOKS_AT_WRITTEN, Survey
 
 
 @pytest.mark.parametrize(

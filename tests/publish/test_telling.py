@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from dcr_daemon.events import Alarm, ChunkPut, Mapped
-from dcr_daemon.publish.telling import tell
+from dcr_daemon.publish.event_log import tell
 
 
 @pytest.mark.parametrize(("residual", "level"), [(0, logging.INFO), (10, logging.WARNING)])

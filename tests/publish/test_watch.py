@@ -18,8 +18,8 @@ from dcr_daemon.checkpoint.safetensors import pack_safetensors, write_safetensor
 from dcr_daemon.errors import Fenced, Incompatible, NotFound
 from dcr_daemon.events import Aborted, ChunkPut, Claimed, Opened, Sealed, ShardTaken, Waiting, discard
 from dcr_daemon.publish.group.opening import open_session
-from dcr_daemon.publish.watch import watch as module
-from dcr_daemon.publish.watch.watch import WatchOptions, run_watch
+from dcr_daemon.publish.watch import watcher as module
+from dcr_daemon.publish.watch.watcher import WatchOptions, run_watch
 
 DEADLINE = 60.0
 

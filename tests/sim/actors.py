@@ -13,16 +13,16 @@ from sim.clock import Process
 from sim.engines import SimEngine, SimVllmEngine
 from sim.trainer import Lanes, Trainer, save, sources
 
-from dcr_daemon.engine.directory import DirectoryEngine
+from dcr_daemon.engine.directory.engine import DirectoryEngine
 from dcr_daemon.errors import DcrError, Fenced, StoreUnavailable
 from dcr_daemon.events import Event
 from dcr_daemon.ledger.collector import collect
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.retention import RetentionPolicy
+from dcr_daemon.publish.group.leader import Session
 from dcr_daemon.publish.group.opening import open_session
-from dcr_daemon.publish.group.session import Session
 from dcr_daemon.publish.options import PublishOptions
-from dcr_daemon.publish.watch.watch import WatchOptions, run_watch
+from dcr_daemon.publish.watch.watcher import WatchOptions, run_watch
 from dcr_daemon.subscribe.daemon import SubscribeOptions, run_subscribe
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from dcr_daemon.errors import Corrupt, Missing
 from dcr_daemon.events import Emit, discard
+from dcr_daemon.store.instrumented import observed
 from dcr_daemon.store.keys import check_key, check_prefix
-from dcr_daemon.store.observed import observed
 from dcr_daemon.store.port import Entry, Outcome
 from dcr_daemon.store.retry import Patience, Transient, persist
 

@@ -22,15 +22,15 @@ from toy_model import loaded, placed
 
 from dcr_daemon.engine import messages
 from dcr_daemon.engine.messages import AnyAnswer, Attach, Pending
-from dcr_daemon.engine.vllm import VllmEngine
+from dcr_daemon.engine.vllm_client import VllmEngine
 from dcr_daemon.vllm_plugin.calls import JobKind, Op
-from dcr_daemon.vllm_plugin.core import tables
-from dcr_daemon.vllm_plugin.core.core import Core
-from dcr_daemon.vllm_plugin.core.ranks import Ranks
+from dcr_daemon.vllm_plugin.core import promises
+from dcr_daemon.vllm_plugin.core.engine_core import Core
+from dcr_daemon.vllm_plugin.core.worker_group import Ranks
 from dcr_daemon.vllm_plugin.loader import loading
 from dcr_daemon.vllm_plugin.settings import Settings
 from dcr_daemon.vllm_plugin.weights import faults
-from dcr_daemon.vllm_plugin.worker import rank as rank_module
+from dcr_daemon.vllm_plugin.worker import session as rank_module
 from dcr_daemon.vllm_plugin.worker.jobs import Background, Job
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class InlineReader:
     def start(self, hops: Any, layout: Any) -> Future[Any]:
         future: Future[Any] = Future()
         try:
-            future.set_result(tables.read_promise(hops, layout))
+            future.set_result(promises.read_promise(hops, layout))
         except Exception as error:  # noqa: BLE001  as an executor hands over whatever its work raises
             future.set_exception(error)
         return future

@@ -18,14 +18,14 @@ from dcr_daemon.checkpoint.directory import DIRTY, Checkpoint
 from dcr_daemon.checkpoint.pieces import read_pieces
 from dcr_daemon.checkpoint.safetensors import SafetensorsBytes
 from dcr_daemon.codec.decode import open_chunk
-from dcr_daemon.engine.checkout import CONFIG, Checkout
+from dcr_daemon.engine.directory.checkout import CONFIG, Checkout
 from dcr_daemon.errors import DcrError, Fenced
 from dcr_daemon.events import Aborted, Committed, Event, Serving
 from dcr_daemon.ledger import records
 from dcr_daemon.ledger.fold import Tip, begin, fold
 from dcr_daemon.ledger.records import Anchor, AnyRecord, ObjectRef, Seal
+from dcr_daemon.publish.group.leader import Session
 from dcr_daemon.publish.group.member import Member
-from dcr_daemon.publish.group.session import Session
 
 if TYPE_CHECKING:
     from sim.actors import Actor, Replica, SimPublisher

@@ -26,15 +26,15 @@ from dcr_daemon.canonical.box import Box
 from dcr_daemon.canonical.region import Region, row_major
 from dcr_daemon.errors import DcrError, Fenced
 from dcr_daemon.events import Event, Sealed
-from dcr_daemon.projection.plan import Map, shards_of
+from dcr_daemon.projection.region_map import Map, shards_of
 from dcr_daemon.publish.baseline.baseline import Baseline
-from dcr_daemon.publish.baseline.share import block_bytes
-from dcr_daemon.publish.group import shards
+from dcr_daemon.publish.baseline.blocks import block_bytes
+from dcr_daemon.publish.group import update_steps
+from dcr_daemon.publish.group.leader import Session
 from dcr_daemon.publish.group.member import Member
 from dcr_daemon.publish.group.opening import open_member, open_session
 from dcr_daemon.publish.group.projected import Projected
 from dcr_daemon.publish.group.projected import Trainer as Laid
-from dcr_daemon.publish.group.session import Session
 from dcr_daemon.publish.options import PublishOptions
 from dcr_daemon.publish.rank import Rank
 from dcr_daemon.publish.version.attempt import Attempt
@@ -233,7 +233,7 @@ class SimRank(Actor):
         if call in self.broken:
             weights = dict(list(weights.items())[1:])
         try:
-            attempt = await _driven(shards.steps(session, projected, weights, step=step, call=call))
+            attempt = await _driven(update_steps.steps(session, projected, weights, step=step, call=call))
         except DcrError as error:
             await self._settle(session, error)
             self._holds(process, session)
@@ -308,7 +308,7 @@ class Skipped(DcrError):
     """A trainer leaves a call out."""
 
 
-async def _driven(taken: shards.Steps) -> Attempt:
+async def _driven(taken: update_steps.Steps) -> Attempt:
     """`shards.drive` for a trainer that lives on the loop."""
     try:
         work = next(taken)

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from dcr_daemon.errors import Corrupt
-from dcr_daemon.store.abreast import Abreast, abreast
+from dcr_daemon.store.task_limiter import Abreast, abreast
 
 
 class Work:

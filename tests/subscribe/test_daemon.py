@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dcr_daemon.checkpoint.directory import write_checkpoint
-from dcr_daemon.engine.directory import DirectoryEngine
+from dcr_daemon.engine.directory.engine import DirectoryEngine
 from dcr_daemon.errors import (
     Corrupt,
     EngineRefused,

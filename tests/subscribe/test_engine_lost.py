@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dcr_daemon.checkpoint.safetensors import SafetensorsFile
-from dcr_daemon.engine.directory import DirectoryEngine
+from dcr_daemon.engine.directory.engine import DirectoryEngine
 from dcr_daemon.engine.port import EngineGone
 from dcr_daemon.events import (
     Committed,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dcr_daemon.checkpoint.safetensors import SafetensorsFile
-from dcr_daemon.engine.directory import DirectoryEngine
+from dcr_daemon.engine.directory.engine import DirectoryEngine
 from dcr_daemon.engine.port import TensorClass, Verdict
 from dcr_daemon.errors import EngineRefused, Incompatible
 from dcr_daemon.events import Committed

@@ -9,7 +9,7 @@ from worker_rig import Lanes
 
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.vllm_plugin.loader import loading
-from dcr_daemon.vllm_plugin.loader.feeding import record_alone
+from dcr_daemon.vllm_plugin.loader.computed import record_alone
 from dcr_daemon.vllm_plugin.loader.recorder import DTYPES, record
 from dcr_daemon.vllm_plugin.weights.placement import Placement
 

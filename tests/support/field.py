@@ -21,7 +21,7 @@ from versions import Versions
 from dcr_daemon.errors import StoreUnavailable
 from dcr_daemon.events import Sealed
 from dcr_daemon.ledger.records import AnyRecord, decode_record
-from dcr_daemon.publish.watch.watch import WatchOptions, run_watch
+from dcr_daemon.publish.watch.watcher import WatchOptions, run_watch
 from dcr_daemon.store.port import Entry, Outcome, Store
 
 Before = Callable[[str, str], Awaitable[None]]

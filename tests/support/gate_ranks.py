@@ -38,14 +38,14 @@ from dcr_daemon.projection.agreement.gate import (
     encode_verdict,
     judge,
 )
-from dcr_daemon.projection.binding.live import live
+from dcr_daemon.projection.binding.bind import live
 from dcr_daemon.projection.binding.residual import Exporter, Gather, Hook, Residual
 from dcr_daemon.projection.frameworks.transformers_v5 import conversion, converter
-from dcr_daemon.projection.plan import Map
-from dcr_daemon.projection.probes import meshes
-from dcr_daemon.projection.probes.canary import Probed, probe
-from dcr_daemon.projection.probes.exports import asked, probe_export
-from dcr_daemon.projection.probes.meshes import probe_meshes
+from dcr_daemon.projection.probes import device_mesh
+from dcr_daemon.projection.probes.device_mesh import probe_meshes
+from dcr_daemon.projection.probes.export_check import asked, probe_export
+from dcr_daemon.projection.probes.self_check import Probed, probe
+from dcr_daemon.projection.region_map import Map
 from dcr_daemon.projection.sharding.dtensor import map_of
 from dcr_daemon.projection.sharding.intervals import Cut
 from dcr_daemon.projection.tracing import Conversion
@@ -313,7 +313,7 @@ def check_all_placements(rank: int) -> None:
 def check_a_wrong_rule(rank: int) -> None:
     """An interval rule that forgets the groups of a packed cut, and one that counts a mesh the other way round."""
     tensors, made, layout = named(dict(mesh_ranks.distributed()))
-    right = meshes.cuts_of
+    right = device_mesh.cuts_of
 
     def ungrouped(name: str, tensor: Any) -> list[Cut]:
         return [replace(cut, groups=1) for cut in right(name, tensor)]
@@ -322,16 +322,16 @@ def check_a_wrong_rule(rank: int) -> None:
         return [replace(cut, at=cut.ways - 1 - cut.at) for cut in right(name, tensor)]
 
     try:
-        meshes.cuts_of = ungrouped
+        device_mesh.cuts_of = ungrouped
         found = probe_meshes(tensors, made, layout).residual
         assert {name.split(".")[0] for name in found} == {"packed"}
         assert set(found.values()) == {"torch puts its elements elsewhere than its placements say"}
-        meshes.cuts_of = backwards
+        device_mesh.cuts_of = backwards
         found = probe_meshes(tensors, made, layout).residual
         assert {"row.8", "column.8", "grid.(8, 6)"} <= found.keys()
         assert "replicated" not in found
     finally:
-        meshes.cuts_of = right
+        device_mesh.cuts_of = right
 
 
 def check_ranks_that_differ(rank: int) -> None:

@@ -28,7 +28,7 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.checkpoint.directory import Checkpoint
 from dcr_daemon.errors import Incompatible
-from dcr_daemon.projection.binding.live import live
+from dcr_daemon.projection.binding.bind import live
 
 WORLD = 4
 LIMIT = 1 << 10  #: bytes of a block

@@ -13,9 +13,9 @@ from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.checkpoint.directory import Checkpoint, write_checkpoint
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.publish.baseline.baseline import Baseline
-from dcr_daemon.publish.baseline.share import Share
+from dcr_daemon.publish.baseline.blocks import Share
 from dcr_daemon.publish.options import stream_state
-from dcr_daemon.publish.watch.watch import WatchOptions, run_watch
+from dcr_daemon.publish.watch.watcher import WatchOptions, run_watch
 from dcr_daemon.runtime import Workers
 from dcr_daemon.store.file import FileStore
 from dcr_daemon.subscribe.materialize import materialize

@@ -17,10 +17,10 @@ from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.events import Emit
 from dcr_daemon.ledger.records import Open
-from dcr_daemon.publish.baseline.share import Block, Share, gather
+from dcr_daemon.publish.baseline.blocks import Block, Share, gather
+from dcr_daemon.publish.group.leader import Session
 from dcr_daemon.publish.group.member import Member
 from dcr_daemon.publish.group.opening import open_member, open_session
-from dcr_daemon.publish.group.session import Session
 from dcr_daemon.publish.options import PublishOptions
 from dcr_daemon.publish.rank import Rank
 from dcr_daemon.publish.version.versions import SealedVersion

@@ -10,7 +10,7 @@ import numpy as np
 from dcr_daemon.canonical.box import Box
 from dcr_daemon.canonical.dtypes import lane_dtype
 from dcr_daemon.canonical.layout import Layout
-from dcr_daemon.projection.binding.live import Live
+from dcr_daemon.projection.binding.bind import Live
 from dcr_daemon.projection.binding.reader import Reader, blocks
 
 Reading = tuple[int, Box, np.ndarray[Any, Any]]

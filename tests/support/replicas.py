@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from streams import StreamWriter
 
-from dcr_daemon.engine.directory import DirectoryEngine
+from dcr_daemon.engine.directory.engine import DirectoryEngine
 from dcr_daemon.engine.port import Engine
 from dcr_daemon.events import Event
 from dcr_daemon.store import open_store

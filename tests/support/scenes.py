@@ -275,9 +275,9 @@ class SpoolingScene(PublisherScene):
 def publish_small() -> None:
     """`dcr publish` with constants that no option sets."""
     from dcr_daemon.cli.app import run
-    from dcr_daemon.publish.watch import watch
+    from dcr_daemon.publish.watch import watcher
 
-    watch.WatchOptions = functools.partial(watch.WatchOptions, chunk_bytes=2000, spool_memory=4000)  # type: ignore
+    watcher.WatchOptions = functools.partial(watcher.WatchOptions, chunk_bytes=2000, spool_memory=4000)  # type: ignore
     sys.exit(run(sys.argv[1:]))
 
 

@@ -34,8 +34,8 @@ from dcr_daemon.ledger.fold import begin, fold
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.records import AnyRecord
+from dcr_daemon.publish.group.leader import Session
 from dcr_daemon.publish.group.opening import open_session
-from dcr_daemon.publish.group.session import Session
 from dcr_daemon.publish.options import PublishOptions
 from dcr_daemon.store.port import Outcome, Store
 

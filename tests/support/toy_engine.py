@@ -21,16 +21,16 @@ from dcr_daemon.checkpoint.safetensors import write_safetensors
 from dcr_daemon.engine import messages
 from dcr_daemon.engine.messages import AnyCall
 from dcr_daemon.engine.port import Attached, Hop, StreamFacts, Swapped, Transaction
-from dcr_daemon.vllm_plugin.core.core import Core
-from dcr_daemon.vllm_plugin.core.ranks import Ranks
+from dcr_daemon.vllm_plugin.core.engine_core import Core
+from dcr_daemon.vllm_plugin.core.worker_group import Ranks
 from dcr_daemon.vllm_plugin.settings import Settings
-from dcr_daemon.vllm_plugin.worker import worker
-from dcr_daemon.vllm_plugin.worker.rank import Rank
+from dcr_daemon.vllm_plugin.worker import extension
+from dcr_daemon.vllm_plugin.worker.session import Rank
 
 Answers = Callable[[int, dict[str, Any], dict[str, Any]], Any]
 
 
-class ToyWorker(Stub, worker.WorkerExtension):
+class ToyWorker(Stub, extension.WorkerExtension):
     """One rank of the toy, with guards and wraps as in vLLM's worker."""
 
     model = staticmethod(loaded)
@@ -42,7 +42,7 @@ class ToyWorker(Stub, worker.WorkerExtension):
         self.toy = self.model(lanes, rank, of)
         super().__init__(self.toy, self.config, rank)
         self._dcr_rank = Rank(rank=rank, model=self.toy, config=self.config, platform="cpu", device=torch.device("cpu"))
-        worker.guard(self, self._dcr_rank)
+        extension.guard(self, self._dcr_rank)
 
     def flip(self, parameter: str) -> None:
         """Other bits in every element, as failing memory leaves them."""

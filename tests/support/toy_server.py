@@ -18,7 +18,7 @@ from toy_model import LAYOUT, loaded
 from versions import Versions
 
 from dcr_daemon.engine import messages
-from dcr_daemon.engine.vllm import VllmEngine
+from dcr_daemon.engine.vllm_client import VllmEngine
 from dcr_daemon.store import open_store
 
 Lanes = list[np.ndarray]

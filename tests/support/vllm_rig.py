@@ -22,7 +22,7 @@ from dcr_daemon.checkpoint.directory import Checkpoint
 from dcr_daemon.demo.processes import VllmServer, vllm_server
 from dcr_daemon.engine import messages
 from dcr_daemon.engine.port import Attached, StreamFacts, Verdict
-from dcr_daemon.engine.vllm import VllmEngine
+from dcr_daemon.engine.vllm_client import VllmEngine
 from dcr_daemon.errors import EngineRefused
 
 

@@ -20,7 +20,7 @@ from dcr_daemon.codec.chunk import SEGMENT_BYTES, ChunkId, Codec, Segment
 from dcr_daemon.codec.encode import ChunkEncoder
 from dcr_daemon.vllm_plugin import calls
 from dcr_daemon.vllm_plugin.calls import HopFiles, JobState, Op
-from dcr_daemon.vllm_plugin.worker.worker import WorkerExtension
+from dcr_daemon.vllm_plugin.worker.extension import WorkerExtension
 
 Lanes = list[np.ndarray]
 

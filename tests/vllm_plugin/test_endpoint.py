@@ -16,7 +16,7 @@ from toy_engine import ToyEngine, failing
 
 from dcr_daemon.engine import messages
 from dcr_daemon.engine.port import EngineGone, Swapped, Verdict
-from dcr_daemon.engine.vllm import VllmEngine
+from dcr_daemon.engine.vllm_client import VllmEngine
 from dcr_daemon.errors import EngineRefused, Fenced, Misuse
 from dcr_daemon.vllm_plugin.compat import UnsupportedVllm
 from dcr_daemon.vllm_plugin.core import hooks

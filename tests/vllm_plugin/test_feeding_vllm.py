@@ -22,7 +22,7 @@ from dcr_daemon.demo.models import copy_side_files, write_tiny
 from dcr_daemon.vllm_plugin import calls
 from dcr_daemon.vllm_plugin.calls import Held, Op
 from dcr_daemon.vllm_plugin.loader import loading
-from dcr_daemon.vllm_plugin.loader.feeding import Feeder, write_fed
+from dcr_daemon.vllm_plugin.loader.computed import Feeder, write_fed
 from dcr_daemon.vllm_plugin.weights.memory import Side
 
 pytestmark = pytest.mark.vllm

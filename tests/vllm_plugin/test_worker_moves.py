@@ -13,7 +13,7 @@ from regions import pairs
 
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.canonical.region import box
-from dcr_daemon.vllm_plugin.loader import moves
+from dcr_daemon.vllm_plugin.loader import reorder
 from dcr_daemon.vllm_plugin.loader.recorder import Recording, record
 
 HEADS, INNER, WIDTH = 4, 6, 8
@@ -84,10 +84,10 @@ def test_blocks_take_few_regions() -> None:
 
 def test_a_scattered_order_is_refused_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = torch.tensor([[0, 5, 3], [4, 2, 1]], dtype=torch.int32)
-    assert moves.regions("w", numbers, (3, 1)) is None
-    monkeypatch.setattr(moves, "BOXES", 2)
+    assert reorder.regions("w", numbers, (3, 1)) is None
+    monkeypatch.setattr(reorder, "BOXES", 2)
     assert "single elements" in recording_of(scattered)[0].rejected["w"]
-    monkeypatch.setattr(moves, "LIMIT", 2)
+    monkeypatch.setattr(reorder, "LIMIT", 2)
     assert "reorders more than 2" in recording_of(grouped)[0].rejected["w"]
 
 
@@ -95,14 +95,14 @@ def test_a_scattered_order_is_refused_not_guessed(monkeypatch: pytest.MonkeyPatc
 @given(st.permutations(range(24)), st.integers(1, 3))
 def test_any_order_of_one_axis_comes_back_whole(order: list[int], stride: int) -> None:
     numbers = torch.tensor(order, dtype=torch.int32)
-    found = moves.regions("w", numbers, (stride,)) or []
+    found = reorder.regions("w", numbers, (stride,)) or []
     assert pairs(found) == [(place * stride, number) for place, number in enumerate(order)]
 
 
 def test_heads_placed_twice_are_placed_whole_each_time() -> None:
     """What a rank holds twice must be called as another rank calls what it holds once."""
     heads = torch.arange(24, dtype=torch.int32).view(4, 6)
-    together = moves.regions("w", heads.repeat_interleave(2, 0), (6, 1)) or []
-    one_by_one = moves.regions("w", torch.cat([heads, heads]), (6, 1)) or []
+    together = reorder.regions("w", heads.repeat_interleave(2, 0), (6, 1)) or []
+    one_by_one = reorder.regions("w", torch.cat([heads, heads]), (6, 1)) or []
     assert len(together) == len(one_by_one) == 2
     assert {(region.dst, box(region).shape) for region in (*together, *one_by_one)} == {(0, (24,))}

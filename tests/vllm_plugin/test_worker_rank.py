@@ -21,19 +21,19 @@ from dcr_daemon.vllm_plugin import calls
 from dcr_daemon.vllm_plugin.calls import EXIT_DIRTY, Code, JobState, Op, TxnState
 from dcr_daemon.vllm_plugin.loader import loading
 from dcr_daemon.vllm_plugin.weights import faults
-from dcr_daemon.vllm_plugin.worker import worker
-from dcr_daemon.vllm_plugin.worker.rank import Rank
+from dcr_daemon.vllm_plugin.worker import extension
+from dcr_daemon.vllm_plugin.worker.session import Rank
 
 LANES = heldless(random_lanes(LAYOUT, 1))
 
 
-class Hosted(Stub, worker.WorkerExtension):
+class Hosted(Stub, extension.WorkerExtension):
     """The toy in a worker, with guards and wraps as in vLLM's."""
 
     def __init__(self, toy: Toy) -> None:
         super().__init__(toy, None)
         self._dcr_rank = Rank(rank=0, model=toy, config=None, platform="cpu", device=torch.device("cpu"))
-        worker.guard(self, self._dcr_rank)
+        extension.guard(self, self._dcr_rank)
 
 
 @pytest.fixture
@@ -333,7 +333,7 @@ sys.path[:0] = {[str(Path(__file__).parents[1] / "support")]!r}
 import torch
 from worker_rig import Stub
 from dcr_daemon.vllm_plugin import worker
-from dcr_daemon.vllm_plugin.worker.rank import Rank
+from dcr_daemon.vllm_plugin.worker.session import Rank
 stub = Stub(torch.nn.Linear(1, 1), None)
 rank = Rank(rank=0, model=None, config=None, platform="cpu", device=torch.device("cpu"))
 worker.guard(stub, rank)

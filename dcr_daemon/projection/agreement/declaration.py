@@ -19,7 +19,7 @@ import zstandard
 from dcr_daemon.canonical.layout import MAX_ELEMENTS, Layout
 from dcr_daemon.canonical.region import MAX_AXES, merge
 from dcr_daemon.errors import Incompatible
-from dcr_daemon.projection.plan import Map
+from dcr_daemon.projection.region_map import Map
 from dcr_daemon.untrusted import decode, unpack
 
 MAX_BOXES = 1 << 22  #: of one rank

@@ -21,7 +21,7 @@ import zstandard
 
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.errors import Incompatible
-from dcr_daemon.projection.agreement.census import Fault, count, ranks_of
+from dcr_daemon.projection.agreement.coverage import Fault, count, ranks_of
 from dcr_daemon.projection.agreement.declaration import (
     MAX_WORLD,
     Declaration,

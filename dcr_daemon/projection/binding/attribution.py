@@ -18,10 +18,10 @@ from dcr_daemon.canonical.region import Region, whole
 from dcr_daemon.errors import Incompatible
 from dcr_daemon.projection.frameworks.megatron import model as megatron_model
 from dcr_daemon.projection.frameworks.megatron.live import Megatron, shards_of
-from dcr_daemon.projection.misfits import Misfits
+from dcr_daemon.projection.mismatches import Misfits
 from dcr_daemon.projection.owners import owned
-from dcr_daemon.projection.plan import Map, Shard
-from dcr_daemon.projection.plan import shards_of as shards_of_regions
+from dcr_daemon.projection.region_map import Map, Shard
+from dcr_daemon.projection.region_map import shards_of as shards_of_regions
 from dcr_daemon.projection.sharding.copies import Copies
 from dcr_daemon.projection.sharding.dtensor import held
 from dcr_daemon.projection.sharding.local import encoded, is_tensor, local, memory, unreadable

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dcr_daemon.canonical.box import Box
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.canonical.region import Region, box, invert, normalise, wire_pieces
-from dcr_daemon.projection.plan import Map
+from dcr_daemon.projection.region_map import Map
 
 
 def blocks(mapped: Map, layout: Layout, limit: int) -> list[tuple[int, Box]]:

@@ -20,10 +20,10 @@ from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.canonical.region import Region, normalise, row_major
 from dcr_daemon.errors import Incompatible
 from dcr_daemon.projection import values
+from dcr_daemon.projection.binding.bind import Live
 from dcr_daemon.projection.binding.blocks import blocks, slices
-from dcr_daemon.projection.binding.live import Live
 from dcr_daemon.projection.host import lanes
-from dcr_daemon.projection.plan import Shard
+from dcr_daemon.projection.region_map import Shard
 
 __all__ = ["Reader", "blocks"]
 

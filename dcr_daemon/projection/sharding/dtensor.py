@@ -16,7 +16,7 @@ from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.canonical.region import Region, whole
 from dcr_daemon.errors import Incompatible
 from dcr_daemon.projection.owners import owned
-from dcr_daemon.projection.plan import Map, Shard, shards_of
+from dcr_daemon.projection.region_map import Map, Shard, shards_of
 from dcr_daemon.projection.sharding.intervals import Cut, local_shape, shard
 from dcr_daemon.projection.sharding.zero3 import Partitioned
 from dcr_daemon.projection.tracing import Conversion

@@ -7,7 +7,7 @@ import asyncio
 from dcr_daemon.canonical.box import Box
 from dcr_daemon.canonical.fingerprint import Bits, Vector
 from dcr_daemon.checkpoint.directory import Checkpoint
-from dcr_daemon.publish.baseline.share import Share, gather
+from dcr_daemon.publish.baseline.blocks import Share, gather
 from dcr_daemon.runtime import Workers
 
 

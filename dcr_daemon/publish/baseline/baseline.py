@@ -36,10 +36,10 @@ from dcr_daemon.codec.decode import Chunk
 from dcr_daemon.disk import exhausted, write_whole
 from dcr_daemon.errors import Corrupt, Incompatible
 from dcr_daemon.publish.baseline.base import CheckpointLanes
-from dcr_daemon.publish.baseline.share import Block, Share, transfer
+from dcr_daemon.publish.baseline.blocks import Block, Share, transfer
 from dcr_daemon.publish.inputs.intake import differences
 from dcr_daemon.runtime import Workers
-from dcr_daemon.store.abreast import Abreast
+from dcr_daemon.store.task_limiter import Abreast
 from dcr_daemon.untrusted import decode_json
 
 ALIGNMENT = 64  #: bytes; every block begins on a cache line of its own

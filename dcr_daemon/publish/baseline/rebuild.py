@@ -24,7 +24,7 @@ from dcr_daemon.ledger.objects import NotYet, Objects
 from dcr_daemon.ledger.records import Anchor, AnchorIndex, ChunkRef, ObjectRef, Part, Seal
 from dcr_daemon.publish.baseline.baseline import Baseline
 from dcr_daemon.runtime import Workers
-from dcr_daemon.store.abreast import Abreast
+from dcr_daemon.store.task_limiter import Abreast
 
 AT_ONCE = 16  #: objects under way
 ROOM = 1 << 30  #: bytes that they may have together: of anchor files, which are the large ones, four

@@ -32,15 +32,15 @@ from dcr_daemon.ledger.objects import CONTENTS_LIMIT
 from dcr_daemon.ledger.records import Anchor, AnchorIndex, AnchorShare, ObjectRef, Seal, show_u64
 from dcr_daemon.publish.baseline.baseline import Baseline, check_vector
 from dcr_daemon.publish.baseline.restore import total_of
-from dcr_daemon.publish.group.bench import Bench
+from dcr_daemon.publish.group.collect import read_listed
+from dcr_daemon.publish.group.context import Bench
 from dcr_daemon.publish.group.join import Joined
-from dcr_daemon.publish.group.muster import read_listed
 from dcr_daemon.runtime import Workers
-from dcr_daemon.store.abreast import abreast
 from dcr_daemon.store.keys import is_key
-from dcr_daemon.store.once import create_once
 from dcr_daemon.store.port import Store
+from dcr_daemon.store.put_if_absent import create_once
 from dcr_daemon.store.retry import Patience
+from dcr_daemon.store.task_limiter import abreast
 
 FILE_BYTES = 256 << 20  #: of tensors in one file: what `CONCURRENCY` of them may cost in memory
 CONCURRENCY = 2

@@ -14,10 +14,10 @@ from dcr_daemon.errors import Corrupt
 from dcr_daemon.ledger import records
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.records import PART_LIMIT, ObjectRef, Open, Part
-from dcr_daemon.publish.group.muster import read_listed
+from dcr_daemon.publish.group.collect import read_listed
 from dcr_daemon.publish.version.attempt import Contribution
-from dcr_daemon.store.abreast import abreast
 from dcr_daemon.store.port import Store
+from dcr_daemon.store.task_limiter import abreast
 
 CONCURRENCY = 16  #: parts read at a time
 

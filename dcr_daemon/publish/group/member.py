@@ -20,13 +20,13 @@ from dcr_daemon.events import Emit, Opened, Waiting
 from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.records import Abort, AnyRecord, Epoch, Fail, Open, Release, Seal
 from dcr_daemon.publish.group.anchors import write_share
-from dcr_daemon.publish.group.bench import Bench
-from dcr_daemon.publish.group.muster import TELL_EVERY, read_listed
-from dcr_daemon.publish.group.session import CLOSE_PATIENCE
+from dcr_daemon.publish.group.collect import TELL_EVERY, read_listed
+from dcr_daemon.publish.group.context import Bench
+from dcr_daemon.publish.group.leader import CLOSE_PATIENCE
 from dcr_daemon.publish.options import PublishOptions
+from dcr_daemon.publish.timeouts import within
 from dcr_daemon.publish.version.attempt import Attempt, put
 from dcr_daemon.publish.version.versions import SealedVersion
-from dcr_daemon.publish.waits import within
 
 T = TypeVar("T")
 

@@ -16,17 +16,17 @@ from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.records import show_u64
 from dcr_daemon.publish.baseline.base import CheckpointLanes
 from dcr_daemon.publish.baseline.baseline import Baseline
-from dcr_daemon.publish.baseline.share import Share, block_bytes
+from dcr_daemon.publish.baseline.blocks import Share, block_bytes
 from dcr_daemon.publish.group.anchors import write_whole
-from dcr_daemon.publish.group.bench import Bench
+from dcr_daemon.publish.group.collect import TELL_EVERY
+from dcr_daemon.publish.group.context import Bench
+from dcr_daemon.publish.group.leader import CLOSE_PATIENCE, Session
 from dcr_daemon.publish.group.member import Member
-from dcr_daemon.publish.group.muster import TELL_EVERY
-from dcr_daemon.publish.group.session import CLOSE_PATIENCE, Session
 from dcr_daemon.publish.inputs.intake import differences
 from dcr_daemon.publish.options import PublishOptions, stream_state
 from dcr_daemon.publish.rank import Rank
 from dcr_daemon.publish.state import StateDirectory
-from dcr_daemon.publish.waits import within
+from dcr_daemon.publish.timeouts import within
 from dcr_daemon.runtime import Workers
 from dcr_daemon.store.port import Store
 from dcr_daemon.store.probe import probe

@@ -22,16 +22,16 @@ from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.errors import Corrupt
 from dcr_daemon.events import Emit, Mapped
 from dcr_daemon.ledger.records import Open
-from dcr_daemon.publish.baseline.share import Block, Share, runs
+from dcr_daemon.publish.baseline.blocks import Block, Share, runs
 from dcr_daemon.publish.rank import Rank, distributed
 
 if TYPE_CHECKING:
     from dcr_daemon.projection.agreement.gate import Declaration, Verdict
-    from dcr_daemon.projection.binding.live import Live
+    from dcr_daemon.projection.binding.bind import Live
     from dcr_daemon.projection.binding.reader import Reader
     from dcr_daemon.projection.binding.residual import Exporter, ExportHook, Residual
     from dcr_daemon.projection.frameworks.megatron.live import Megatron
-    from dcr_daemon.projection.plan import Map
+    from dcr_daemon.projection.region_map import Map
     from dcr_daemon.projection.tracing import Conversion
 
 
@@ -96,8 +96,8 @@ class Projected:
         Raises:
             Incompatible: names, shapes or dtypes that have no place in the layout, all of them in one error.
         """
-        from dcr_daemon.projection.binding.live import live
-        from dcr_daemon.projection.probes import canary
+        from dcr_daemon.projection.binding.bind import live
+        from dcr_daemon.projection.probes import self_check
 
         trainer, rank = self._trainer, self._rank
         self._began = runtime.monotonic()
@@ -105,15 +105,17 @@ class Projected:
             weights, self._layout, rank=rank.number, world=rank.world, replica=trainer.replica, ignore=self._ignore,
             conversion=trainer.conversion, adapter=trainer.adapter, megatron=trainer.megatron, mapped=trainer.mapped,
         )  # fmt: skip
-        probed = canary.probe(found.handed, found.map, self._layout, conversion=found.conversion, convert=found.convert)
+        probed = self_check.probe(
+            found.handed, found.map, self._layout, conversion=found.conversion, convert=found.convert
+        )
         self._probed = dict(probed.residual)
         return self._declared(record)
 
     def probe(self, record: Open) -> bytes:
         """What this rank holds, after the probes that all ranks take part in (collective)."""
         from dcr_daemon.projection.binding.reader import Reader
-        from dcr_daemon.projection.probes.exports import asked, probe_export
-        from dcr_daemon.projection.probes.meshes import probe_meshes
+        from dcr_daemon.projection.probes.device_mesh import probe_meshes
+        from dcr_daemon.projection.probes.export_check import asked, probe_export
 
         live = self._known
         if distributed() and self._rank.world > 1:

@@ -14,7 +14,7 @@ import numpy as np
 from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.codec.chunk import SEGMENT_BYTES
-from dcr_daemon.projection.misfits import Misfits, listed
+from dcr_daemon.projection.mismatches import Misfits, listed
 from dcr_daemon.projection.values import castable, rounds
 from dcr_daemon.publish.inputs.sources import Source
 

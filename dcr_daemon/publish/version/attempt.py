@@ -30,14 +30,14 @@ from dcr_daemon.errors import DcrError, Exhausted
 from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.records import ChunkRef, ObjectRef, Open, Part
 from dcr_daemon.publish.baseline.baseline import Baseline
-from dcr_daemon.publish.baseline.share import Block, block_bytes
+from dcr_daemon.publish.baseline.blocks import Block, block_bytes
 from dcr_daemon.publish.inputs.sources import Source
 from dcr_daemon.publish.rank import Rank
 from dcr_daemon.publish.version.spool import Spool
 from dcr_daemon.publish.version.uploads import Uploads
 from dcr_daemon.runtime import Workers
-from dcr_daemon.store.once import create_once
 from dcr_daemon.store.port import Store
+from dcr_daemon.store.put_if_absent import create_once
 from dcr_daemon.store.retry import Patience
 
 Batch = list[tuple[int, Callable[[], Bits]]]  #: numbers of blocks, and what reads their new lanes

@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable
 from dcr_daemon import runtime
 from dcr_daemon.events import ChunkPut, Emit, Waiting
 from dcr_daemon.ledger.records import ChunkRef
-from dcr_daemon.store.once import create_once
 from dcr_daemon.store.port import Store
+from dcr_daemon.store.put_if_absent import create_once
 from dcr_daemon.store.retry import Patience
 
 

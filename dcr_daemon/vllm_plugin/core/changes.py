@@ -40,13 +40,13 @@ from dcr_daemon.vllm_plugin.calls import (
     TxnRef,
     TxnState,
 )
-from dcr_daemon.vllm_plugin.core import judge, tables
-from dcr_daemon.vllm_plugin.core.flows import JobSteps, Steps
+from dcr_daemon.vllm_plugin.core import judge, promises
+from dcr_daemon.vllm_plugin.core.data_parallel import HELD
 from dcr_daemon.vllm_plugin.core.judge import Live
-from dcr_daemon.vllm_plugin.core.merge import HELD
+from dcr_daemon.vllm_plugin.core.operations import JobSteps, Steps
 
 if TYPE_CHECKING:
-    from dcr_daemon.vllm_plugin.core.core import Core
+    from dcr_daemon.vllm_plugin.core.engine_core import Core
 
 log = logging.getLogger("vllm.dcr")
 OTHERS = "another engine could not go forward"
@@ -80,7 +80,7 @@ class Changes:
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._reader = tables.Reader()
+        self._reader = promises.Reader()
         self._prepared: _Change | None = None
         self._begun: _Change | _Load | None = None
         self._written_after = 0  #: tries after which the begun transaction was judged good, 0 if it was not

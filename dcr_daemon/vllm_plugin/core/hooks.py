@@ -21,8 +21,8 @@ from dcr_daemon.engine.messages import Answer
 from dcr_daemon.errors import Misuse
 from dcr_daemon.vllm_plugin import calls, compat
 from dcr_daemon.vllm_plugin.compat import UnsupportedVllm
-from dcr_daemon.vllm_plugin.core.core import Core
-from dcr_daemon.vllm_plugin.core.ranks import Ranks
+from dcr_daemon.vllm_plugin.core.engine_core import Core
+from dcr_daemon.vllm_plugin.core.worker_group import Ranks
 from dcr_daemon.vllm_plugin.settings import Settings
 
 log = logging.getLogger("vllm.dcr")

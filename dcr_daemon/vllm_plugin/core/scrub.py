@@ -18,8 +18,8 @@ from dcr_daemon.engine.port import Difference, Scrubbed
 from dcr_daemon.errors import EngineRefused
 from dcr_daemon.vllm_plugin.calls import FingerprintRank, JobKind, Start
 from dcr_daemon.vllm_plugin.core import judge
-from dcr_daemon.vllm_plugin.core.core import Core
-from dcr_daemon.vllm_plugin.core.flows import JobSteps, Steps
+from dcr_daemon.vllm_plugin.core.engine_core import Core
+from dcr_daemon.vllm_plugin.core.operations import JobSteps, Steps
 
 BATCH = 256 << 20  #: bytes of one job at most, if it has more than one tensor
 PATIENCE = 4.0  #: seconds one job may take at the rate asked for, if it has more than one tensor

@@ -17,7 +17,7 @@ import torch
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.vllm_plugin.calls import Held
 from dcr_daemon.vllm_plugin.loader import eligibility
-from dcr_daemon.vllm_plugin.loader.feeding import plan_loaded, record_alone
+from dcr_daemon.vllm_plugin.loader.computed import plan_loaded, record_alone
 from dcr_daemon.vllm_plugin.loader.permutation import expert_repacks
 from dcr_daemon.vllm_plugin.loader.recorder import Recording, record
 from dcr_daemon.vllm_plugin.settings import Settings

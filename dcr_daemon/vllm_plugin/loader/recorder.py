@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dcr_daemon.canonical.layout import Layout
-from dcr_daemon.vllm_plugin.loader import moves
+from dcr_daemon.vllm_plugin.loader import reorder
 from dcr_daemon.vllm_plugin.weights.placement import Copy, Unplaceable, copied
 
 aten = torch.ops.aten
@@ -56,7 +56,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped her
         self._mixed: dict[int, frozenset[str]] = {}  # storages that were computed from tensors, or hold copies of them
         self._alive: list[torch.Tensor] = []  # a freed storage's address may be given out again
         self._scalar: str | None = None
-        self._moves = moves.Moves()
+        self._moves = reorder.Moves()
         self._strays: list[tuple[torch.Tensor, torch.Tensor]] = []  # (target, source) of copies to who knows where
         for name, tensor in parameters:
             self._alive.append(tensor)
@@ -141,13 +141,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped her
 
     def _moved(self, func: Any, args: Any, kwargs: Any, tensors: Any, sources: Any) -> torch.Tensor | None:
         """The result of an operation that only moves elements of one checkpoint tensor, None of any other."""
-        if func in moves.RESHAPES:
+        if func in reorder.RESHAPES:
             try:
                 return cast("torch.Tensor", func(*args, **kwargs))
             except RuntimeError:  # it follows a copy that we left out: in memory of its own it is no view
                 if self._target(args[0]):
                     raise
-        elif func not in moves.JOINS or len(set(sources)) > 1 or len({tensor.dtype for tensor in tensors}) > 1:
+        elif func not in reorder.JOINS or len(set(sources)) > 1 or len({tensor.dtype for tensor in tensors}) > 1:
             return None
         try:
             result = self._moves.follow(func, args, kwargs)
@@ -201,7 +201,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped her
         start, strides = target.storage_offset(), tuple(target.stride())
         try:
             if source in self._moves:
-                regions = moves.regions(name, self._moves.numbers(source), strides)
+                regions = reorder.regions(name, self._moves.numbers(source), strides)
             else:
                 axes = zip(source.shape, strides, source.stride(), strict=True)
                 regions = [copied(name, 0, source.storage_offset(), axes)]

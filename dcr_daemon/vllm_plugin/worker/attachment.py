@@ -19,7 +19,7 @@ from dcr_daemon.codec.warm import compile_kernels
 from dcr_daemon.errors import Corrupt, EngineRefused
 from dcr_daemon.vllm_plugin.calls import FingerprintRank, Held, HopFiles, Start
 from dcr_daemon.vllm_plugin.loader import loading
-from dcr_daemon.vllm_plugin.loader.feeding import Feeder, Values, read_values, write_fed
+from dcr_daemon.vllm_plugin.loader.computed import Feeder, Values, read_values, write_fed
 from dcr_daemon.vllm_plugin.weights import faults
 from dcr_daemon.vllm_plugin.weights.dense import DenseFiles
 from dcr_daemon.vllm_plugin.weights.memory import Homes, HostMemory, Memory, Side, holders_of

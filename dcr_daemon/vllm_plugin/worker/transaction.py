@@ -22,7 +22,7 @@ from dcr_daemon.codec.chunk import Changes
 from dcr_daemon.codec.decode import Chunk, open_chunk
 from dcr_daemon.errors import CorruptChunk, EngineRefused, Exhausted
 from dcr_daemon.vllm_plugin.calls import HopFiles, PreparedRank, SegmentSums, Sums
-from dcr_daemon.vllm_plugin.loader.feeding import Fed, Values, write_fed
+from dcr_daemon.vllm_plugin.loader.computed import Fed, Values, write_fed
 from dcr_daemon.vllm_plugin.weights import faults
 from dcr_daemon.vllm_plugin.weights.memory import U32, U64, Bits, Group, Memory, Side
 from dcr_daemon.vllm_plugin.weights.placement import Placement

@@ -8,13 +8,13 @@ import numpy as np
 from sim.planted.bug import Put, bug
 
 from dcr_daemon.engine.port import Verdict
-from dcr_daemon.subscribe import drive
+from dcr_daemon.subscribe import driver
 from dcr_daemon.vllm_plugin.calls import TxnState
-from dcr_daemon.vllm_plugin.core import changes, core, judge
+from dcr_daemon.vllm_plugin.core import changes, engine_core, judge
 from dcr_daemon.vllm_plugin.core.changes import Changes
-from dcr_daemon.vllm_plugin.core.core import Core
+from dcr_daemon.vllm_plugin.core.engine_core import Core
 from dcr_daemon.vllm_plugin.weights.memory import Side
-from dcr_daemon.vllm_plugin.worker.rank import Rank
+from dcr_daemon.vllm_plugin.worker.session import Rank
 from dcr_daemon.vllm_plugin.worker.transaction import Transaction
 
 
@@ -36,7 +36,7 @@ def born_running(put: Put) -> None:
     """An engine takes requests before anybody has looked at its weights."""
 
     def awaken(self: Core) -> None:
-        self.ranks.ask(core.Op.HELLO, core.calls.Status)
+        self.ranks.ask(engine_core.Op.HELLO, engine_core.calls.Status)
 
     put(Core, "awaken", awaken)
 
@@ -168,5 +168,5 @@ def weights_are_taken_for_the_newest(put: Put) -> None:
     async def locate(*_: Any, highest: int, **__: Any) -> int:
         return highest
 
-    put(drive, "locate", locate)
+    put(driver, "locate", locate)
     put(judge, "differing", lambda *_: [])

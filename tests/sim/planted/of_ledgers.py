@@ -15,7 +15,7 @@ from dcr_daemon.ledger import ledger as ledgers
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.records import Epoch
 from dcr_daemon.publish.baseline.restore import Restorer
-from dcr_daemon.publish.group.session import Session
+from dcr_daemon.publish.group.leader import Session
 from dcr_daemon.store.port import Outcome
 
 
@@ -109,7 +109,7 @@ def anybody_may_claim(put: Put) -> None:
 @bug("T1", "rolled_back_bucket")
 def nothing_is_remembered(put: Put) -> None:
     """No high-water mark is kept: a bucket that was rolled back is believed."""
-    from dcr_daemon.ledger.memory import Memory
+    from dcr_daemon.ledger.high_water_mark import Memory
 
     put(Memory, "_load", lambda self: None)
 

@@ -11,7 +11,7 @@ from dcr_daemon.codec.encode import ChunkEncoder
 from dcr_daemon.ledger import names
 from dcr_daemon.publish.baseline.baseline import Baseline
 from dcr_daemon.publish.group import anchors, opening
-from dcr_daemon.publish.group.bench import Bench
+from dcr_daemon.publish.group.context import Bench
 from dcr_daemon.publish.version import attempt
 from dcr_daemon.publish.version.attempt import Attempt
 from dcr_daemon.publish.version.uploads import Uploads

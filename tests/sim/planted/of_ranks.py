@@ -10,11 +10,11 @@ from dcr_daemon.errors import Missing, Misuse
 from dcr_daemon.ledger import names
 from dcr_daemon.ledger.records import Open
 from dcr_daemon.publish.baseline.baseline import Baseline
-from dcr_daemon.publish.group import anchors, join, session
-from dcr_daemon.publish.group.bench import Bench
+from dcr_daemon.publish.group import anchors, join, leader
+from dcr_daemon.publish.group.collect import Muster
+from dcr_daemon.publish.group.context import Bench
 from dcr_daemon.publish.group.join import Joined
 from dcr_daemon.publish.group.member import Member
-from dcr_daemon.publish.group.muster import Muster
 from dcr_daemon.publish.version import attempt, uploads
 from dcr_daemon.publish.version.attempt import Attempt
 
@@ -193,7 +193,7 @@ def anchor_without_a_share(put: Put) -> None:
         return await right(bench, seal, own, dict(list(keys.items())[:-1]), *arguments)
 
     right = anchors.join_anchor
-    put(session, "join_anchor", join_anchor)
+    put(leader, "join_anchor", join_anchor)
     put(anchors, "check_vector", lambda *_, **__: None)
 
 

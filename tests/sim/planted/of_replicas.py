@@ -7,10 +7,10 @@ from typing import Any
 from sim.planted.bug import Put, bug
 
 from dcr_daemon.checkpoint import safetensors
-from dcr_daemon.engine import checkout
-from dcr_daemon.engine.checkout import Checkout
-from dcr_daemon.subscribe import drive
-from dcr_daemon.subscribe.drive import Driver
+from dcr_daemon.engine.directory import checkout
+from dcr_daemon.engine.directory.checkout import Checkout
+from dcr_daemon.subscribe import driver
+from dcr_daemon.subscribe.driver import Driver
 from dcr_daemon.subscribe.stage import Stage
 
 
@@ -30,7 +30,7 @@ def ready_at_any_version(put: Put) -> None:
 @bug("F3", "engine_dies", "first", "anything")
 def oldest_of_equal_versions_is_meant(put: Put) -> None:
     """Weights that several versions share are taken for the oldest of them."""
-    right = drive.locate
+    right = driver.locate
 
     async def locate(ledger: Any, objects: Any, layout: Any, vector: Any, classes: Any, **options: Any) -> Any:
         from dcr_daemon.subscribe.locate import is_version, record_of
@@ -40,13 +40,13 @@ def oldest_of_equal_versions_is_meant(put: Put) -> None:
                 return version
         return await right(ledger, objects, layout, vector, classes, **options)
 
-    put(drive, "locate", locate)
+    put(driver, "locate", locate)
 
 
 @bug("F1 (elsewhere: what was missing was skipped with a warning)", "first", "anything")
 def a_chunk_is_left_out(put: Put) -> None:
     """A replica stages what it happens to have, and nobody compares that with the seal."""
-    from dcr_daemon.engine import compose
+    from dcr_daemon.engine import deltas
     from dcr_daemon.vllm_plugin.core import judge
 
     right = Stage._hop
@@ -59,7 +59,7 @@ def a_chunk_is_left_out(put: Put) -> None:
     put(judge, "judge_chain", lambda *_: None)
     put(judge, "judge_composed", lambda *_: 0)
     put(judge, "judge_written", lambda *_: "")
-    put(compose, "name_differences", lambda *_: "")
+    put(deltas, "name_differences", lambda *_: "")
 
 
 def _fields(record: Any) -> dict[str, Any]:

@@ -22,14 +22,14 @@ from dcr_daemon import Publisher
 from dcr_daemon.canonical.region import Region
 from dcr_daemon.errors import DcrError
 from dcr_daemon.events import Mapped
-from dcr_daemon.projection.binding.live import live
+from dcr_daemon.projection.binding.bind import live
 from dcr_daemon.projection.frameworks.megatron.live import Megatron, named_chunks
 from dcr_daemon.projection.frameworks.megatron.model import VOCABULARY_MULTIPLE
 from dcr_daemon.projection.frameworks.megatron.model import layout as layout_of_architecture
 from dcr_daemon.projection.frameworks.megatron.shards import of_rank
 from dcr_daemon.projection.frameworks.models.families import read_architecture
-from dcr_daemon.projection.plan import Map
 from dcr_daemon.projection.preview import preview
+from dcr_daemon.projection.region_map import Map
 from dcr_daemon.publish.publisher import Trainer
 from megatron_lm import bridge, cpu
 from megatron_lm.cases import CASES, LLAMA, OTHERS, WORLD, Case

@@ -24,7 +24,7 @@ from ranks.launch import environment
 from ranks.steps import bits, write_base
 
 LOOK = 0.02  #: seconds between two looks of a scene
-MODULES = ("ranks.steps", "torch.distributed.checkpoint", "dcr_daemon.projection.probes.canary")
+MODULES = ("ranks.steps", "torch.distributed.checkpoint", "dcr_daemon.projection.probes.self_check")
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from dcr_daemon.projection.frameworks.megatron.grid import Grid
 from dcr_daemon.projection.frameworks.megatron.shards import Spot, shard, spots
 from dcr_daemon.projection.frameworks.megatron.splits import Padded, Replicated, Rows
 from dcr_daemon.projection.frameworks.models.architecture import Architecture
-from dcr_daemon.projection.plan import Map, Shard
+from dcr_daemon.projection.region_map import Map, Shard
 from dcr_daemon.projection.values import dtype_of
 
 _WRAPPERS = ("module.", "_orig_mod.")  #: of DDP, Float16Module, torch.compile

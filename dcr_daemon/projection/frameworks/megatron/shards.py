@@ -10,7 +10,7 @@ from dcr_daemon.projection.frameworks.megatron.model import VOCABULARY_MULTIPLE,
 from dcr_daemon.projection.frameworks.megatron.parameter import Parameter
 from dcr_daemon.projection.frameworks.models.architecture import Architecture, Experts
 from dcr_daemon.projection.owners import owned
-from dcr_daemon.projection.plan import Map, Shard
+from dcr_daemon.projection.region_map import Map, Shard
 from dcr_daemon.projection.values import Add, Value, between
 
 

@@ -21,9 +21,9 @@ from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.directory import find_index, read_index
 from dcr_daemon.checkpoint.safetensors import Header, read_header
 from dcr_daemon.errors import Corrupt, DcrError, Incompatible
-from dcr_daemon.projection.files.files import METADATA
-from dcr_daemon.publish.watch.found import CompleteFile, Found, Pieces
-from dcr_daemon.publish.watch.identity import (
+from dcr_daemon.projection.files.piece_map import METADATA
+from dcr_daemon.publish.watch.candidate import CompleteFile, Found, Pieces
+from dcr_daemon.publish.watch.file_identity import (
     FileIdentity,
     elsewhere,
     identify,
@@ -31,9 +31,9 @@ from dcr_daemon.publish.watch.identity import (
     stands_for_many,
     together,
 )
-from dcr_daemon.publish.watch.naming import Fit
-from dcr_daemon.publish.watch.pieced import PieceFiles
-from dcr_daemon.publish.watch.tables import Tables
+from dcr_daemon.publish.watch.piece_names import Fit
+from dcr_daemon.publish.watch.piece_tables import Tables
+from dcr_daemon.publish.watch.pieces import PieceFiles
 
 DEPTH = 4  #: levels below the watched directory at which checkpoints are looked for
 LOOKS = 2  #: timed looks that must find a file unchanged, if nobody was seen writing to it

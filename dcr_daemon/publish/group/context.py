@@ -18,9 +18,9 @@ from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.records import Open, Seal
 from dcr_daemon.publish.baseline.baseline import Baseline
+from dcr_daemon.publish.baseline.blocks import Share
 from dcr_daemon.publish.baseline.restore import Restorer
 from dcr_daemon.publish.baseline.scrub import Scrub
-from dcr_daemon.publish.baseline.share import Share
 from dcr_daemon.publish.options import PublishOptions
 from dcr_daemon.publish.rank import Rank
 from dcr_daemon.publish.state import StateDirectory

@@ -30,9 +30,9 @@ from dcr_daemon.canonical.compose import chain, compose
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.canonical.region import Region, invert, normalise, whole
 from dcr_daemon.errors import Incompatible
-from dcr_daemon.projection.plan import Map, Shard
-from dcr_daemon.projection.probes.miniature import shrunk
-from dcr_daemon.projection.probes.rehearsal import Rehearsal
+from dcr_daemon.projection.probes.export_trial import Rehearsal
+from dcr_daemon.projection.probes.synthetic import shrunk
+from dcr_daemon.projection.region_map import Map, Shard
 from dcr_daemon.projection.sharding.dtensor import held
 from dcr_daemon.projection.tracing import FOREIGN, Conversion, Convert, trace
 

@@ -20,7 +20,7 @@ from dcr_daemon.vllm_plugin import calls
 from dcr_daemon.vllm_plugin.calls import EXIT_DIRTY, Code, Op, Reply
 from dcr_daemon.vllm_plugin.weights import faults
 from dcr_daemon.vllm_plugin.worker.jobs import code_of
-from dcr_daemon.vllm_plugin.worker.rank import Rank, Refusal
+from dcr_daemon.vllm_plugin.worker.session import Rank, Refusal
 
 log = logging.getLogger("dcr.worker")
 

@@ -28,15 +28,15 @@ from dcr_daemon.ledger.ledger import Header
 from dcr_daemon.ledger.records import Abort, Open, Seal, show_u64
 from dcr_daemon.ledger.retention import RetentionPolicy
 from dcr_daemon.publish.group.anchors import AnchorPolicy, SinceAnchor, join_anchor, write_anchor, write_share
-from dcr_daemon.publish.group.bench import Bench
+from dcr_daemon.publish.group.collect import Muster, read_listed
+from dcr_daemon.publish.group.context import Bench
 from dcr_daemon.publish.group.join import CONCURRENCY, Joined, join, solo
-from dcr_daemon.publish.group.muster import Muster, read_listed
 from dcr_daemon.publish.group.retention import Retention
 from dcr_daemon.publish.options import PublishOptions
+from dcr_daemon.publish.timeouts import within
 from dcr_daemon.publish.version.attempt import Attempt, Contribution, put
 from dcr_daemon.publish.version.versions import SealedVersion
-from dcr_daemon.publish.waits import within
-from dcr_daemon.store.abreast import abreast
+from dcr_daemon.store.task_limiter import abreast
 
 T = TypeVar("T")
 

@@ -19,8 +19,8 @@ import torch
 from dcr_daemon import runtime
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.canonical.region import indices
-from dcr_daemon.projection.plan import Map
-from dcr_daemon.projection.probes.canary import CAP, Probed
+from dcr_daemon.projection.probes.self_check import CAP, Probed
+from dcr_daemon.projection.region_map import Map
 from dcr_daemon.projection.sharding.dtensor import cuts_of
 from dcr_daemon.projection.sharding.intervals import Cut, shard
 from dcr_daemon.projection.tracing import FOREIGN

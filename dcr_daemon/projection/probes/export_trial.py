@@ -17,8 +17,8 @@ import torch
 from dcr_daemon.canonical.compose import chain
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.canonical.region import Region, box, indices, whole, wire_pieces
-from dcr_daemon.projection.plan import Shard
-from dcr_daemon.projection.probes.miniature import DIGIT, digits, edited, numbered, random_bits, same, special
+from dcr_daemon.projection.probes.synthetic import DIGIT, digits, edited, numbered, random_bits, same, special
+from dcr_daemon.projection.region_map import Shard
 from dcr_daemon.projection.sharding.dtensor import cuts_of
 from dcr_daemon.projection.sharding.intervals import shard
 from dcr_daemon.projection.tracing import FOREIGN, Conversion, trace

@@ -25,10 +25,10 @@ from dcr_daemon.canonical.fingerprint import MASK, Vector
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.directory import Checkpoint
 from dcr_daemon.disk import exhausted, starved
-from dcr_daemon.engine.assemble import build_checkpoint, gather_vector, plan_slices, slices_of, sum_slice
-from dcr_daemon.engine.checkout import CONFIG, Checkout, Marker, open_checkpoint
-from dcr_daemon.engine.compose import check_chain, compose, name_differences, open_hop
-from dcr_daemon.engine.journal import Install, Journal, Patch, read_journal, write_journal
+from dcr_daemon.engine.deltas import check_chain, compose, name_differences, open_hop
+from dcr_daemon.engine.directory.assemble import build_checkpoint, gather_vector, plan_slices, slices_of, sum_slice
+from dcr_daemon.engine.directory.checkout import CONFIG, Checkout, Marker, open_checkpoint
+from dcr_daemon.engine.directory.journal import Install, Journal, Patch, read_journal, write_journal
 from dcr_daemon.engine.port import (
     Attached,
     Difference,

@@ -16,16 +16,16 @@ from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.checkpoint.safetensors import SafetensorsFile
 from dcr_daemon.errors import DcrError, Incompatible
 from dcr_daemon.events import Emit, Rounded, ShardTaken
-from dcr_daemon.projection.files.files import METADATA
-from dcr_daemon.publish.group.session import Session
+from dcr_daemon.projection.files.piece_map import METADATA
+from dcr_daemon.publish.group.leader import Session
 from dcr_daemon.publish.inputs.intake import Intake
 from dcr_daemon.publish.inputs.sources import FileSource, Source, SourceChanged
 from dcr_daemon.publish.version.attempt import Attempt
 from dcr_daemon.publish.version.versions import SealedVersion
-from dcr_daemon.publish.watch.found import CompleteFile, Found, Pieces
-from dcr_daemon.publish.watch.identity import FileIdentity, identify, together
-from dcr_daemon.publish.watch.pieced import PiecedSource
-from dcr_daemon.publish.watch.published import Source as PublishedSource
+from dcr_daemon.publish.watch.candidate import CompleteFile, Found, Pieces
+from dcr_daemon.publish.watch.file_identity import FileIdentity, identify, together
+from dcr_daemon.publish.watch.history import Source as PublishedSource
+from dcr_daemon.publish.watch.pieces import PiecedSource
 
 
 class Taking:

@@ -12,8 +12,8 @@ from dcr_daemon.errors import DcrError
 from dcr_daemon.events import Blocked, Committed, Emit, EngineLost, Loading, Paused, Serving
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.records import Seal
+from dcr_daemon.subscribe.backoff import Obstacle
 from dcr_daemon.subscribe.locate import record_of
-from dcr_daemon.subscribe.obstacles import Obstacle
 from dcr_daemon.subscribe.status import Reporter
 
 

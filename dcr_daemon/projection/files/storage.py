@@ -24,8 +24,8 @@ from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.region import Axis, Region, merge, restrict, row_major, whole
 from dcr_daemon.checkpoint.safetensors import open_plain
 from dcr_daemon.errors import Corrupt
-from dcr_daemon.projection.files.files import Piece
-from dcr_daemon.projection.files.pickled import PERSISTENT, Opaque, read_pickle
+from dcr_daemon.projection.files.pickle_reader import PERSISTENT, Opaque, read_pickle
+from dcr_daemon.projection.files.piece_map import Piece
 from dcr_daemon.projection.values import TORCH_NAMES
 
 TABLE_LIMIT = 1 << 20  #: bytes that an archive's tables may have; torch's have a few hundred

@@ -21,9 +21,9 @@ from dcr_daemon.errors import DcrError, EngineRefused, Fenced
 from dcr_daemon.vllm_plugin import calls
 from dcr_daemon.vllm_plugin.calls import AttachedRank, FingerprintRank, JobKind, JobRef, JobState, JobStatus, Op
 from dcr_daemon.vllm_plugin.core import judge
-from dcr_daemon.vllm_plugin.core.flows import Flow, JobSteps, Steps
 from dcr_daemon.vllm_plugin.core.judge import Live, Placement
-from dcr_daemon.vllm_plugin.core.ranks import Ranks, kind_of, raise_for
+from dcr_daemon.vllm_plugin.core.operations import Flow, JobSteps, Steps
+from dcr_daemon.vllm_plugin.core.worker_group import Ranks, kind_of, raise_for
 from dcr_daemon.vllm_plugin.settings import Settings
 
 log = logging.getLogger("vllm.dcr")

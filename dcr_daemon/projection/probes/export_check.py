@@ -21,8 +21,8 @@ from dcr_daemon.canonical.box import Box
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.canonical.region import boxes
 from dcr_daemon.projection.binding.residual import Exporter
-from dcr_daemon.projection.plan import Map
-from dcr_daemon.projection.probes.canary import Probed, numberless
+from dcr_daemon.projection.probes.self_check import Probed, numberless
+from dcr_daemon.projection.region_map import Map
 from dcr_daemon.projection.values import Cast, apply
 
 EXPORT_CAP = 256 << 20  #: bytes of a tensor that is asked for: the export makes it whole, on every rank

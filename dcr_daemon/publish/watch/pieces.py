@@ -21,12 +21,12 @@ from dcr_daemon.canonical.layout import TensorSpec
 from dcr_daemon.canonical.region import intersect_dst
 from dcr_daemon.checkpoint.safetensors import open_plain
 from dcr_daemon.errors import Corrupt, Incompatible, NotFound
-from dcr_daemon.projection.files.files import Piece
-from dcr_daemon.projection.files.stored import Stored, archived, plain, read_region
+from dcr_daemon.projection.files.piece_map import Piece
+from dcr_daemon.projection.files.storage import Stored, archived, plain, read_region
 from dcr_daemon.publish.inputs.cast import cast_lanes
 from dcr_daemon.publish.inputs.sources import SourceChanged
-from dcr_daemon.publish.watch.identity import FileIdentity, identity_of
-from dcr_daemon.publish.watch.naming import InPieces, Part
+from dcr_daemon.publish.watch.file_identity import FileIdentity, identity_of
+from dcr_daemon.publish.watch.piece_names import InPieces, Part
 
 
 class NotAsPromised(SourceChanged):

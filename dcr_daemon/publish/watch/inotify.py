@@ -19,7 +19,7 @@ from watchdog.events import (
 from watchdog.observers import Observer
 
 from dcr_daemon.errors import Exhausted
-from dcr_daemon.publish.watch.survey import Survey
+from dcr_daemon.publish.watch.scanner import Survey
 
 
 class Notices:

@@ -22,8 +22,8 @@ from dcr_daemon.canonical.layout import Layout, countable
 from dcr_daemon.canonical.region import Region, slab
 from dcr_daemon.checkpoint.safetensors import Header, open_plain, read_header
 from dcr_daemon.errors import Corrupt, Incompatible, NotFound
-from dcr_daemon.projection.files.pickled import Opaque, read_pickle
-from dcr_daemon.projection.plan import Map, shards_of
+from dcr_daemon.projection.files.pickle_reader import Opaque, read_pickle
+from dcr_daemon.projection.region_map import Map, shards_of
 from dcr_daemon.projection.values import TORCH_NAMES
 from dcr_daemon.untrusted import load_json
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.safetensors import Header
 from dcr_daemon.errors import Incompatible
-from dcr_daemon.projection.files.files import METADATA, SHARDING_INFO
-from dcr_daemon.publish.watch.identity import FileIdentity, number_in, together
-from dcr_daemon.publish.watch.naming import Fit
-from dcr_daemon.publish.watch.pieced import PieceFiles
+from dcr_daemon.projection.files.piece_map import METADATA, SHARDING_INFO
+from dcr_daemon.publish.watch.file_identity import FileIdentity, number_in, together
+from dcr_daemon.publish.watch.piece_names import Fit
+from dcr_daemon.publish.watch.pieces import PieceFiles
 
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
 

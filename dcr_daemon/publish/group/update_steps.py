@@ -18,12 +18,12 @@ from typing import Any
 from dcr_daemon.codec.chunk import Codec
 from dcr_daemon.ledger import names
 from dcr_daemon.projection import host
-from dcr_daemon.publish.baseline.share import Share
+from dcr_daemon.publish.baseline.blocks import Share
+from dcr_daemon.publish.group.leader import Session
 from dcr_daemon.publish.group.member import Member
 from dcr_daemon.publish.group.projected import Projected
-from dcr_daemon.publish.group.session import Session
 from dcr_daemon.publish.inputs.sources import TensorSource, settle_devices
-from dcr_daemon.publish.inputs.weights import as_shards
+from dcr_daemon.publish.inputs.tensors import as_shards
 from dcr_daemon.publish.version.attempt import Attempt
 
 EXPORT = names.ROUNDS + 1  #: the round in which every rank says that it can take part in the exports

@@ -19,18 +19,18 @@ from urllib.parse import unquote, urlsplit
 from dcr_daemon import runtime
 from dcr_daemon.errors import DcrError, NotFound, StoreUnavailable
 from dcr_daemon.events import Emit, Waiting
+from dcr_daemon.publish.group.leader import Session
 from dcr_daemon.publish.group.opening import open_session
-from dcr_daemon.publish.group.session import Session
 from dcr_daemon.publish.inputs.model_config import read_config
 from dcr_daemon.publish.inputs.sources import SourceChanged
 from dcr_daemon.publish.options import PublishOptions
-from dcr_daemon.publish.watch.found import Found
-from dcr_daemon.publish.watch.identity import FileIdentity, number_in
-from dcr_daemon.publish.watch.notices import Notices
-from dcr_daemon.publish.watch.pieced import NotAsPromised
-from dcr_daemon.publish.watch.published import read_published
-from dcr_daemon.publish.watch.survey import Survey
-from dcr_daemon.publish.watch.taking import Taking, check_headers
+from dcr_daemon.publish.watch.candidate import Found
+from dcr_daemon.publish.watch.file_identity import FileIdentity, number_in
+from dcr_daemon.publish.watch.history import read_published
+from dcr_daemon.publish.watch.ingest import Taking, check_headers
+from dcr_daemon.publish.watch.inotify import Notices
+from dcr_daemon.publish.watch.pieces import NotAsPromised
+from dcr_daemon.publish.watch.scanner import Survey
 from dcr_daemon.store.port import Store
 
 LOOK = 1.0  #: seconds between two timed looks beside inotify

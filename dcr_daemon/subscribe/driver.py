@@ -28,16 +28,16 @@ from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import BelowFloor, NotYet, Objects
 from dcr_daemon.ledger.route import NoRoute, Route
 from dcr_daemon.subscribe.anchors import AnchorFiles
-from dcr_daemon.subscribe.follow import Feed
+from dcr_daemon.subscribe.backoff import BACK_OFF, Obstacles, back_off
+from dcr_daemon.subscribe.engine_monitor import Vigil
+from dcr_daemon.subscribe.follower import Feed
 from dcr_daemon.subscribe.loaded import Loaded
 from dcr_daemon.subscribe.locate import locate, record_of
-from dcr_daemon.subscribe.obstacles import BACK_OFF, Obstacles, back_off
 from dcr_daemon.subscribe.options import SubscribeOptions
 from dcr_daemon.subscribe.scrub import Scrub
 from dcr_daemon.subscribe.stage import Stage
 from dcr_daemon.subscribe.status import Reporter
-from dcr_daemon.subscribe.telling import Teller
-from dcr_daemon.subscribe.vigil import Vigil
+from dcr_daemon.subscribe.status_publisher import Teller
 
 HEARTBEAT = 5  #: times `poll`, between looks at an engine that has nothing to do
 HELD = (StoreUnavailable, Corrupt, Exhausted, EngineRefused, NotFound)  #: what is waited out unless `once`

@@ -19,9 +19,9 @@ from dcr_daemon.canonical.coverage import exactly_once
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.canonical.region import Region, slab, whole
 from dcr_daemon.errors import Incompatible
-from dcr_daemon.projection.files.files import Piece
+from dcr_daemon.projection.files.piece_map import Piece
 from dcr_daemon.projection.frameworks.library import library
-from dcr_daemon.projection.misfits import listed
+from dcr_daemon.projection.mismatches import listed
 from dcr_daemon.projection.sharding.named import plain
 
 SAID = 5  #: names of one kind in a sentence

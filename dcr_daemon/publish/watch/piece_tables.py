@@ -11,9 +11,9 @@ from typing import Any
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.safetensors import Header
 from dcr_daemon.errors import Corrupt, Incompatible, NotFound
-from dcr_daemon.projection.files.files import METADATA, Piece, dcp_pieces, pieces_of
-from dcr_daemon.publish.watch.identity import FileIdentity, identity_of
-from dcr_daemon.publish.watch.naming import Fit, Naming
+from dcr_daemon.projection.files.piece_map import METADATA, Piece, dcp_pieces, pieces_of
+from dcr_daemon.publish.watch.file_identity import FileIdentity, identity_of
+from dcr_daemon.publish.watch.piece_names import Fit, Naming
 
 STALLED = 30  #: timed looks after which files that are newer than their table count as copied, not as being rewritten
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from dcr_daemon.canonical.fingerprint import Bits, Vector, advance, sum_at
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.codec.decode import Chunk, open_chunk
-from dcr_daemon.engine.journal import Patched
+from dcr_daemon.engine.directory.journal import Patched
 from dcr_daemon.engine.port import Hop
 from dcr_daemon.engine.staged import read_vector
 from dcr_daemon.errors import CorruptChunk, EngineRefused

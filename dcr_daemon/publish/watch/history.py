@@ -12,7 +12,7 @@ import msgspec
 
 from dcr_daemon.disk import write_whole
 from dcr_daemon.ledger.ledger import Ledger
-from dcr_daemon.publish.watch.identity import FileIdentity
+from dcr_daemon.publish.watch.file_identity import FileIdentity
 from dcr_daemon.untrusted import decode_json
 
 GONE = 64  #: newest sources that are remembered although their directory is gone: it may have been renamed

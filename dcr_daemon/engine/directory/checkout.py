@@ -29,7 +29,7 @@ from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.directory import DIRTY, Checkpoint, shard_paths
 from dcr_daemon.checkpoint.safetensors import SafetensorsFile
 from dcr_daemon.disk import exhausted, starved, sync_directory, write_whole
-from dcr_daemon.engine.journal import Install, Journal, Patch, read_journal
+from dcr_daemon.engine.directory.journal import Install, Journal, Patch, read_journal
 from dcr_daemon.engine.port import EngineGone
 from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, Exhausted
 from dcr_daemon.untrusted import decode_json

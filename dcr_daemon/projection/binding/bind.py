@@ -18,9 +18,9 @@ from dcr_daemon.errors import Incompatible, Misuse
 from dcr_daemon.projection.binding.attribution import Attribution, of_chunks, of_map
 from dcr_daemon.projection.frameworks import transformers_v5
 from dcr_daemon.projection.frameworks.megatron.live import Megatron, named_chunks
-from dcr_daemon.projection.frameworks.titan import adapter_conversion
-from dcr_daemon.projection.misfits import Misfits, listed
-from dcr_daemon.projection.plan import Map
+from dcr_daemon.projection.frameworks.torchtitan import adapter_conversion
+from dcr_daemon.projection.mismatches import Misfits, listed
+from dcr_daemon.projection.region_map import Map
 from dcr_daemon.projection.sharding.copies import Copies
 from dcr_daemon.projection.sharding.local import Signature, changes, is_tensor, local, memory, signature
 from dcr_daemon.projection.sharding.named import COMPILED, is_module, shared_prefix, table, unwrapped
