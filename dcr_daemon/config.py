@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dcr_daemon.errors import Misuse
+from dcr_daemon.errors import UsageError
 
 Known = Mapping[str, Mapping[str, str]]  #: command -> key as written in the file -> the option's internal name
 
@@ -29,7 +29,7 @@ def read_config(path: Path, command: str, known: Known) -> dict[str, Any]:
     """Defaults for `command` out of `path`, by the options' internal names.
 
     Raises:
-        Misuse: the file cannot be read, is not TOML, or holds a key or table that nothing reads.
+        UsageError: the file cannot be read, is not TOML, or holds a key or table that nothing reads.
     """
     tables = _parse(path)
     everywhere = {key for options in known.values() for key in options}
@@ -51,9 +51,9 @@ def _parse(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             return tomllib.load(file)
     except OSError as error:
-        raise Misuse(f"cannot read {path}: {error.strerror or error}", hint="check --config") from error
+        raise UsageError(f"cannot read {path}: {error.strerror or error}", hint="check --config") from error
     except (ValueError, RecursionError) as error:  # not only TOMLDecodeError: an integer may have too many digits
-        raise Misuse(f"{path} is not TOML: {error}") from error
+        raise UsageError(f"{path} is not TOML: {error}") from error
 
 
 def _require(key: str, known: Iterable[str], path: Path, *, what: str, near: Iterable[str]) -> None:
@@ -61,4 +61,4 @@ def _require(key: str, known: Iterable[str], path: Path, *, what: str, near: Ite
         return
     close = difflib.get_close_matches(key, list(near), n=1, cutoff=0.5)
     names = f"did you mean {close[0]!r}?" if close else f"known are: {', '.join(sorted(known))}"
-    raise Misuse(f"{path}: unknown {what}: {key!r}", hint=names)
+    raise UsageError(f"{path}: unknown {what}: {key!r}", hint=names)

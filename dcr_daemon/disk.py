@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 from dcr_daemon import runtime
-from dcr_daemon.errors import Exhausted
+from dcr_daemon.errors import ResourceExhausted
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 _STARVED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
@@ -77,11 +77,13 @@ def starved(error: OSError) -> bool:
     return error.errno in _STARVED
 
 
-def exhausted(error: OSError, path: Path) -> Exhausted:
+def exhausted(error: OSError, path: Path) -> ResourceExhausted:
     """The error to raise for a failed write, whatever was in its way: a disk that is full, read-only or broken."""
     if disk_full(error):
-        return Exhausted(f"no space left to write {path}", hint="free space there or point it elsewhere")
+        return ResourceExhausted(f"no space left to write {path}", hint="free space there or point it elsewhere")
     reason = error.strerror or str(error)
     if starved(error):
-        return Exhausted(f"cannot open {path}: {reason}", hint="raise this process's limits on open files and memory")
-    return Exhausted(f"cannot write {path}: {reason}", hint="look at that disk and its permissions")
+        return ResourceExhausted(
+            f"cannot open {path}: {reason}", hint="raise this process's limits on open files and memory"
+        )
+    return ResourceExhausted(f"cannot write {path}: {reason}", hint="look at that disk and its permissions")

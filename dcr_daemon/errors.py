@@ -1,19 +1,22 @@
-"""Everything DCR raises on purpose.
+"""Errors that DCR raises on purpose, whichever package raises them.
 
-    DcrError                         exit 1   a bug, or something nobody foresaw
-    ├── Misuse                       exit 2   fix the call, flag or configuration key
-    ├── Incompatible                 exit 10  store, layout or input does not fit; an operator acts
-    ├── NotFound                     exit 11  no such stream or version
-    ├── Fenced                       exit 12  somebody newer owns this; stop, do not restart
-    ├── Corrupt                      exit 13  bytes differ from their digest or format
-    │   └── CorruptChunk                      the same, found by the chunk decoder
-    ├── Exhausted                    exit 14  disk, tmpfs or memory budget full, or a disk that takes nothing
-    ├── StoreUnavailable             exit 15  the bucket did not answer within the budget
-    ├── EngineRefused                exit 16  the engine cannot take this stream or transaction
-    └── Given                        exit 1   another rank cannot take part; publish the next update (in training alone)
+    DcrError                 exit 1   a bug, or something nobody foresaw
+    ├── UsageError           exit 2   fix the call, flag or configuration key
+    ├── Incompatible         exit 10  store, layout or input does not fit; an operator acts
+    ├── NotFound             exit 11  no such stream or version
+    ├── Fenced               exit 12  a newer owner holds the stream or the engine; stop, do not restart
+    ├── Corrupt              exit 13  bytes differ from their digest or format
+    │   └── CorruptChunk              the same, found by the chunk decoder
+    ├── ResourceExhausted    exit 14  a disk, tmpfs or memory budget is full, or a disk accepts no writes
+    ├── StoreUnavailable     exit 15  the bucket did not answer within the budget
+    ├── EngineRefused        exit 16  the engine cannot take this stream or transaction
+    └── UpdateAborted        exit 1   another rank cannot take part; publish the next update (in training alone)
 
-A new kind exists only where a caller acts differently. The message names the thing; `hint` says what to do
-next. `Missing` is not an error of DCR: it is a store's answer that a key does not exist.
+A package adds a subclass only where its own callers act differently: `ledger.objects` (`ObjectPending`, `BelowFloor`),
+`ledger.route` (`NoRoute`), `ledger.slot` (`Undecided`), `publish.inputs.sources`
+(`SourceChanged`), `engine.port` (`EngineGone`, exit 16). The message names the object at
+fault; `hint` says what to do next. `KeyNotFound` is not an error of DCR: it is a store's answer that a key does not
+exist.
 """
 
 from __future__ import annotations
@@ -30,6 +33,11 @@ class DcrError(Exception):
     """
 
     exit_code: ClassVar[int] = 1
+    kind: ClassVar[str] = "DcrError"  #: the name in `--json` output and on the engine's socket; it never changes
+
+    def __init_subclass__(cls) -> None:
+        if "kind" not in cls.__dict__:
+            cls.kind = cls.__name__
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
@@ -40,7 +48,8 @@ class DcrError(Exception):
         return f"{self.message} ({self.hint})" if self.hint else self.message
 
 
-class Misuse(DcrError):
+class UsageError(DcrError):
+    kind = "Misuse"
     exit_code = 2
 
 
@@ -64,7 +73,8 @@ class CorruptChunk(Corrupt):
     pass
 
 
-class Exhausted(DcrError):
+class ResourceExhausted(DcrError):
+    kind = "Exhausted"
     exit_code = 14
 
 
@@ -76,11 +86,13 @@ class EngineRefused(DcrError):
     exit_code = 16
 
 
-class Given(DcrError):
-    """An update of many ranks was given up, here or elsewhere: no rank publishes it, and the next one is right."""
+class UpdateAborted(DcrError):
+    """An update of many ranks was aborted, here or elsewhere: no rank publishes it, and the next one is right."""
+
+    kind = "Given"
 
 
-class Missing(Exception):
+class KeyNotFound(Exception):
     """A store has no object under this key now. Decides nothing by itself (must L1, L6)."""
 
     def __init__(self, key: str) -> None:

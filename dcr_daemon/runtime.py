@@ -156,7 +156,7 @@ class Workers:
         """Run `function(*args)` on the pool and await its result."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
 
-    async def run_whole(self, function: Callable[..., T], *args: object) -> T:
+    async def run_uncancellable(self, function: Callable[..., T], *args: object) -> T:
         """As `run`, but a caller that is cancelled waits for the thread to end first: for work that writes to memory
         which somebody else writes to next."""
         job = self._pool.submit(function, *args)

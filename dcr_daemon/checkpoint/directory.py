@@ -179,7 +179,7 @@ def write_checkpoint(
 
     Raises:
         Incompatible: `out` holds something already.
-        Exhausted: the disk is full; nothing is left behind.
+        ResourceExhausted: the disk is full; nothing is left behind.
     """
     out = out.absolute()
     if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):

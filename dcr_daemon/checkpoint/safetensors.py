@@ -119,7 +119,7 @@ def open_plain(path: Path, access: int = os.O_RDONLY) -> int:
     Raises:
         NotFound: there is no such file.
         Incompatible: it is something else, or may not be read.
-        Exhausted: no descriptors are left.
+        ResourceExhausted: no descriptors are left.
     """
     try:
         descriptor = os.open(path, access | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -301,7 +301,7 @@ def write_safetensors(
         metadata: the `__metadata__` of the header.
 
     Raises:
-        Exhausted: the disk is full, or does not take it; the partial file is removed.
+        ResourceExhausted: the disk is full, or does not take it; the partial file is removed.
         FileExistsError: there is such a file; it stays as it is.
     """
     parts = _parts(items, metadata)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dcr_daemon.cli.output import print_fields, share, size
-from dcr_daemon.errors import Corrupt, Missing, NotFound
+from dcr_daemon.errors import Corrupt, KeyNotFound, NotFound
 
 if TYPE_CHECKING:
     from dcr_daemon.ledger.records import Seal
@@ -34,7 +34,7 @@ async def read_agreed(store: Store) -> dict[str, Any]:
     key = names.verdict(seal.version, seal.attempt, names.ROUNDS)
     try:
         verdict = decode_verdict(await store.get(key, limit=_LIMIT))
-    except Missing:
+    except KeyNotFound:
         raise NotFound(
             f"{store.url}: version {seal.version} has no verdict of several ranks",
             hint="one process publishes there, or retention has collected the first version of these ranks",

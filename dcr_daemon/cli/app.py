@@ -17,7 +17,7 @@ import dcr_daemon
 from dcr_daemon.cli import Stopped, demo, gc, log, materialize, plan, publish, status, subscribe, verify
 from dcr_daemon.cli.output import report_error, wants_json
 from dcr_daemon.config import Known, read_config
-from dcr_daemon.errors import DcrError
+from dcr_daemon.errors import DcrError, UsageError
 
 INTERRUPTED = 130
 _UsageError: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
@@ -89,7 +89,7 @@ def run(arguments: Sequence[str]) -> int:
     try:
         code = app(args=list(arguments), prog_name="dcr", standalone_mode=False)
     except DcrError as error:
-        return report_error(error.message, error.hint, type(error).__name__, error.exit_code, json=json)
+        return report_error(error.message, error.hint, error.kind, error.exit_code, json=json)
     except _UsageError as error:
         return _report_usage(error, json=json)
     except (KeyboardInterrupt, typer.Abort):
@@ -109,4 +109,4 @@ def _report_usage(error: Any, *, json: bool) -> int:
         return 2
     context = getattr(error, "ctx", None)
     hint = f"see `{context.command_path} --help`" if context else "see `dcr --help`"
-    return report_error(error.format_message(), hint, "Misuse", 2, json=json)
+    return report_error(error.format_message(), hint, UsageError.kind, 2, json=json)

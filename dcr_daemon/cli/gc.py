@@ -10,7 +10,7 @@ import typer
 from dcr_daemon.cli.options import EndpointUrl, Json, Profile, Region, StoreOptions, StreamArgument, run_async
 from dcr_daemon.cli.output import print_fields, print_json, print_table, size
 from dcr_daemon.cli.progress import steps
-from dcr_daemon.errors import Misuse
+from dcr_daemon.errors import UsageError
 
 if TYPE_CHECKING:
     from dcr_daemon.ledger.retention import Item, Plan
@@ -67,7 +67,7 @@ def command(
 
     policy = RetentionPolicy.of(keep_versions, keep_hours)
     if take_over and not policy.active:
-        raise Misuse("nothing is claimed without a policy", hint="add --keep-versions or --keep-hours")
+        raise UsageError("nothing is claimed without a policy", hint="add --keep-versions or --keep-hours")
 
     async def main() -> tuple[Plan, int]:
         from dcr_daemon.ledger.collector import Collector, collect

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from dcr_daemon.cli import Stopped
-from dcr_daemon.errors import Misuse
+from dcr_daemon.errors import UsageError
 
 if TYPE_CHECKING:
     from dcr_daemon.events import Emit
@@ -105,7 +105,7 @@ class StoreOptions:
 
 
 def state_root(given: Path | None) -> Path:
-    """Root of the daemons' state. Raises `Misuse` for a relative path."""
+    """Root of the daemons' state. Raises `UsageError` for a relative path."""
     if given is not None:
         return given.absolute()
     from dcr_daemon.publish.options import default_state
@@ -117,7 +117,7 @@ def default_replica() -> str:
     """This host's name, as the id of a replica: `[a-z0-9]{1,32}`."""
     name = "".join(c for c in socket.gethostname().lower() if c.isascii() and c.isalnum())[:32]
     if not name:
-        raise Misuse("this host has no usable name", hint="give --replica an id of a-z and 0-9")
+        raise UsageError("this host has no usable name", hint="give --replica an id of a-z and 0-9")
     return name
 
 

@@ -12,7 +12,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from dcr_daemon.errors import Exhausted
+from dcr_daemon.errors import ResourceExhausted
 from dcr_daemon.observe.streams import put
 
 _WIDEST = 250  #: characters of a table
@@ -55,7 +55,7 @@ def _put(text: str) -> None:
     try:
         put(sys.stdout, text)
     except OSError as error:
-        raise Exhausted(f"stdout cannot be written: {error.strerror or error}") from error
+        raise ResourceExhausted(f"stdout cannot be written: {error.strerror or error}") from error
 
 
 def report_error(message: str, hint: str, kind: str, code: int, *, json: bool) -> int:

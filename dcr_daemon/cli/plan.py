@@ -10,7 +10,7 @@ import typer
 
 from dcr_daemon.cli.options import EndpointUrl, Json, Profile, Region, StoreOptions, run_async
 from dcr_daemon.cli.output import print_fields, print_json, print_table, share, size
-from dcr_daemon.errors import Incompatible, Misuse
+from dcr_daemon.errors import Incompatible, UsageError
 
 if TYPE_CHECKING:
     from dcr_daemon.projection.frameworks.megatron.grid import Grid
@@ -130,7 +130,7 @@ def _layers(text: str | None) -> tuple[int, ...] | None:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise Misuse(
+        raise UsageError(
             f"--stage-layers {text} is not a list of numbers", hint="e.g. --stage-layers 16,15,15,15"
         ) from None
 

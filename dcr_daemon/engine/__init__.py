@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
-from dcr_daemon.errors import Misuse
+from dcr_daemon.errors import UsageError
 
 if TYPE_CHECKING:
     from dcr_daemon.engine.port import Engine
@@ -22,14 +22,14 @@ def open_engine(url: str, *, state: Path) -> Engine:
     and a server is asked.
 
     Raises:
-        Misuse: the URL names no engine DCR knows, or no absolute path.
+        UsageError: the URL names no engine DCR knows, or no absolute path.
     """
     parts = urlsplit(url)
     path = unquote(parts.path)
     if parts.scheme not in ("vllm", "dir"):
-        raise Misuse(f"{url!r} names no engine", hint="use vllm:///path/of/socket or dir:///path/of/checkpoint")
+        raise UsageError(f"{url!r} names no engine", hint="use vllm:///path/of/socket or dir:///path/of/checkpoint")
     if parts.netloc or parts.query or parts.fragment or not path.startswith("/") or path == "/":
-        raise Misuse(f"{url!r} does not name an absolute path", hint=f"write three slashes: {parts.scheme}:///path")
+        raise UsageError(f"{url!r} does not name an absolute path", hint=f"write three slashes: {parts.scheme}:///path")
     if parts.scheme == "dir":
         from dcr_daemon.engine.directory.engine import DirectoryEngine
 

@@ -20,7 +20,7 @@ from dcr_daemon.canonical.fingerprint import Bits, Vector, advance, sum_at
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.codec.decode import Chunk, open_chunk
 from dcr_daemon.engine.directory.journal import Patched
-from dcr_daemon.engine.port import Hop
+from dcr_daemon.engine.port import VersionDelta
 from dcr_daemon.engine.staged import read_vector
 from dcr_daemon.errors import CorruptChunk, EngineRefused
 
@@ -43,7 +43,7 @@ class OpenHop:
     after: Vector
 
 
-def open_hop(layout: Layout, stream: str, hop: Hop) -> OpenHop:
+def open_hop(layout: Layout, stream: str, hop: VersionDelta) -> OpenHop:
     """Decode the chunks of a hop and check that they are this hop's, and that they lead from vector to vector.
 
     Raises:

@@ -17,7 +17,7 @@ from typing import TypeVar
 import msgspec
 
 from dcr_daemon.engine.port import EngineGone, StreamFacts, Transaction
-from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, Exhausted, Fenced, Incompatible, Misuse
+from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, Fenced, Incompatible, ResourceExhausted, UsageError
 from dcr_daemon.untrusted import decode
 
 PROTOCOL = 1
@@ -151,8 +151,8 @@ AnyAnswer = Done | Refused | Pending
 
 #: What may cross the socket as an error; anything else arrives as plain `DcrError`.
 ERRORS: dict[str, type[DcrError]] = {
-    kind.__name__: kind
-    for kind in (EngineRefused, Fenced, EngineGone, Misuse, Incompatible, Corrupt, Exhausted, DcrError)
+    kind.kind: kind
+    for kind in (EngineRefused, Fenced, EngineGone, UsageError, Incompatible, Corrupt, ResourceExhausted, DcrError)
 }
 
 
@@ -194,15 +194,15 @@ def encode(record: msgspec.Struct) -> bytes:
 
 
 def decode_call(body: bytes) -> AnyCall:
-    """Raises `Misuse` for anything that is not a call of this protocol."""
+    """Raises `UsageError` for anything that is not a call of this protocol."""
     try:
         call = decode(_calls, body)
     except ValueError as error:
-        raise Misuse(
+        raise UsageError(
             f"not a call of this engine: {error}", hint="run the same version of dcr-daemon on both sides"
         ) from error
     if call.protocol != PROTOCOL:
-        raise Misuse(
+        raise UsageError(
             f"the caller speaks socket protocol {call.protocol}, this engine {PROTOCOL}",
             hint="run the same version of dcr-daemon on both sides",
         )
@@ -210,15 +210,15 @@ def decode_call(body: bytes) -> AnyCall:
 
 
 def decode_answer(body: bytes) -> AnyAnswer:
-    """Raises `Misuse` for anything that is not an answer."""
+    """Raises `UsageError` for anything that is not an answer."""
     try:
         return decode(_answers, body)
     except ValueError as error:
         raise _strange(error) from error
 
 
-def _strange(error: ValueError) -> Misuse:
-    return Misuse(
+def _strange(error: ValueError) -> UsageError:
+    return UsageError(
         f"the engine's socket gave no answer of this protocol: {error}",
         hint="check that the socket belongs to a vLLM server with the dcr plugin of the same version",
     )
@@ -230,12 +230,12 @@ def done(call_id: str, result: object) -> Done:
 
 def refused(call_id: str, error: DcrError) -> Refused:
     """An error as an answer; its kind is the nearest class that may cross."""
-    kind = next(base.__name__ for base in type(error).__mro__ if base.__name__ in ERRORS)
+    kind = next(base.kind for base in type(error).__mro__ if issubclass(base, DcrError) and base.kind in ERRORS)
     return Refused(id=call_id, kind=kind, message=error.message, hint=error.hint)
 
 
 def result_of(answer: AnyAnswer, kind: type[T]) -> T:
-    """The result inside an answer, or the error it carries, raised; `Misuse` if it is of another kind."""
+    """The result inside an answer, or the error it carries, raised; `UsageError` if it is of another kind."""
     match answer:
         case Done():
             try:
@@ -244,13 +244,13 @@ def result_of(answer: AnyAnswer, kind: type[T]) -> T:
                 raise _strange(error) from error
         case Refused():
             raise ERRORS.get(answer.kind, DcrError)(answer.message, hint=answer.hint)
-    raise Misuse("the engine left a call pending", hint="report this as a bug")
+    raise UsageError("the engine left a call pending", hint="report this as a bug")
 
 
 def frame(body: bytes) -> bytes:
-    """A record with its length before it. Raises `Misuse` above `FRAME_LIMIT`."""
+    """A record with its length before it. Raises `UsageError` above `FRAME_LIMIT`."""
     if len(body) > FRAME_LIMIT:
-        raise Misuse(f"a record of {len(body)} bytes is over the socket's limit of {FRAME_LIMIT}")
+        raise UsageError(f"a record of {len(body)} bytes is over the socket's limit of {FRAME_LIMIT}")
     return _LENGTH.pack(len(body)) + body
 
 
@@ -258,7 +258,7 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
     """The next record, or None at a clean end.
 
     Raises:
-        Misuse: the announced length is over the limit (nothing was read).
+        UsageError: the announced length is over the limit (nothing was read).
         asyncio.IncompleteReadError, OSError: the peer went away inside a record.
     """
     head = await reader.read(1)
@@ -266,5 +266,5 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
         return None
     (length,) = _LENGTH.unpack(head + await reader.readexactly(_LENGTH.size - 1))
     if length > FRAME_LIMIT:
-        raise Misuse(f"a record of {length} bytes is over the socket's limit of {FRAME_LIMIT}")
+        raise UsageError(f"a record of {length} bytes is over the socket's limit of {FRAME_LIMIT}")
     return await reader.readexactly(length)

@@ -56,7 +56,7 @@ class Attached(msgspec.Struct, frozen=True, kw_only=True):
     classes: list[TensorClass]
 
 
-class Hop(msgspec.Struct, frozen=True, kw_only=True):
+class VersionDelta(msgspec.Struct, frozen=True, kw_only=True):
     """One version of a route, staged: paths are local and verified; `before`/`after` are vector files.
 
     `loaded`: safetensors file of all `loaded` tensors as this version has them; empty if there are none, or if none
@@ -76,7 +76,7 @@ class Transaction(msgspec.Struct, frozen=True, kw_only=True):
     """Consecutive hops composed into one change (must E6). `label` is shown by the engine as its weight version."""
 
     id: str
-    hops: list[Hop]
+    hops: list[VersionDelta]
     label: str
 
     @property

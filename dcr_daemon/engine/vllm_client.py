@@ -26,7 +26,7 @@ from dcr_daemon.engine.port import (
     Swapped,
     Transaction,
 )
-from dcr_daemon.errors import Misuse
+from dcr_daemon.errors import UsageError
 
 T = TypeVar("T")
 PATIENCE = 1800.0  #: seconds a caller waits for one answer; the call goes on inside the server
@@ -124,7 +124,9 @@ class VllmEngine:
 
     def _owner(self) -> int:
         if not self._incarnation:
-            raise Misuse("this client has not attached", hint="call attach() before anything that changes the engine")
+            raise UsageError(
+                "this client has not attached", hint="call attach() before anything that changes the engine"
+            )
         return self._token
 
     async def _call(self, call: messages.Call, kind: type[T] | None) -> T:

@@ -23,7 +23,7 @@ from dcr_daemon.codec.decode import open_chunk
 from dcr_daemon.errors import Corrupt
 from dcr_daemon.events import Emit
 from dcr_daemon.ledger import names, records
-from dcr_daemon.ledger.objects import BelowFloor, NotYet, Objects
+from dcr_daemon.ledger.objects import BelowFloor, ObjectPending, Objects
 from dcr_daemon.ledger.records import Anchor, AnchorIndex, ObjectRef, Part, Seal, Stream
 from dcr_daemon.ledger.repairs import SPARE, Damage
 from dcr_daemon.store.port import Store
@@ -65,7 +65,7 @@ class Check:
         stream = self._stream
         try:
             self._layout = await self._reader.read_layout(stream)
-        except NotYet as error:
+        except ObjectPending as error:
             raise Corrupt(
                 f"{stream.layout.key} is gone, and nothing can be read without it",
                 hint="put the layout back: any checkpoint of this stream gives the same bytes",
@@ -156,7 +156,7 @@ class Check:
         seal = self._seals.get(anchor.version, self._stream)
         try:
             want = await self._reader.read_vector(seal, self._layout)
-        except (Corrupt, NotYet, BelowFloor):  # told elsewhere; the total still says whether anything is wrong
+        except (Corrupt, ObjectPending, BelowFloor):  # told elsewhere; the total still says whether anything is wrong
             differ = set() if records.show_u64(sum(vector) & MASK) == anchor.total else {"some tensor"}
         else:
             differ = {s.name for s, ours, theirs in zip(self._layout, vector, want, strict=True) if ours != int(theirs)}
@@ -252,7 +252,7 @@ class Check:
             result = await reading
         except BelowFloor:
             return None
-        except (Corrupt, NotYet) as error:
+        except (Corrupt, ObjectPending) as error:
             self._damage(key, version, error.message)
             return None
         self._count(*sizes)

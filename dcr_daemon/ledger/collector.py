@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 from dcr_daemon import runtime
-from dcr_daemon.errors import Corrupt, Fenced, Missing, Misuse
+from dcr_daemon.errors import Corrupt, Fenced, KeyNotFound, UsageError
 from dcr_daemon.ledger.ledger import Header, Ledger
-from dcr_daemon.ledger.objects import BelowFloor, NotYet, Objects
+from dcr_daemon.ledger.objects import BelowFloor, ObjectPending, Objects
 from dcr_daemon.ledger.records import Anchor, Floor, ObjectRef, Seal, State, Stream
 from dcr_daemon.ledger.retention import (
     PREFIXES,
@@ -100,10 +100,10 @@ class Collector:
             go_on: awaited before each batch; what it raises ends the sweep.
 
         Raises:
-            Misuse: the plan's floor is not in the ledger (must L5: the record comes first).
+            UsageError: the plan's floor is not in the ledger (must L5: the record comes first).
         """
         if self._ledger.state.floor < plan.floor.floor:
-            raise Misuse(f"nothing may be deleted below {plan.floor.floor} before the ledger says so")
+            raise UsageError(f"nothing may be deleted below {plan.floor.floor} before the ledger says so")
         objects = size = 0
         for first in range(0, len(plan.items), BATCH):
             if go_on:
@@ -144,7 +144,7 @@ class Collector:
         """Everything an anchor is made of; None if its index cannot be read now."""
         try:
             index = await self._objects.read_anchor_index(anchor)
-        except (Corrupt, NotYet, BelowFloor):
+        except (Corrupt, ObjectPending, BelowFloor):
             return None
         return [anchor.index, *index.all]
 
@@ -192,7 +192,7 @@ class Collector:
             body = await self._store.get(ref.key, limit=max(ref.size - 1, 0))
         except Corrupt:
             return True
-        except Missing:
+        except KeyNotFound:
             return False
         return len(body) == ref.size
 

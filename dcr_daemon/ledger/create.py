@@ -5,13 +5,13 @@ from __future__ import annotations
 from dcr_daemon import runtime
 from dcr_daemon.canonical.fingerprint import Vector, total
 from dcr_daemon.canonical.layout import Layout
-from dcr_daemon.errors import Misuse
+from dcr_daemon.errors import UsageError
 from dcr_daemon.events import Emit
 from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.records import ObjectRef, Stream
 from dcr_daemon.ledger.slot import occupy
 from dcr_daemon.store.port import Store
-from dcr_daemon.store.put_if_absent import create_once
+from dcr_daemon.store.put_if_absent import put_if_absent
 
 
 async def create_stream(store: Store, layout: Layout, vector: Vector, *, model: str, emit: Emit) -> None:
@@ -21,20 +21,20 @@ async def create_stream(store: Store, layout: Layout, vector: Vector, *, model: 
     again: their bytes follow from layout and base, and nobody has ever seen a stream there.
 
     Raises:
-        Misuse: the prefix holds anything else.
+        UsageError: the prefix holds anything else.
         Corrupt: it holds the vector of another base.
     """
     sums = vector.astype("<u8").tobytes()
     layout_key, vector_key = names.layout(layout.digest), names.vector(0, 0)
     async for entry in store.list(""):
         if entry.key not in (layout_key, vector_key) and not entry.key.startswith(names.PROBES):
-            raise Misuse(
+            raise UsageError(
                 f"{store.url} is not empty: it holds {entry.key} and no ledger",
                 hint="a stream is made on an empty prefix; choose another one",
             )
-    await create_once(store, layout_key, layout.encoded)
+    await put_if_absent(store, layout_key, layout.encoded)
     runtime.failpoint("ledger.layout.created")
-    await create_once(store, vector_key, sums)
+    await put_if_absent(store, vector_key, sums)
     runtime.failpoint("ledger.stream.put")
     record = Stream(
         stream=runtime.nonce(),

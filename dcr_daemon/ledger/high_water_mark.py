@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from dcr_daemon.disk import write_whole
-from dcr_daemon.errors import Corrupt, Exhausted, Incompatible, Misuse
+from dcr_daemon.errors import Corrupt, Incompatible, ResourceExhausted, UsageError
 from dcr_daemon.ledger.fold import Tip
 from dcr_daemon.ledger.records import State
 from dcr_daemon.untrusted import decode_json
@@ -38,7 +38,7 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True):
 _marks = msgspec.json.Decoder(Mark)
 
 
-class Memory:
+class HighWaterMark:
     """One mark in one file. The directory is made if absent.
 
     Raises:
@@ -71,7 +71,7 @@ class Memory:
         """Remember that `version` was served. Durable on return; a lower version changes nothing."""
         mark = self._mark
         if mark is None:
-            raise Misuse(f"version {version} cannot be served before its ledger was read ({self.path})")
+            raise UsageError(f"version {version} cannot be served before its ledger was read ({self.path})")
         if mark.served is None or version > mark.served:
             self._save(msgspec.structs.replace(mark, served=version))
 
@@ -101,7 +101,7 @@ class Memory:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(self.path, msgspec.json.encode(mark), what="mark")
         except OSError as error:
-            raise Exhausted(
+            raise ResourceExhausted(
                 f"cannot write the high-water mark {self.path}: {error.strerror}",
                 hint="nothing was acted on; make room or fix the permissions of the state directory",
             ) from error

@@ -18,13 +18,13 @@ from typing import Any, TypeVar
 from dcr_daemon import runtime
 from dcr_daemon.canonical.fingerprint import Vector
 from dcr_daemon.canonical.layout import Layout
-from dcr_daemon.errors import Corrupt, Fenced, Incompatible, Misuse, NotFound
+from dcr_daemon.errors import Corrupt, Fenced, Incompatible, NotFound, UsageError
 from dcr_daemon.events import Alarm, Claimed, Emit, FencedOut, discard
 from dcr_daemon.ledger import records
 from dcr_daemon.ledger.create import create_stream
 from dcr_daemon.ledger.fold import Step, Tip, begin, fold, judge
 from dcr_daemon.ledger.follow import Follower, Polling
-from dcr_daemon.ledger.high_water_mark import Memory
+from dcr_daemon.ledger.high_water_mark import HighWaterMark
 from dcr_daemon.ledger.history import History
 from dcr_daemon.ledger.records import Epoch, Record, Release, State, Stream
 from dcr_daemon.ledger.slot import TRIES, judge_slot, occupy, read_slot
@@ -69,7 +69,7 @@ class Ledger:
         self, store: Store, *, memory: Path | None = None, emit: Emit = discard, polling: Polling | None = None
     ) -> None:
         self.store = store
-        self.memory = Memory(memory) if memory else None
+        self.memory = HighWaterMark(memory) if memory else None
         self.history = History(store, lambda: self.tip)
         self._emit = emit
         self._polling = polling or Polling()
@@ -86,9 +86,9 @@ class Ledger:
 
     @property
     def tip(self) -> Tip:
-        """How far the ledger was read. Raises `Misuse` before the first `read`."""
+        """How far the ledger was read. Raises `UsageError` before the first `read`."""
         if self._tip is None:
-            raise Misuse(f"the ledger of {self.store.url} was not read yet", hint="call read() first")
+            raise UsageError(f"the ledger of {self.store.url} was not read yet", hint="call read() first")
         return self._tip
 
     @property
@@ -100,7 +100,7 @@ class Ledger:
     def stream(self) -> Stream:
         """The stream record: id, layout, and the fingerprint of version 0."""
         if self._stream is None:
-            raise Misuse(f"the ledger of {self.store.url} was not read yet", hint="call read() first")
+            raise UsageError(f"the ledger of {self.store.url} was not read yet", hint="call read() first")
         return self._stream
 
     @property
@@ -124,7 +124,7 @@ class Ledger:
 
         Raises:
             Corrupt: the local memory knows a stream here, and the ledger is gone (must T1).
-            Misuse: the prefix holds other objects.
+            UsageError: the prefix holds other objects.
         """
         async with self._lock:
             try:
@@ -157,7 +157,7 @@ class Ledger:
         Raises:
             Undecided: the fate of the record is open and it is kept; call `settle`.
             Fenced: a newer epoch owns the stream, or a claim is not lawful (must P6).
-            Misuse: the record would not count; nothing was sent.
+            UsageError: the record would not count; nothing was sent.
         """
         async with self._lock:
             await self._open()
@@ -188,10 +188,12 @@ class Ledger:
 
         Raises:
             Fenced: another name holds the stream and has not released it (must P6).
-            Misuse: `name` may not stand in a record.
+            UsageError: `name` may not stand in a record.
         """
         if not records.is_name(name):
-            raise Misuse(f"not a publisher's name: {name!r}", hint="at most 64 ASCII letters, digits, '.', '_' and '-'")
+            raise UsageError(
+                f"not a publisher's name: {name!r}", hint="at most 64 ASCII letters, digits, '.', '_' and '-'"
+            )
         await self.read()
 
         def make(header: Header) -> Epoch:
@@ -358,20 +360,20 @@ class Ledger:
                 self._emit(FencedOut(what=self.store.url, by=state.epoch.name if state.epoch else ""))
                 raise Fenced(f"{self.store.url}: {void}", hint="stop the other publisher, or claim with --take-over")
         elif self._epoch is None:
-            raise Misuse(f"nothing may be written to {self.store.url} without a claim", hint="call claim() first")
+            raise UsageError(f"nothing may be written to {self.store.url} without a claim", hint="call claim() first")
         else:
             self.check_held()
         try:
             body = records.encode(record)
         except (TypeError, ValueError) as error:
-            raise Misuse(f"a {type(record).__name__} record cannot be written as JSON: {error}") from error
+            raise UsageError(f"a {type(record).__name__} record cannot be written as JSON: {error}") from error
         if len(body) > records.RECORD_LIMIT:
-            raise Misuse(
+            raise UsageError(
                 f"a record of {len(body)} bytes is over the limit of {records.RECORD_LIMIT}",
                 hint="shorten the user metadata of this update",
             )
         if void := fold(self.tip, body).void:
-            raise Misuse(f"a {type(record).__name__} record for slot {record.seq} would not count: {void}")
+            raise UsageError(f"a {type(record).__name__} record for slot {record.seq} would not count: {void}")
         return body
 
     def _not_extended(self, seq: int, what: str) -> Corrupt:

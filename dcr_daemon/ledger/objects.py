@@ -16,7 +16,7 @@ from dcr_daemon import runtime
 from dcr_daemon.canonical.fingerprint import Vector, total
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.codec.chunk import CHUNK_LIMIT
-from dcr_daemon.errors import Corrupt, Incompatible, Missing, NotFound, StoreUnavailable
+from dcr_daemon.errors import Corrupt, Incompatible, KeyNotFound, NotFound, StoreUnavailable
 from dcr_daemon.events import Emit, Waiting, discard
 from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.records import (
@@ -32,7 +32,7 @@ from dcr_daemon.ledger.records import (
 )
 from dcr_daemon.ledger.slot import pause_before
 from dcr_daemon.store.port import Store
-from dcr_daemon.store.task_limiter import abreast
+from dcr_daemon.store.task_limiter import run_limited
 
 LAYOUT_LIMIT = 256 << 20  #: bytes
 FILE_LIMIT = (1 << 30) + (128 << 20)  #: bytes of one anchor file: 1 GiB of tensors and a header
@@ -41,8 +41,10 @@ AT_ONCE = 16  #: parts read at a time
 PATIENCE = 60.0  #: seconds that a missing object is waited for, unless the caller says otherwise
 
 
-class NotYet(StoreUnavailable):
+class ObjectPending(StoreUnavailable):
     """An object above the floor did not appear in time. It must: report, and try again."""
+
+    kind = "NotYet"
 
 
 class BelowFloor(NotFound):
@@ -82,7 +84,7 @@ class Objects:
 
         Raises:
             Corrupt: twice other bytes than the digest says, or more than `limit` of them.
-            NotYet: still missing after the patience.
+            ObjectPending: still missing after the patience.
             BelowFloor: missing, and `version` is below the floor.
         """
         if ref.size > limit:
@@ -116,7 +118,7 @@ class Objects:
 
     async def read_parts(self, seal: Seal) -> list[Part]:
         """The parts of a version, each checked to be of exactly this attempt (must P2), chunks named once."""
-        parts = await abreast((partial(self._read_part, seal, ref) for ref in seal.parts), AT_ONCE)
+        parts = await run_limited((partial(self._read_part, seal, ref) for ref in seal.parts), AT_ONCE)
         keys = [chunk.key for part in parts for chunk in part.chunks]
         if len(set(keys)) != len(keys):
             raise Corrupt(f"the parts of version {seal.version} name a chunk twice")
@@ -170,14 +172,14 @@ class Objects:
         while True:
             try:
                 return await self.store.get(ref.key, limit=ref.size)
-            except Missing:
+            except KeyNotFound:
                 if version is not None and self._refresh and version >= self._floor():
                     await self._refresh()
                 if version is not None and version < self._floor():
                     raise BelowFloor(f"{self._name(ref)} is gone: version {version} is below the floor") from None
             if runtime.monotonic() >= deadline:
                 waited = f"did not appear in {self._patience:g} s" if self._patience else "is not there"
-                raise NotYet(
+                raise ObjectPending(
                     f"{self._name(ref)} is named by the ledger and {waited}",
                     hint="if the bucket is a replica, it lags; if something deletes objects, `dcr verify` tells what",
                 )

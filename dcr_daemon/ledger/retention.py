@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from dcr_daemon.errors import Misuse
+from dcr_daemon.errors import UsageError
 from dcr_daemon.ledger import names
 from dcr_daemon.ledger.records import State
 from dcr_daemon.store.port import Entry
@@ -51,9 +51,9 @@ class RetentionPolicy:
 
     @classmethod
     def of(cls, versions: int | None, hours: float | None) -> RetentionPolicy:
-        """The policy as an operator gives it, 0 and None both meaning no wish. Raises `Misuse` for what is none."""
+        """The policy as an operator gives it, 0 and None both meaning no wish. Raises `UsageError` for what is none."""
         if (versions is not None and versions < 0) or (hours is not None and not 0 <= hours <= MAX_HOURS):
-            raise Misuse(f"cannot keep {versions} versions, or those of {hours} hours", hint="0 keeps everything")
+            raise UsageError(f"cannot keep {versions} versions, or those of {hours} hours", hint="0 keeps everything")
         return cls(versions or None, hours or None)
 
     @property

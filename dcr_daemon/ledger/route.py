@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dcr_daemon.errors import Misuse, NotFound
+from dcr_daemon.errors import NotFound, UsageError
 
 
 class NoRoute(NotFound):
@@ -35,13 +35,15 @@ def plan_route(
             starts below it: the vector that its first hop is checked against may be gone (version 0 keeps its own).
 
     Raises:
-        Misuse: `target` is below `have`; a version never moves down (must E2).
+        UsageError: `target` is below `have`; a version never moves down (must E2).
         NoRoute: with what is missing.
     """
     if have == target:
         return Route(None, (), 0)
     if have is not None and have > target:
-        raise Misuse(f"version {target} is below {have}", hint="going back is publishing old weights as a new version")
+        raise UsageError(
+            f"version {target} is below {have}", hint="going back is publishing old weights as a new version"
+        )
     if target < floor:
         raise NoRoute(
             f"version {target} is below the floor: retention may have deleted it",

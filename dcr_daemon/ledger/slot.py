@@ -8,7 +8,7 @@ still be on its way.
 from __future__ import annotations
 
 from dcr_daemon import runtime
-from dcr_daemon.errors import Corrupt, Missing, StoreUnavailable
+from dcr_daemon.errors import Corrupt, KeyNotFound, StoreUnavailable
 from dcr_daemon.events import Emit, Waiting
 from dcr_daemon.ledger import names
 from dcr_daemon.ledger.fold import Step, Tip, fold
@@ -35,7 +35,7 @@ async def read_slot(store: Store, seq: int) -> bytes | None:
     for _ in range(2):  # an answer cut or mixed up on the way must not look like a large record to this reader alone
         try:
             return await store.get(names.record(seq), limit=RECORD_LIMIT)
-        except Missing:
+        except KeyNotFound:
             return None
         except Corrupt:
             continue

@@ -14,7 +14,7 @@ from typing import IO
 import msgspec
 
 from dcr_daemon import runtime
-from dcr_daemon.errors import Misuse
+from dcr_daemon.errors import UsageError
 from dcr_daemon.events import Emit, Event
 from dcr_daemon.observe import logs
 
@@ -42,7 +42,7 @@ class EventFile:
     and only there. `at` is wall time. Each line is one write, so several processes may share a file.
 
     Raises:
-        Misuse: the file cannot be opened for writing.
+        UsageError: the file cannot be opened for writing.
     """
 
     def __init__(self, path: Path) -> None:
@@ -50,7 +50,9 @@ class EventFile:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file: IO[bytes] = path.open("ab", buffering=0)
         except OSError as error:
-            raise Misuse(f"cannot write events to {path}: {error.strerror or error}", hint="check --events") from error
+            raise UsageError(
+                f"cannot write events to {path}: {error.strerror or error}", hint="check --events"
+            ) from error
 
     def __call__(self, event: Event) -> None:
         line = msgspec.to_builtins(event) | {"monotonic": runtime.monotonic(), "at": runtime.now().isoformat()}

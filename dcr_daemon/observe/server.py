@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 
-from dcr_daemon.errors import Misuse
+from dcr_daemon.errors import UsageError
 from dcr_daemon.observe.health import Health
 from dcr_daemon.observe.metrics import CONTENT_TYPE, Metrics
 
@@ -30,11 +30,11 @@ class ProbeServer:
         self.port = 0
 
     async def start(self) -> None:
-        """Raises `Misuse` when the address cannot be bound."""
+        """Raises `UsageError` when the address cannot be bound."""
         try:
             self._server = await asyncio.start_server(self._serve, self._host, self._wanted, limit=_HEAD_LIMIT)
         except OSError as error:
-            raise Misuse(
+            raise UsageError(
                 f"cannot listen on {self._host}:{self._wanted}: {error.strerror or error}",
                 hint="choose another --listen",
             ) from error
@@ -90,8 +90,8 @@ async def _request_line(reader: asyncio.StreamReader) -> str:
 
 
 def parse_listen(listen: str) -> tuple[str, int]:
-    """`HOST:PORT` into its parts; brackets around an IPv6 host. Raises `Misuse`."""
+    """`HOST:PORT` into its parts; brackets around an IPv6 host. Raises `UsageError`."""
     host, colon, port = listen.rpartition(":")
     if not colon or not port.isdigit() or int(port) > 65535:
-        raise Misuse(f"--listen {listen} is not HOST:PORT", hint="for example 127.0.0.1:9464")
+        raise UsageError(f"--listen {listen} is not HOST:PORT", hint="for example 127.0.0.1:9464")
     return host.strip("[]") or "127.0.0.1", int(port)

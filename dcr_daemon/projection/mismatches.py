@@ -15,7 +15,7 @@ SAVED = (
 LISTED = 100  #: names of one kind in an error
 
 
-class Misfits:
+class LayoutMismatches:
     """Names that do not fit, by kind: "added", "missing", "retyped", "reshaped", …
 
     Args:

@@ -14,7 +14,7 @@ from typing import Literal
 from dcr_daemon.canonical.coverage import exactly_once
 from dcr_daemon.canonical.layout import TensorSpec
 from dcr_daemon.canonical.region import Region
-from dcr_daemon.errors import Misuse
+from dcr_daemon.errors import UsageError
 from dcr_daemon.projection.frameworks import modules
 from dcr_daemon.projection.frameworks.megatron.grid import Grid
 from dcr_daemon.projection.frameworks.megatron.model import parameters
@@ -113,16 +113,16 @@ def preview(
         dtype: of the trainer's parameters; the checkpoint's own by default, fp32 under FSDP2.
 
     Raises:
-        Misuse: the degrees do not divide the model, or the trainer has no such degree.
+        UsageError: the degrees do not divide the model, or the trainer has no such degree.
     """
     if trainer == "megatron":
         return _sum(architecture, grid.world, _megatron(architecture, grid, rule, dtype))
     if (grid.pp, grid.vpp, grid.cp, grid.ep, grid.etp) != (1, 1, 1, 1, 1):
-        raise Misuse(f"{trainer} is planned with --tp and --dp alone", hint="--pp, --ep and others are Megatron's")
+        raise UsageError(f"{trainer} is planned with --tp and --dp alone", hint="--pp, --ep and others are Megatron's")
     if rule == "paper":
-        raise Misuse("the published rule is about Megatron", hint="use --trainer megatron with --rule paper")
+        raise UsageError("the published rule is about Megatron", hint="use --trainer megatron with --rule paper")
     if trainer == "zero3" and grid.tp > 1:
-        raise Misuse("ZeRO-3 is planned without tensor parallelism", hint="leave --tp away")
+        raise UsageError("ZeRO-3 is planned without tensor parallelism", hint="leave --tp away")
     bare = replace(architecture, prediction=None)
     dtype = dtype or ("F32" if trainer == "fsdp2" else None)
     return _sum(bare, grid.tp * grid.dp, _modules(bare, trainer, grid, dtype))

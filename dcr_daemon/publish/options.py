@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dcr_daemon.codec.chunk import TARGET_BYTES, Codec
-from dcr_daemon.errors import Misuse
+from dcr_daemon.errors import UsageError
 
 #: versions kept by default: enough for any replica to come by the chain, little beside the trainer's own checkpoints
 KEEP_VERSIONS = 256
@@ -31,11 +31,11 @@ def stream_state(root: Path, url: str) -> Path:
 
 
 def parse_codec(name: str) -> Codec:
-    """`auto`, `ulp`, `xor` or `overwrite`; `Misuse` for anything else."""
+    """`auto`, `ulp`, `xor` or `overwrite`; `UsageError` for anything else."""
     try:
         return Codec[name.upper()]
     except KeyError:
-        raise Misuse(f"there is no codec {name!r}", hint="auto, ulp, xor or overwrite") from None
+        raise UsageError(f"there is no codec {name!r}", hint="auto, ulp, xor or overwrite") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

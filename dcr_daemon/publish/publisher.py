@@ -19,16 +19,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Never, Self
 
-from dcr_daemon.errors import DcrError, Fenced, Misuse, StoreUnavailable
+from dcr_daemon.errors import DcrError, Fenced, StoreUnavailable, UsageError
 from dcr_daemon.events import Emit, Rounded, Waiting
 from dcr_daemon.publish.baseline.blocks import block_bytes
 from dcr_daemon.publish.event_log import tell
 from dcr_daemon.publish.group import update_steps
-from dcr_daemon.publish.group.leader import CLOSE_PATIENCE, Session
+from dcr_daemon.publish.group.leader import CLOSE_PATIENCE, Leader
 from dcr_daemon.publish.group.member import Member
 from dcr_daemon.publish.group.opening import open_member, open_session
 from dcr_daemon.publish.group.projected import Projected, Trainer
-from dcr_daemon.publish.inputs.intake import Intake
+from dcr_daemon.publish.inputs.intake import UpdateValidator
 from dcr_daemon.publish.inputs.sources import Source, TensorSource, settle_devices
 from dcr_daemon.publish.inputs.tensors import as_stream, as_table, check_kind, needs_projection
 from dcr_daemon.publish.options import KEEP_VERSIONS, SCRUB_RATE, PublishOptions, default_state, parse_codec
@@ -75,7 +75,7 @@ class Publisher:
 
     Raises:
         Fenced: another publisher holds the stream.
-        Incompatible, Misuse, NotFound, Exhausted, StoreUnavailable: with what to do next.
+        Incompatible, UsageError, NotFound, ResourceExhausted, StoreUnavailable: with what to do next.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Publisher:
         self._told: set[tuple[str, str]] = set()
         self._loop: LoopThread | None = LoopThread("dcr-publisher")
 
-        async def open_all() -> tuple[Store, Session | Member]:
+        async def open_all() -> tuple[Store, Leader | Member]:
             store = await open_store(stream, endpoint_url=endpoint_url, region=region, profile=profile, emit=emit)
             try:
                 if self._rank.leads:
@@ -177,7 +177,7 @@ class Publisher:
             Incompatible: tensors added, missing, retyped or reshaped, all named; nothing is published.
             Fenced: another publisher owns the stream.
             StoreUnavailable: the bucket does not answer, now or for the update before.
-            Given: another rank cannot take part; no rank publishes this update.
+            UpdateAborted: another rank cannot take part; no rank publishes this update.
         """
         self._check_usable()
         self._calls += 1
@@ -192,7 +192,7 @@ class Publisher:
             self._skip(error)
             raise
         session = self._session
-        if isinstance(session, Session) and not self._in_shards(weights, session):
+        if isinstance(session, Leader) and not self._in_shards(weights, session):
             attempt = self._publish_whole(session, weights, step)
         else:
             attempt = self._publish_shards(weights, step)
@@ -206,7 +206,7 @@ class Publisher:
         with contextlib.suppress(DcrError):
             self._running.call(self._session.skip(call=self._calls, reason=f"{type(error).__name__}: {error}"))
 
-    def _in_shards(self, weights: Any, session: Session) -> bool:
+    def _in_shards(self, weights: Any, session: Leader) -> bool:
         """Whether these weights have to be projected: there are several ranks, or names are not the checkpoint's."""
         if self._rank.world > 1 or self._trainer.says or self._projected:
             return True
@@ -226,8 +226,10 @@ class Publisher:
             self._abort(error)
             raise
 
-    def _publish_whole(self, session: Session, weights: Any, step: int | None) -> Attempt:
-        intake = Intake(f"step {step}" if step is not None else "the update", session.layout, self._options.ignore)
+    def _publish_whole(self, session: Leader, weights: Any, step: int | None) -> Attempt:
+        intake = UpdateValidator(
+            f"step {step}" if step is not None else "the update", session.layout, self._options.ignore
+        )
         table = as_table(weights, session.layout)
         if table is not None:
             attempt = self._diff_table(session, table, intake, step)
@@ -236,7 +238,9 @@ class Publisher:
         self._tell_rounded(intake)
         return attempt
 
-    def _diff_table(self, session: Session, table: list[TensorSource], intake: Intake, step: int | None) -> Attempt:
+    def _diff_table(
+        self, session: Leader, table: list[TensorSource], intake: UpdateValidator, step: int | None
+    ) -> Attempt:
         """Everything is at hand: judge it before an attempt is opened."""
         settle_devices(table)
         inputs = {index: source for source in table if (index := intake.take(source)) is not None}
@@ -250,7 +254,7 @@ class Publisher:
         return attempt
 
     def _diff_stream(
-        self, session: Session, stream: Iterable[TensorSource], intake: Intake, step: int | None
+        self, session: Leader, stream: Iterable[TensorSource], intake: UpdateValidator, step: int | None
     ) -> Attempt:
         """Tensors come one by one: each is diffed before the next is asked for."""
         attempt = self._running.call(session.begin(step=step, call=self._calls))
@@ -369,7 +373,7 @@ class Publisher:
     async def _say(self, what: str) -> None:
         self._emit(Waiting(what=what))
 
-    def _tell_rounded(self, intake: Intake) -> None:
+    def _tell_rounded(self, intake: UpdateValidator) -> None:
         for (given, canonical), tensors in intake.rounded.items():
             if (given, canonical) not in self._told:
                 self._told.add((given, canonical))
@@ -381,13 +385,13 @@ class Publisher:
 
     def _check_usable(self) -> LoopThread:
         if self._loop is None:
-            raise Misuse("the publisher is closed", hint="make a new one")
+            raise UsageError("the publisher is closed", hint="make a new one")
         if not self._loop.here:
-            raise Misuse("this process is a fork of the publisher's, and cannot use it", hint=_ONE_PROCESS)
+            raise UsageError("this process is a fork of the publisher's, and cannot use it", hint=_ONE_PROCESS)
         return self._loop
 
     def __reduce__(self) -> Never:
-        raise Misuse("a publisher cannot be copied or pickled", hint=_ONE_PROCESS)
+        raise UsageError("a publisher cannot be copied or pickled", hint=_ONE_PROCESS)
 
     def close(self) -> None:
         """Wait for the update under way, release the stream, and stop. Raises what nobody was told yet.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dcr_daemon import runtime
-from dcr_daemon.errors import Misuse
+from dcr_daemon.errors import UsageError
 
 MAX_WORLD = 4096  #: a seal names one part of every rank, and a record has a limit
 _ID = re.compile(r"\A[a-z0-9]{1,32}\Z")
@@ -48,19 +48,19 @@ def find_rank(group: str | None, rank: int | None, world: int | None) -> Rank:
     run id that is new in each incarnation, or `group`.
 
     Raises:
-        Misuse: numbers that do not go together, or ranks that have nothing to agree on a group by.
+        UsageError: numbers that do not go together, or ranks that have nothing to agree on a group by.
     """
     if (rank is None) != (world is None):
-        raise Misuse("a rank was given without a world, or a world without a rank", hint="give rank= and world=")
+        raise UsageError("a rank was given without a world, or a world without a rank", hint="give rank= and world=")
     if group is not None and not _ID.match(group):
-        raise Misuse(f"{group!r} is no group id", hint="1 to 32 of a-z and 0-9, new for each start of the group")
+        raise UsageError(f"{group!r} is no group id", hint="1 to 32 of a-z and 0-9, new for each start of the group")
     torch_says = distributed()
     if rank is None or world is None:
         rank, world = (torch_says.get_rank(), torch_says.get_world_size()) if torch_says else _of_launcher()
     if not 0 <= rank < world:
-        raise Misuse(f"there is no rank {rank} among {world}", hint="ranks count from 0")
+        raise UsageError(f"there is no rank {rank} among {world}", hint="ranks count from 0")
     if world > MAX_WORLD:
-        raise Misuse(
+        raise UsageError(
             f"{world} ranks are more than the {MAX_WORLD} whose parts fit the record of a version",
             hint="let the ranks of one copy of the model publish: give them rank=, world= and group=",
         )
@@ -78,7 +78,7 @@ def distributed() -> Any:
 
 def _agreed(torch_says: Any, rank: int, world: int) -> str:
     if (rank, world) != (torch_says.get_rank(), torch_says.get_world_size()):
-        raise Misuse(
+        raise UsageError(
             f"rank {rank} of {world} was given, and torch.distributed says {torch_says.get_rank()} of "
             f"{torch_says.get_world_size()}",
             hint="give group= as well: a value that just these ranks agreed on for this start",
@@ -99,7 +99,7 @@ def _launched() -> str:
     """The launcher's run id and restart count, if its run id is one."""
     run, restart = os.environ.get("TORCHELASTIC_RUN_ID", "none"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if run in ("", "none"):
-        raise Misuse(
+        raise UsageError(
             "the ranks have nothing to tell this start of the group from an earlier one by",
             hint="initialise torch.distributed before the Publisher, start torchrun with --rdzv-id, or give group=; "
             "one process that publishes alone is rank=0, world=1",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dcr_daemon import runtime
 from dcr_daemon.disk import disk_full, exhausted, write_whole
-from dcr_daemon.errors import Misuse
+from dcr_daemon.errors import UsageError
 
 
 class StateDirectory:
@@ -17,8 +17,8 @@ class StateDirectory:
     Layout: `lock`, `name`, `mark.json` (high-water mark), `baseline.bin`, `baseline.json`, `published.json`, `spool/`.
 
     Raises:
-        Misuse: another process holds it, or it cannot be made.
-        Exhausted: the disk is full.
+        UsageError: another process holds it, or it cannot be made.
+        ResourceExhausted: the disk is full.
     """
 
     def __init__(self, path: Path) -> None:
@@ -29,14 +29,14 @@ class StateDirectory:
         except OSError as error:
             if disk_full(error):
                 raise exhausted(error, path) from error
-            raise Misuse(
+            raise UsageError(
                 f"state directory {path} cannot be used: {error.strerror}", hint="name one with --state"
             ) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(self._lock)
-            raise Misuse(
+            raise UsageError(
                 f"another publisher process uses the state directory {path}",
                 hint="one process publishes to a stream; stop the other, or give this one its own --state",
             ) from error
@@ -67,7 +67,9 @@ class StateDirectory:
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
-            raise Misuse(f"{kept} cannot be read: {error}", hint="give --name with this publisher's name") from error
+            raise UsageError(
+                f"{kept} cannot be read: {error}", hint="give --name with this publisher's name"
+            ) from error
         return name or None
 
     def close(self) -> None:

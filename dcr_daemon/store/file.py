@@ -21,12 +21,20 @@ from typing import TypeVar
 
 from dcr_daemon import runtime
 from dcr_daemon.disk import sync_directory, sync_file
-from dcr_daemon.errors import Corrupt, DcrError, Exhausted, Incompatible, Missing, Misuse, StoreUnavailable
+from dcr_daemon.errors import (
+    Corrupt,
+    DcrError,
+    Incompatible,
+    KeyNotFound,
+    ResourceExhausted,
+    StoreUnavailable,
+    UsageError,
+)
 from dcr_daemon.events import Emit, discard
 from dcr_daemon.store.instrumented import observed
 from dcr_daemon.store.keys import check_key, check_prefix, is_key
 from dcr_daemon.store.port import Entry, Outcome
-from dcr_daemon.store.retry import Patience, Transient, persist
+from dcr_daemon.store.retry import RetryPolicy, Transient, retry
 
 T = TypeVar("T")
 
@@ -43,11 +51,11 @@ _PASSING = {errno.EAGAIN, errno.EBUSY, errno.EMFILE, errno.ENFILE, errno.ESTALE,
 class FileStore:
     """A `Store` in a directory, which need not exist before the first `create`."""
 
-    def __init__(self, root: Path, *, emit: Emit = discard, patience: Patience | None = None) -> None:
+    def __init__(self, root: Path, *, emit: Emit = discard, patience: RetryPolicy | None = None) -> None:
         self.root = root
         self.url = root.as_uri()
         self._emit = emit
-        self._patience = patience or Patience(seconds=10.0)
+        self._patience = patience or RetryPolicy(seconds=10.0)
         self._workers = runtime.Workers(THREADS)
         self._swept = False
 
@@ -82,7 +90,7 @@ class FileStore:
                     self.root / parent,
                     lambda: list(islice(entries, LIST_BATCH)),
                     # A generator that raised is spent: asked again, it would pass for a complete listing.
-                    Patience(seconds=0),
+                    RetryPolicy(seconds=0),
                 )
             for entry in batch:
                 yield entry
@@ -98,7 +106,9 @@ class FileStore:
     async def close(self) -> None:
         self._workers.close()
 
-    async def _persist(self, verb: str, path: Path, function: Callable[[], T], patience: Patience | None = None) -> T:
+    async def _persist(
+        self, verb: str, path: Path, function: Callable[[], T], patience: RetryPolicy | None = None
+    ) -> T:
         """Run `function` on a thread; what a file system says only in passing is tried again."""
 
         def once() -> T:
@@ -109,7 +119,7 @@ class FileStore:
                     raise Transient(str(error)) from error
                 raise _refusal(error, verb, path) from error
 
-        return await persist(
+        return await retry(
             lambda _: self._workers.run(once),
             what=f"{verb} {path}",
             patience=patience or self._patience,
@@ -126,7 +136,7 @@ class FileStore:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except (FileNotFoundError, NotADirectoryError):
-            raise Missing(key) from None
+            raise KeyNotFound(key) from None
         except OSError as error:
             if error.errno == errno.ELOOP:
                 raise _strange(path) from error
@@ -134,7 +144,7 @@ class FileStore:
         try:
             status = os.fstat(descriptor)
             if stat.S_ISDIR(status.st_mode):
-                raise Missing(key)
+                raise KeyNotFound(key)
             if not stat.S_ISREG(status.st_mode):
                 raise _strange(path)
             if status.st_size > limit:
@@ -173,7 +183,7 @@ class FileStore:
                 continue
             except FileExistsError:
                 if path.is_dir():
-                    raise Misuse(f"{path} is a directory: no key is the beginning of another") from None
+                    raise UsageError(f"{path} is a directory: no key is the beginning of another") from None
                 outcome = Outcome.LOST
             else:
                 outcome = Outcome.WON
@@ -285,7 +295,7 @@ def _refusal(error: OSError, verb: str, path: Path) -> DcrError:
     """The error of DCR that an error of the operating system means."""
     what = f"cannot {verb} {path}: {error.strerror or error}"
     if error.errno in _FULL:
-        return Exhausted(what, hint="free space or raise the quota; nothing was lost, trying again is safe")
+        return ResourceExhausted(what, hint="free space or raise the quota; nothing was lost, trying again is safe")
     if error.errno in _DENIED:
         access = "give the daemon's user read and write access to the stream's directory"
         links = ", on a file system that has hard links" if error.errno == errno.EPERM else ""
@@ -293,5 +303,5 @@ def _refusal(error: OSError, verb: str, path: Path) -> DcrError:
     if error.errno in _NO_LINKS:
         return Incompatible(what, hint="use a file system with hard links: link() is what makes a create atomic")
     if error.errno in (errno.ENAMETOOLONG, errno.ENOTDIR):
-        return Misuse(what, hint="use a shorter path, whose parents are directories")
+        return UsageError(what, hint="use a shorter path, whose parents are directories")
     return StoreUnavailable(what, hint="check the disk and the system log; a restart continues where this stopped")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from dcr_daemon import runtime
-from dcr_daemon.errors import DcrError, Missing
+from dcr_daemon.errors import DcrError, KeyNotFound
 from dcr_daemon.events import Emit, StoreRequest
 
 
@@ -28,7 +28,7 @@ def observed(emit: Emit, operation: str) -> Iterator[Request]:
     started = runtime.monotonic()
     try:
         yield request
-    except Missing:
+    except KeyNotFound:
         request.outcome = "missing"
         raise
     except DcrError as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from dcr_daemon.errors import Misuse
+from dcr_daemon.errors import UsageError
 
 KEY_BYTES = 512  #: S3 allows 1024 for prefix and key together
 NAME_BYTES = 200  #: file systems allow 255 per name; the rest is kept for suffixes of tools
@@ -25,14 +25,14 @@ def is_key(text: str) -> bool:
 
 
 def check_key(key: str) -> str:
-    """`key` itself. Raises `Misuse` if it may not name an object."""
+    """`key` itself. Raises `UsageError` if it may not name an object."""
     if not is_key(key):
-        raise Misuse(f"not a key of a stream: {key!r}", hint=_RULE)
+        raise UsageError(f"not a key of a stream: {key!r}", hint=_RULE)
     return key
 
 
 def check_prefix(prefix: str) -> str:
-    """`prefix` itself (empty means everything). Raises `Misuse` if no key can begin with it."""
+    """`prefix` itself (empty means everything). Raises `UsageError` if no key can begin with it."""
     if len(prefix) > KEY_BYTES or _PREFIX.fullmatch(prefix) is None:
-        raise Misuse(f"not the beginning of any key: {prefix!r}", hint=_RULE)
+        raise UsageError(f"not the beginning of any key: {prefix!r}", hint=_RULE)
     return prefix

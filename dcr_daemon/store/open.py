@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from dcr_daemon.errors import Misuse
+from dcr_daemon.errors import UsageError
 from dcr_daemon.events import Emit, discard
 from dcr_daemon.store.file import FileStore
 from dcr_daemon.store.keys import is_key
@@ -41,7 +41,7 @@ async def open_store(
         emit: hears one `StoreRequest` per request.
 
     Raises:
-        Misuse: the URL or an option cannot mean a stream.
+        UsageError: the URL or an option cannot mean a stream.
     """
     parts = urlsplit(url)
     if parts.scheme == "file":
@@ -61,27 +61,27 @@ async def open_store(
             emit=emit,
         )
     if parts.scheme in ("http", "https"):
-        raise Misuse(f"{url}: a relay is not available in this version", hint=_EXAMPLES)
-    raise Misuse(f"not the URL of a stream: {url!r}", hint=_EXAMPLES)
+        raise UsageError(f"{url}: a relay is not available in this version", hint=_EXAMPLES)
+    raise UsageError(f"not the URL of a stream: {url!r}", hint=_EXAMPLES)
 
 
 def _directory(url: str, parts: SplitResult) -> Path:
     path = Path(unquote(parts.path))
     if parts.netloc not in ("", "localhost") or parts.query or parts.fragment:
-        raise Misuse(f"{url}: a file URL has an empty host and only a path", hint=_EXAMPLES)
+        raise UsageError(f"{url}: a file URL has an empty host and only a path", hint=_EXAMPLES)
     if not path.is_absolute() or not path.name or ".." in path.parts or "\0" in str(path):
-        raise Misuse(f"{url}: the directory must be absolute, not the root, and without '..'", hint=_EXAMPLES)
+        raise UsageError(f"{url}: the directory must be absolute, not the root, and without '..'", hint=_EXAMPLES)
     return path
 
 
 def _bucket_and_prefix(url: str, parts: SplitResult) -> tuple[str, str]:
     bucket, prefix = parts.netloc, parts.path.strip("/")
     if parts.query or parts.fragment:
-        raise Misuse(f"{url}: an s3 URL has no query and no fragment", hint=_EXAMPLES)
+        raise UsageError(f"{url}: an s3 URL has no query and no fragment", hint=_EXAMPLES)
     if not is_key(bucket) or not 3 <= len(bucket) <= 63:
-        raise Misuse(f"{url}: {bucket!r} is not a bucket name", hint=_EXAMPLES)
+        raise UsageError(f"{url}: {bucket!r} is not a bucket name", hint=_EXAMPLES)
     if not is_key(prefix):
-        raise Misuse(
+        raise UsageError(
             f"{url}: {prefix!r} is not a prefix",
             hint=f"{_EXAMPLES}; the prefix is not empty, and its names are ASCII letters, digits, '.', '_' and '-'",
         )
@@ -93,7 +93,7 @@ def _endpoint(url: str | None) -> str | None:
         return None
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        raise Misuse(
+        raise UsageError(
             f"not an endpoint URL: {url!r}", hint="for example https://s3.example.com or http://127.0.0.1:9000"
         )
     return url

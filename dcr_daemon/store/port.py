@@ -38,7 +38,7 @@ class Store(Protocol):
     url: str
 
     async def get(self, key: str, *, limit: int) -> bytes:
-        """The whole object. Raises `Missing`, or `Corrupt` if it is larger than `limit` bytes (nothing is kept)."""
+        """The whole object. Raises `KeyNotFound`, or `Corrupt` if it is larger than `limit` bytes (nothing is kept)."""
         ...
 
     async def create(self, key: str, body: bytes | memoryview) -> Outcome:

@@ -10,10 +10,10 @@ import asyncio
 from typing import Protocol, runtime_checkable
 
 from dcr_daemon import runtime
-from dcr_daemon.errors import DcrError, Incompatible, Missing, StoreUnavailable
+from dcr_daemon.errors import DcrError, Incompatible, KeyNotFound, StoreUnavailable
 from dcr_daemon.store.port import Outcome, Store
-from dcr_daemon.store.put_if_absent import create_once
-from dcr_daemon.store.retry import Patience
+from dcr_daemon.store.put_if_absent import put_if_absent
+from dcr_daemon.store.retry import RetryPolicy
 
 ROUNDS = 4
 RACERS = 2
@@ -42,7 +42,7 @@ async def probe(store: Store) -> list[str]:
     """
     for _ in range(SWEPT):
         place = f"probe/{runtime.nonce(8)}"
-        await create_once(store, _witness(place), place.encode())
+        await put_if_absent(store, _witness(place), place.encode())
         try:
             await _second_create_loses(store, f"{place}/twice")
             for number in range(ROUNDS):
@@ -66,7 +66,7 @@ async def probe(store: Store) -> list[str]:
 
 async def _second_create_loses(store: Store, key: str) -> None:
     first, second = (f"{name} {runtime.nonce(8)}".encode() for name in ("first", "second"))
-    await create_once(store, key, first)
+    await put_if_absent(store, key, first)
     outcome = await _decisive_create(store, key, second)
     if outcome is Outcome.WON or await _read(store, key) != first:
         raise Incompatible(f"{store.url} ignores create-if-absent: a second create replaced the first", hint=_HINT)
@@ -87,7 +87,7 @@ async def _one_racer_wins(store: Store, key: str) -> None:
 
 async def _decisive_create(store: Store, key: str, body: bytes) -> Outcome:
     """Create until the answer is WON or LOST. The object is known to exist, so UNKNOWN proves nothing."""
-    patience = Patience()
+    patience = RetryPolicy()
     left, tries = patience.seconds, 0
     while True:
         tries += 1
@@ -113,7 +113,7 @@ def _witness(place: str) -> str:
 async def _stands(store: Store, key: str) -> bool:
     try:
         await store.get(key, limit=4096)
-    except Missing:
+    except KeyNotFound:
         return False
     return True
 
@@ -121,7 +121,7 @@ async def _stands(store: Store, key: str) -> bool:
 async def _read(store: Store, key: str) -> bytes:
     try:
         return await store.get(key, limit=4096)
-    except Missing:
+    except KeyNotFound:
         raise Incompatible(f"{store.url}: an object is gone after its create was acknowledged", hint=_HINT) from None
 
 

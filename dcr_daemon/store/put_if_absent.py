@@ -7,13 +7,15 @@ have a stricter rule of their own (must L1), because *another* record may stand 
 from __future__ import annotations
 
 from dcr_daemon import runtime
-from dcr_daemon.errors import Corrupt, Missing, StoreUnavailable
+from dcr_daemon.errors import Corrupt, KeyNotFound, StoreUnavailable
 from dcr_daemon.store.keys import check_key
 from dcr_daemon.store.port import Outcome, Store
-from dcr_daemon.store.retry import Patience
+from dcr_daemon.store.retry import RetryPolicy
 
 
-async def create_once(store: Store, key: str, body: bytes | memoryview, *, patience: Patience | None = None) -> None:
+async def put_if_absent(
+    store: Store, key: str, body: bytes | memoryview, *, patience: RetryPolicy | None = None
+) -> None:
     """Return when `key` durably holds exactly `body`.
 
     `LOST` and `UNKNOWN` are resolved by reading the slot: equal bytes are ours, whoever wrote them. A 404 decides
@@ -25,7 +27,7 @@ async def create_once(store: Store, key: str, body: bytes | memoryview, *, patie
     """
     check_key(key)
     body = body.cast("B") if isinstance(body, memoryview) else body
-    patience = patience or Patience()
+    patience = patience or RetryPolicy()
     left, tries = patience.seconds, 0
     while True:
         tries += 1
@@ -47,7 +49,7 @@ async def _holds(store: Store, key: str, body: bytes | memoryview) -> bool:
     """True: `key` holds `body`. False: nothing is there now. Raises `Corrupt` for anything else."""
     try:
         found = await store.get(key, limit=len(body))
-    except Missing:
+    except KeyNotFound:
         return False
     except Corrupt:
         found = None

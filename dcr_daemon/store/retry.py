@@ -33,7 +33,7 @@ class Transient(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class RetryPolicy:
     """How long a store is asked again.
 
     Attributes:
@@ -55,11 +55,11 @@ class Patience:
         return step * (0.5 + 0.5 * runtime.jitter())
 
 
-async def persist(
+async def retry(
     attempt: Callable[[float], Awaitable[T]],
     *,
     what: str,
-    patience: Patience,
+    patience: RetryPolicy,
     gate: AbstractAsyncContextManager[Any],
     progress: Callable[[], int] = lambda: 0,
     emit: Emit = discard,

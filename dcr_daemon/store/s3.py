@@ -1,7 +1,7 @@
 """A stream in an S3-compatible bucket: `s3://bucket/prefix`.
 
 Promises: `create` is one plain PUT with If-None-Match: * that nobody repeats (must L0), and its answer is never
-guessed: what is not a clear yes or a clear 412 is `UNKNOWN`. Everything else is repeated by `retry.persist`, and a
+guessed: what is not a clear yes or a clear 412 is `UNKNOWN`. Everything else is repeated by `retry.retry`, and a
 large object that breaks off is continued where it stopped. Requests in flight are bounded in two lanes, so that a
 ledger record never waits behind a hundred chunks. A store that ignores If-None-Match is found out by `probe`.
 """
@@ -16,12 +16,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
-from dcr_daemon.errors import Missing
+from dcr_daemon.errors import KeyNotFound
 from dcr_daemon.events import Emit, discard
 from dcr_daemon.store.instrumented import observed
 from dcr_daemon.store.keys import check_key, check_prefix, is_key
 from dcr_daemon.store.port import Entry, Outcome
-from dcr_daemon.store.retry import Patience, Transient, persist
+from dcr_daemon.store.retry import RetryPolicy, Transient, retry
 from dcr_daemon.store.s3_client import Addressing, open_client
 from dcr_daemon.store.s3_download import Download, Try
 from dcr_daemon.store.s3_faults import SDK_ERRORS, Occupied, Unranged, refused_keys, translate
@@ -48,7 +48,7 @@ class S3Store:
         prefix: str,
         *,
         concurrency: int,
-        patience: Patience,
+        patience: RetryPolicy,
         emit: Emit,
     ) -> None:
         self.url = f"s3://{bucket}/{prefix}"
@@ -73,10 +73,10 @@ class S3Store:
         profile: str | None = None,
         addressing: Addressing = "auto",
         concurrency: int = CONCURRENCY,
-        patience: Patience | None = None,
+        patience: RetryPolicy | None = None,
         emit: Emit = discard,
     ) -> S3Store:
-        """Make the client; no request is sent yet. Raises `Misuse` for an unknown profile."""
+        """Make the client; no request is sent yet. Raises `UsageError` for an unknown profile."""
         async with AsyncExitStack() as stack:
             client = await open_client(
                 stack,
@@ -92,7 +92,7 @@ class S3Store:
                 bucket,
                 prefix,
                 concurrency=concurrency,
-                patience=patience or Patience(),
+                patience=patience or RetryPolicy(),
                 emit=emit,
             )
 
@@ -105,7 +105,7 @@ class S3Store:
         async def attempt(seconds: float) -> bytes:
             return await self._send("get", key, download.run, seconds)
 
-        return await persist(
+        return await retry(
             attempt,
             what=f"get {self.url}/{key}",
             patience=self._patience,
@@ -130,7 +130,7 @@ class S3Store:
                 return await self._send("create", key, put, self._upload_seconds(data))
             except Occupied:
                 return Outcome.LOST
-            except (Transient, Missing, Unranged):
+            except (Transient, KeyNotFound, Unranged):
                 return Outcome.UNKNOWN
 
     async def overwrite(self, key: str, body: bytes) -> None:
@@ -220,7 +220,7 @@ class S3Store:
         return self._patience.seconds + len(body) / SLOWEST
 
     async def _persist(self, attempt: Callable[[float], Awaitable[T]], what: str, size: int = 0) -> T:
-        return await persist(attempt, what=what, patience=self._patience, gate=self._lane(size), emit=self._emit)
+        return await retry(attempt, what=what, patience=self._patience, gate=self._lane(size), emit=self._emit)
 
     async def _send(self, operation: str, key: str, call: Callable[[Try], Awaitable[T]], seconds: float) -> T:
         """Send one request, bounded in time, with its error translated and its event emitted."""
@@ -232,7 +232,7 @@ class S3Store:
                     except SDK_ERRORS as error:
                         where = f"{operation} {self.url}/{key}"
                         meant = translate(error, key=key, where=where, accepted=self._accepted)
-                        self._accepted = self._accepted or isinstance(meant, Missing | Occupied)
+                        self._accepted = self._accepted or isinstance(meant, KeyNotFound | Occupied)
                         raise meant from error
                     self._accepted = True
                     return result

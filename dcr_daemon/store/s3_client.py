@@ -18,7 +18,7 @@ from aiobotocore.httpsession import AIOHTTPSession
 from botocore.exceptions import BotoCoreError, ProfileNotFound
 from botocore.handlers import add_expect_header
 
-from dcr_daemon.errors import Incompatible, Misuse
+from dcr_daemon.errors import Incompatible, UsageError
 
 CONNECT_SECONDS = 10.0
 READ_SECONDS = 20.0  #: longest silence in the middle of an answer
@@ -49,7 +49,7 @@ async def open_client(
     """An aiobotocore S3 client that lives as long as `stack`.
 
     Raises:
-        Misuse: no such profile.
+        UsageError: no such profile.
         Incompatible: the AWS configuration files cannot be used.
     """
     try:
@@ -62,7 +62,7 @@ async def open_client(
             # The endpoint came from AWS_ENDPOINT_URL or a profile, which only the finished client knows.
             client = await _client(stack, session, endpoint_url, "path", connections)
     except ProfileNotFound as error:
-        raise Misuse(str(error), hint="list the profiles with `aws configure list-profiles`") from error
+        raise UsageError(str(error), hint="list the profiles with `aws configure list-profiles`") from error
     except (BotoCoreError, ValueError) as error:
         raise Incompatible(f"the AWS configuration cannot be used: {error}", hint="check ~/.aws/config") from error
     client.meta.events.unregister("before-call.s3", add_expect_header)

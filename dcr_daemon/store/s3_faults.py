@@ -31,7 +31,7 @@ from botocore.exceptions import (
 )
 from botocore.parsers import ResponseParserError
 
-from dcr_daemon.errors import Incompatible, Missing
+from dcr_daemon.errors import Incompatible, KeyNotFound
 from dcr_daemon.store.retry import Transient
 
 SDK_ERRORS = (
@@ -104,7 +104,7 @@ def translate(error: BaseException, *, key: str, where: str, accepted: bool = Fa
     """The exception to raise for `error`, one of `SDK_ERRORS`.
 
     Args:
-        key: the key that was asked for, for `Missing`.
+        key: the key that was asked for, for `KeyNotFound`.
         where: bucket and key (or prefix) in words, for people.
         accepted: this client's credentials were accepted before. Then their refusal may pass: a daemon that served for
             weeks must not end because a token ran out for a minute.
@@ -132,7 +132,7 @@ def _from_answer(error: ClientError, key: str, where: str, *, accepted: bool) ->
     code, message = str(details.get("Code", status)), str(details.get("Message", ""))
     said = f"{status} {code}" + (f": {message}" if message else "")
     if code == "NoSuchKey":
-        return Missing(key)
+        return KeyNotFound(key)
     if status == HTTPStatus.PRECONDITION_FAILED or code == "PreconditionFailed":
         return Occupied(where)
     if status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:

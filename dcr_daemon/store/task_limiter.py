@@ -11,7 +11,7 @@ T = TypeVar("T")
 Work = Callable[[], Coroutine[Any, Any, T]]
 
 
-class Abreast:
+class TaskLimiter:
     """A context: when it is left all work has ended, or one has failed and the others are cancelled.
 
     Args:
@@ -76,8 +76,8 @@ class Abreast:
             self._raise()
 
 
-async def abreast(works: Iterable[Work[T]], most: int) -> list[T]:
+async def run_limited(works: Iterable[Work[T]], most: int) -> list[T]:
     """What all of them return, in order; raises what the first to fail raised."""
-    async with Abreast(most) as group:
+    async with TaskLimiter(most) as group:
         tasks = [await group.start(work) for work in works]
     return [task.result() for task in tasks]

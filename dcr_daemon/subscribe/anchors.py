@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 
 from dcr_daemon import runtime
 from dcr_daemon.disk import exhausted
-from dcr_daemon.errors import Corrupt, Exhausted
+from dcr_daemon.errors import Corrupt, ResourceExhausted
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.records import Anchor, ObjectRef
 from dcr_daemon.runtime import Workers
@@ -31,8 +31,8 @@ class AnchorFiles:
 
         Raises:
             Corrupt: a file has other bytes than the index says, twice, or a name that is no plain file name.
-            Exhausted: there is no room for it on disk.
-            NotYet, BelowFloor, StoreUnavailable: it cannot be fetched (now, or any more).
+            ResourceExhausted: there is no room for it on disk.
+            ObjectPending, BelowFloor, StoreUnavailable: it cannot be fetched (now, or any more).
         """
         index = await self._objects.read_anchor_index(anchor)
         place = self.path / f"anchor-{anchor.version}-{anchor.seq}"
@@ -56,7 +56,7 @@ class AnchorFiles:
         needed = sum(ref.size for path, ref in wanted.items() if not path.exists())
         free = shutil.disk_usage(place).free
         if needed > free:
-            raise Exhausted(
+            raise ResourceExhausted(
                 f"an anchor of {needed} bytes does not fit into the {free} bytes free at {place}",
                 hint="free space there, or name a directory elsewhere",
             )

@@ -40,7 +40,7 @@ class _Record:
     again: float = 0.0
 
 
-class Obstacles:
+class FailureBackoff:
     """`poll` is the first pause, in seconds."""
 
     def __init__(self, poll: float) -> None:

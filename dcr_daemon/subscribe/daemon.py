@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from dcr_daemon import runtime
 from dcr_daemon.disk import disk_full, exhausted
 from dcr_daemon.engine.port import Engine
-from dcr_daemon.errors import DcrError, Fenced, Misuse, NotFound, StoreUnavailable
+from dcr_daemon.errors import DcrError, Fenced, NotFound, StoreUnavailable, UsageError
 from dcr_daemon.events import Emit, FencedOut, LedgerRead, Waiting
 from dcr_daemon.ledger.follow import Polling
 from dcr_daemon.ledger.ledger import Ledger
@@ -25,7 +25,7 @@ from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.store.port import Store
 from dcr_daemon.subscribe.anchors import AnchorFiles
 from dcr_daemon.subscribe.driver import Driver, Place
-from dcr_daemon.subscribe.follower import Feed
+from dcr_daemon.subscribe.follower import LedgerFollower
 from dcr_daemon.subscribe.loaded import Loaded
 from dcr_daemon.subscribe.options import STAGING_LIMIT, SubscribeOptions, subscriber_state
 from dcr_daemon.subscribe.scrub import Scrub
@@ -49,7 +49,7 @@ async def run_subscribe(options: SubscribeOptions, store: Store, engine: Engine,
         Incompatible: the stream has another format or layout than engine or state know.
         NotFound: with `once`, there is no stream.
         Corrupt: the ledger does not extend the one remembered here (must T1).
-        Misuse: another subscriber runs with the same state and replica id, or the state directory cannot be used.
+        UsageError: another subscriber runs with the same state and replica id, or the state directory cannot be used.
     """
     home = subscriber_state(options.state, store.url, options.replica)
     workers = runtime.Workers()
@@ -104,7 +104,7 @@ async def _run(
         loaded=Loaded(
             home, ledger=ledger, objects=objects, layout=layout, base=options.base, workers=workers, emit=emit
         ),
-        feed=Feed(ledger, stage, poll=options.poll, emit=emit),
+        feed=LedgerFollower(ledger, stage, poll=options.poll, emit=emit),
         reporter=reporter,
         scrub=scrub,
     )
@@ -152,14 +152,14 @@ def _only_one(home: Path) -> Iterator[None]:
     except OSError as error:
         if disk_full(error):
             raise exhausted(error, home) from error
-        raise Misuse(
+        raise UsageError(
             f"state directory {home} cannot be used: {error.strerror}", hint="name one with --state"
         ) from error
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise Misuse(
+            raise UsageError(
                 f"another subscriber runs as replica {home.name} on {home}",
                 hint="give each engine a subscriber of its own --replica id",
             ) from None

@@ -21,26 +21,26 @@ from dcr_daemon import runtime
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.directory import shard_paths
 from dcr_daemon.engine.port import Attached as EngineAttached
-from dcr_daemon.engine.port import Engine, EngineGone, Hop, StreamFacts, Swapped, Transaction, Verdict
-from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, Exhausted, NotFound, StoreUnavailable
+from dcr_daemon.engine.port import Engine, EngineGone, StreamFacts, Swapped, Transaction, Verdict, VersionDelta
+from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, NotFound, ResourceExhausted, StoreUnavailable
 from dcr_daemon.events import Alarm, Attached, Emit, Prepared, Repaired, RolledBack, Waiting
 from dcr_daemon.ledger.ledger import Ledger
-from dcr_daemon.ledger.objects import BelowFloor, NotYet, Objects
+from dcr_daemon.ledger.objects import BelowFloor, ObjectPending, Objects
 from dcr_daemon.ledger.route import NoRoute, Route
 from dcr_daemon.subscribe.anchors import AnchorFiles
-from dcr_daemon.subscribe.backoff import BACK_OFF, Obstacles, back_off
-from dcr_daemon.subscribe.engine_monitor import Vigil
-from dcr_daemon.subscribe.follower import Feed
+from dcr_daemon.subscribe.backoff import BACK_OFF, FailureBackoff, back_off
+from dcr_daemon.subscribe.engine_monitor import EngineMonitor
+from dcr_daemon.subscribe.follower import LedgerFollower
 from dcr_daemon.subscribe.loaded import Loaded
 from dcr_daemon.subscribe.locate import locate, record_of
 from dcr_daemon.subscribe.options import SubscribeOptions
 from dcr_daemon.subscribe.scrub import Scrub
 from dcr_daemon.subscribe.stage import Stage
 from dcr_daemon.subscribe.status import Reporter
-from dcr_daemon.subscribe.status_publisher import Teller
+from dcr_daemon.subscribe.status_publisher import StatusPublisher
 
 HEARTBEAT = 5  #: times `poll`, between looks at an engine that has nothing to do
-HELD = (StoreUnavailable, Corrupt, Exhausted, EngineRefused, NotFound)  #: what is waited out unless `once`
+HELD = (StoreUnavailable, Corrupt, ResourceExhausted, EngineRefused, NotFound)  #: what is waited out unless `once`
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Place:
     stage: Stage
     anchors: AnchorFiles
     loaded: Loaded
-    feed: Feed
+    feed: LedgerFollower
     reporter: Reporter
     scrub: Scrub
 
@@ -67,9 +67,9 @@ class Driver:
         self._engine = engine
         self._emit = emit
         self._heartbeat = place.options.poll * HEARTBEAT
-        self._tell = Teller(place.ledger, place.reporter, emit)
-        self._obstacles = Obstacles(place.options.poll)
-        self._vigil = Vigil(engine, place.scrub, heartbeat=self._heartbeat, notice=self._noticed)
+        self._tell = StatusPublisher(place.ledger, place.reporter, emit)
+        self._obstacles = FailureBackoff(place.options.poll)
+        self._vigil = EngineMonitor(engine, place.scrub, heartbeat=self._heartbeat, notice=self._noticed)
         self.version: int | None = None
         self._goal = 0
         self._incarnation = ""
@@ -89,7 +89,7 @@ class Driver:
 
         Raises:
             Fenced: another subscriber has attached to this engine.
-            Incompatible, Misuse: what only an operator can mend.
+            Incompatible, UsageError: what only an operator can mend.
             With `once`, whatever stands in the way; without, that is said and waited out.
         """
         began, absent, once = runtime.monotonic(), 0, self._at.options.once
@@ -123,7 +123,7 @@ class Driver:
     async def _read_on(self) -> None:
         try:
             await self._at.ledger.read()
-        except (StoreUnavailable, Exhausted) as error:
+        except (StoreUnavailable, ResourceExhausted) as error:
             self._emit(Waiting(what=error.message))
 
     def _newest(self) -> int:
@@ -369,7 +369,11 @@ class Driver:
         began = runtime.monotonic()
         try:
             staged = await self._beside(self._staged(first, last, base))
-        except (Corrupt, NotYet, Exhausted) as error:  # an anchor may lead round what is damaged, deleted or too large
+        except (
+            Corrupt,
+            ObjectPending,
+            ResourceExhausted,
+        ) as error:  # an anchor may lead round what is damaged, deleted or too large
             self._obstacles.block(first, error)
             return
         runtime.failpoint("subscribe.staged")
@@ -386,14 +390,14 @@ class Driver:
         except EngineGone as error:
             self._obstacles.lost_over(first, error, anchor=False)
             raise
-        except (EngineRefused, Corrupt, Exhausted) as error:
+        except (EngineRefused, Corrupt, ResourceExhausted) as error:
             self._pending = None
             await self._refused(txn, error)
             return
         self._pending = None
         await self._ended(txn, ended, began)
 
-    async def _staged(self, first: int, last: int, base: int) -> list[Hop]:
+    async def _staged(self, first: int, last: int, base: int) -> list[VersionDelta]:
         at = self._at
         seals = await at.ledger.history.between(first, last)
         for seal in seals:
@@ -432,7 +436,7 @@ class Driver:
         before, version, alone = self.version, txn.hops[0].version, len(txn.hops) == 1
         self._emit(Waiting(what=f"version {version} was refused: {error}"))
         self._one_by_one = True  # to learn which of several it is
-        if isinstance(error, Exhausted):
+        if isinstance(error, ResourceExhausted):
             if alone:
                 self._obstacles.block(version, error)
             return
@@ -471,7 +475,7 @@ class Driver:
             if touched:
                 self._obstacles.lost_over(version, error, anchor=True)
             raise
-        except (Corrupt, NotYet, Exhausted, EngineRefused) as error:
+        except (Corrupt, ObjectPending, ResourceExhausted, EngineRefused) as error:
             await self._give_up(version, error, touched=touched)
             return
         if ended.verdict is not Verdict.COMMITTED or ended.version is None:

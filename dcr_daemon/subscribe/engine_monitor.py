@@ -19,7 +19,7 @@ T = TypeVar("T")
 ANSWER = 60.0  #: seconds that an engine may take to say what it is; one step of a model does not take as long
 
 
-class Vigil:
+class EngineMonitor:
     """Over one engine.
 
     Args:

@@ -16,7 +16,7 @@ def write_staged(path: Path, body: bytes) -> None:
     Not durable: what is staged is judged by its digest whenever it is used.
 
     Raises:
-        Exhausted: the file system is full, or does not take it.
+        ResourceExhausted: the file system is full, or does not take it.
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

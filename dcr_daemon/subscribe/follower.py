@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 
 from dcr_daemon import runtime
-from dcr_daemon.errors import Exhausted
+from dcr_daemon.errors import ResourceExhausted
 from dcr_daemon.events import Emit, OpenSeen, SealSeen, Waiting
 from dcr_daemon.ledger.follow import Follower
 from dcr_daemon.ledger.ledger import Ledger
@@ -18,7 +18,7 @@ from dcr_daemon.subscribe.prefetch import Prefetch
 from dcr_daemon.subscribe.stage import Stage
 
 
-class Feed:
+class LedgerFollower:
     """Follows the ledger in the background. Make it after the first `read`, before anything else reads on."""
 
     def __init__(self, ledger: Ledger, stage: Stage, *, poll: float, emit: Emit) -> None:
@@ -47,7 +47,7 @@ class Feed:
                         await self._see(record)
                         self._changed.set()
                         tries = 0
-                except Exhausted as error:
+                except ResourceExhausted as error:
                     self._emit(Waiting(what=str(error)))
                     await runtime.sleep(back_off(self._poll, tries))
                     tries += 1

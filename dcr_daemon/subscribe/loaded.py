@@ -23,7 +23,7 @@ from dcr_daemon.checkpoint.directory import Checkpoint
 from dcr_daemon.checkpoint.pieces import read_pieces
 from dcr_daemon.checkpoint.safetensors import SafetensorsBytes, SafetensorsFile, pack_safetensors
 from dcr_daemon.codec.decode import open_chunk
-from dcr_daemon.engine.port import Hop, TensorClass
+from dcr_daemon.engine.port import TensorClass, VersionDelta
 from dcr_daemon.errors import Corrupt, DcrError, Incompatible
 from dcr_daemon.events import Emit, Waiting
 from dcr_daemon.ledger.ledger import Ledger
@@ -71,7 +71,7 @@ class Loaded:
         Raises:
             NoRoute, BelowFloor: they are not kept here, and nothing that is left leads to them.
             Incompatible: the base given is not version 0.
-            Corrupt, Exhausted, StoreUnavailable: while they are rebuilt.
+            Corrupt, ResourceExhausted, StoreUnavailable: while they are rebuilt.
         """
         if not self.tensors:
             return ""
@@ -85,7 +85,7 @@ class Loaded:
             raise Corrupt(f"version {version} does not have the sums of its seal: {wrong}", hint="run `dcr verify`")
         return await self._write(version, values)
 
-    async def beside(self, hops: list[Hop], base: int) -> list[Hop]:
+    async def beside(self, hops: list[VersionDelta], base: int) -> list[VersionDelta]:
         """Staged hops with the files that go with them; fewer hops, at least one, if those would be too many bytes.
 
         Raises:
@@ -94,7 +94,7 @@ class Loaded:
         """
         if not self.tensors:
             return hops
-        path, written, ready = "", 0, list[Hop]()
+        path, written, ready = "", 0, list[VersionDelta]()
         values = await self._workers.run(self._read, Path(await self.at(base)))
         if values is None:
             raise Corrupt(f"what is kept of version {base} cannot be read", hint="check this disk")

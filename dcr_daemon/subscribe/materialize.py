@@ -22,10 +22,10 @@ from dcr_daemon.engine.directory.assemble import gather_vector, plan_slices, sum
 from dcr_daemon.engine.directory.checkout import describe_difference
 from dcr_daemon.engine.directory.engine import DirectoryEngine
 from dcr_daemon.engine.port import Swapped, TensorClass, Transaction, Verdict
-from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, Exhausted, Incompatible, Misuse, NotFound
+from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, Incompatible, NotFound, ResourceExhausted, UsageError
 from dcr_daemon.events import Committed, Emit, Waiting, discard
 from dcr_daemon.ledger.ledger import Ledger
-from dcr_daemon.ledger.objects import BelowFloor, NotYet, Objects
+from dcr_daemon.ledger.objects import BelowFloor, ObjectPending, Objects
 from dcr_daemon.ledger.records import Seal, Stream
 from dcr_daemon.ledger.route import NoRoute, Route
 from dcr_daemon.store.port import Store
@@ -57,11 +57,11 @@ async def materialize(
     `out` appears complete and proved, or not at all. No subscriber state is read or written.
 
     Raises:
-        Misuse: `out` exists and is not empty.
+        UsageError: `out` exists and is not empty.
         NotFound: no such stream or version, or nothing to start from and no `base` given.
         Incompatible: `base` is not a version this can start from.
         Corrupt: objects of the stream do not give the fingerprint of the seal.
-        Exhausted: no room on disk.
+        ResourceExhausted: no room on disk.
     """
     out = _new_directory(out)
     ledger = Ledger(store, emit=emit)
@@ -92,7 +92,7 @@ async def materialize(
 
 def _new_directory(out: Path) -> Path:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise Misuse(f"{out} is not empty", hint="name a new directory")
+        raise UsageError(f"{out} is not empty", hint="name a new directory")
     return out.absolute()
 
 
@@ -101,7 +101,7 @@ def _give_name(built: Path, out: Path) -> None:
         built.rename(out)
         sync_directory(out.parent, what="checkpoint")
     except OSError as error:  # somebody filled it meanwhile, or took it away
-        raise Misuse(f"{out} cannot be made: {error.strerror}", hint="name a new directory") from error
+        raise UsageError(f"{out} cannot be made: {error.strerror}", hint="name a new directory") from error
 
 
 def _version(record: Stream | Seal) -> int:
@@ -115,7 +115,7 @@ def _workshop(out: Path) -> Iterator[Path]:
     try:
         shop.mkdir(parents=True)
     except OSError as error:
-        raise Exhausted(f"cannot write beside {out}: {error.strerror}", hint="name another --out") from error
+        raise ResourceExhausted(f"cannot write beside {out}: {error.strerror}", hint="name another --out") from error
     try:
         yield shop
     finally:
@@ -167,7 +167,7 @@ class _Builder:
             try:
                 await self._build(stage, target, way)
                 return
-            except (Corrupt, NotFound, NotYet) as error:
+            except (Corrupt, NotFound, ObjectPending) as error:
                 failed = failed or error
         assert failed is not None
         raise failed
@@ -227,7 +227,7 @@ class _Builder:
         while hops:
             try:
                 done = await self._apply(engine, stage, hops)
-            except (Corrupt, NotYet):
+            except (Corrupt, ObjectPending):
                 self._damaged.add(hops[0])
                 raise
             hops = [version for version in hops if version > done]

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from dcr_daemon.errors import Misuse
+from dcr_daemon.errors import UsageError
 
 STAGING_LIMIT = 8 << 30
 #: An hour bounds how long damaged weights are served. At this rate a rank of 16 GB is through in 4 minutes, and of
@@ -47,9 +47,9 @@ class SubscribeOptions:
     scrub_rate: float = SCRUB_RATE
 
     def __post_init__(self) -> None:
-        """Raises `Misuse` for an id that is none, before anything of that name is made."""
+        """Raises `UsageError` for an id that is none, before anything of that name is made."""
         if not _ID.fullmatch(self.replica):
-            raise Misuse(
+            raise UsageError(
                 f"not the id of a replica: {self.replica!r}", hint="give --replica an id of 1 to 32 of a-z and 0-9"
             )
 

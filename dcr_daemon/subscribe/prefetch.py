@@ -13,7 +13,7 @@ from pathlib import PurePosixPath
 from dcr_daemon import runtime
 from dcr_daemon.codec.chunk import CHUNK_LIMIT
 from dcr_daemon.codec.decode import read_id
-from dcr_daemon.errors import Corrupt, Exhausted, Missing, StoreUnavailable
+from dcr_daemon.errors import Corrupt, KeyNotFound, ResourceExhausted, StoreUnavailable
 from dcr_daemon.events import ChunkFetched, Emit, Waiting
 from dcr_daemon.ledger import names
 from dcr_daemon.ledger.records import OpenRef
@@ -45,7 +45,7 @@ class Prefetch:
         while not self._stopped.is_set():
             try:
                 await self._look()
-            except Exhausted as error:
+            except ResourceExhausted as error:
                 self._emit(Waiting(what=f"prefetch of version {self.opened.version} ends early: {error.message}"))
                 return
             except StoreUnavailable as error:
@@ -84,7 +84,7 @@ class Prefetch:
         try:
             body = await self._store.get(entry.key, limit=CHUNK_LIMIT)
             found = read_id(body)
-        except Missing:
+        except KeyNotFound:
             return
         except Corrupt:
             self._refused.add(entry.key)

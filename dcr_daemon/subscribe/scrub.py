@@ -11,7 +11,7 @@ import asyncio
 
 from dcr_daemon import runtime
 from dcr_daemon.engine.port import Engine, EngineGone, Scrubbed
-from dcr_daemon.errors import EngineRefused, Exhausted, Fenced
+from dcr_daemon.errors import EngineRefused, Fenced, ResourceExhausted
 from dcr_daemon.events import Alarm, Damaged, Emit, ScrubEnded
 from dcr_daemon.subscribe.status import Reporter
 
@@ -84,7 +84,7 @@ class Scrub:
         learns for itself."""
         try:
             return await self._engine.scrub(rate, first)
-        except (EngineRefused, Exhausted):
+        except (EngineRefused, ResourceExhausted):
             return None
         except (EngineGone, Fenced):
             self.forbid()

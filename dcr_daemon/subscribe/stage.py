@@ -1,8 +1,8 @@
 """Where the bytes of versions wait until an engine has taken them: verified, bounded, thrown away in time.
 
-It promises: a `Hop` that leaves here consists of exactly the chunks that the seal's parts name, each with its SHA-256
-(must F1); what a prefetch brought is judged again then; never more than `limit` bytes lie in the directory. What is
-left over from an earlier run is used if its digest is right, so that a restart fetches only what was in flight.
+It promises: a `VersionDelta` that leaves here consists of exactly the chunks that the seal's parts name, each with its
+SHA-256 (must F1); what a prefetch brought is verified again then; the directory never holds more than `limit` bytes.
+Files left by an earlier run are used if their digest is right, so that a restart fetches only what was in flight.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from dcr_daemon import runtime
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.codec.chunk import ChunkId
 from dcr_daemon.codec.decode import read_id
-from dcr_daemon.engine.port import Hop, StreamFacts
-from dcr_daemon.errors import Corrupt, DcrError, Exhausted, Incompatible
+from dcr_daemon.engine.port import StreamFacts, VersionDelta
+from dcr_daemon.errors import Corrupt, DcrError, Incompatible, ResourceExhausted
 from dcr_daemon.events import ChunkFetched, Emit, Staged
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.records import ChunkRef, Part, Seal, Stream
@@ -36,13 +36,13 @@ def open_staging(path: Path) -> Path:
 
     Raises:
         Incompatible: it is a link, or belongs to somebody else (`/dev/shm` is everybody's).
-        Exhausted: it cannot be written.
+        ResourceExhausted: it cannot be written.
     """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = path.lstat()
     except OSError as error:
-        raise Exhausted(
+        raise ResourceExhausted(
             f"staging directory {path} cannot be made: {error.strerror}", hint="name one with --staging"
         ) from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
@@ -105,15 +105,15 @@ class Stage:
         await self.write(path, vector.astype("<u8").tobytes())
         return str(path)
 
-    async def hops(self, seals: Sequence[Seal], before: Stream | Seal) -> list[Hop]:
+    async def hops(self, seals: Sequence[Seal], before: Stream | Seal) -> list[VersionDelta]:
         """Complete consecutive sealed versions, as many as fit, one at least; `before` is the version they start at.
 
         Raises:
             Corrupt: an object has other bytes than its seal says, twice.
-            Exhausted: the first version alone is larger than the limit, or the file system is full.
-            NotYet, BelowFloor, StoreUnavailable: it cannot be fetched (now, or any more).
+            ResourceExhausted: the first version alone is larger than the limit, or the file system is full.
+            ObjectPending, BelowFloor, StoreUnavailable: it cannot be fetched (now, or any more).
         """
-        ready, kept = list[Hop](), set[Path]()
+        ready, kept = list[VersionDelta](), set[Path]()
         for seal in seals:
             place = self.place(seal.version, seal.attempt)
             held = sum(size for path, size in self._sizes.items() if path.parent in kept)
@@ -129,7 +129,7 @@ class Stage:
             before = seal
         return ready
 
-    async def _hop(self, seal: Seal, before: Stream | Seal, kept: set[Path]) -> Hop:
+    async def _hop(self, seal: Seal, before: Stream | Seal, kept: set[Path]) -> VersionDelta:
         """One version: everything its parts name is here and verified, and nothing else of its attempt."""
         parts = await self.objects.read_parts(seal)
         place = self.place(seal.version, seal.attempt)
@@ -139,7 +139,7 @@ class Stage:
         self._make_room(wanted.keys(), size, kept)
         await all_or_none([self._complete(path, chunk, part, seal) for path, (chunk, part) in wanted.items()])
         self._emit(Staged(version=seal.version, bytes=size, chunks=len(wanted)))
-        return Hop(
+        return VersionDelta(
             version=seal.version,
             base=seal.base,
             attempt=seal.attempt,
@@ -151,7 +151,7 @@ class Stage:
     def _make_room(self, wanted: Collection[Path], size: int, kept: set[Path]) -> None:
         """What was prefetched for later versions gives way to one that is sealed."""
         if size > self.limit:
-            raise Exhausted(
+            raise ResourceExhausted(
                 f"a version of {size} bytes does not fit into {self.limit} bytes of staging at {self.path}",
                 hint="raise --staging-limit, or name a larger --staging directory",
             )
@@ -200,9 +200,9 @@ class Stage:
             raise Corrupt(f"{chunk.key} holds a chunk of {found}, its part is of {same}", hint="run `dcr verify`")
 
     async def keep(self, path: Path, body: bytes) -> None:
-        """Put a chunk here. Raises `Exhausted` above the limit or when the file system is full."""
+        """Put a chunk here. Raises `ResourceExhausted` above the limit or when the file system is full."""
         if self.used + len(body) > self.limit:
-            raise Exhausted(f"staging {self.path} is full ({self.limit} bytes)", hint="raise --staging-limit")
+            raise ResourceExhausted(f"staging {self.path} is full ({self.limit} bytes)", hint="raise --staging-limit")
         self._drop([path])
         self._sizes[path] = len(body)
         self.used += len(body)

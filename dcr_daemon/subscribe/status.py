@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from dcr_daemon import runtime
-from dcr_daemon.errors import Corrupt, DcrError, Missing
+from dcr_daemon.errors import Corrupt, DcrError, KeyNotFound
 from dcr_daemon.events import Alarm, Emit, Waiting
 from dcr_daemon.ledger import names
 from dcr_daemon.store.port import Store
@@ -130,7 +130,7 @@ class Reporter:
         """Alarm if another incarnation writes under this id: its counter moved since it was first seen."""
         try:
             found = decode_report(await self._store.get(self._key, limit=LIMIT))
-        except (Missing, Corrupt):
+        except (KeyNotFound, Corrupt):
             return
         if found is None or found.incarnation == self._incarnation:
             return

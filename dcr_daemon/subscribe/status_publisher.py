@@ -17,7 +17,7 @@ from dcr_daemon.subscribe.locate import record_of
 from dcr_daemon.subscribe.status import Reporter
 
 
-class Teller:
+class StatusPublisher:
     """One replica's mouth. `serving` is whether its engine generates, as far as was told."""
 
     def __init__(self, ledger: Ledger, reporter: Reporter, emit: Emit) -> None:
@@ -54,7 +54,7 @@ class Teller:
         self._reporter.set(version=ended.version, step=step)
 
     def serves(self, version: int) -> None:
-        """The engine generates with `version`. Told once; again after anything else was. Raises `Exhausted`."""
+        """The engine generates with `version`. Told once; again after anything else was. Raises `ResourceExhausted`."""
         if self.serving and self._served == version:
             return
         if memory := self._ledger.memory:

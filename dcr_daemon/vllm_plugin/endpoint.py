@@ -28,7 +28,7 @@ import msgspec
 from dcr_daemon.engine import messages
 from dcr_daemon.engine.messages import AnyAnswer, AnyCall, Attach, Pending
 from dcr_daemon.engine.port import EngineGone, EngineStatus
-from dcr_daemon.errors import DcrError, Misuse
+from dcr_daemon.errors import DcrError, UsageError
 from dcr_daemon.vllm_plugin import compat
 from dcr_daemon.vllm_plugin.compat import UnsupportedVllm
 from dcr_daemon.vllm_plugin.core.data_parallel import Way, joint_verdict, lasted, merge
@@ -191,7 +191,7 @@ class Connection:
                     self.active = False
                 self._writer.write(messages.frame(messages.encode(found)))
                 await self._writer.drain()
-        except (OSError, asyncio.IncompleteReadError, Misuse) as error:
+        except (OSError, asyncio.IncompleteReadError, UsageError) as error:
             log.info("dcr: a client of the socket went away: %s", error)
         finally:
             self._writer.close()
@@ -251,7 +251,7 @@ class SocketServer:
             call = messages.decode_call(body)
             call_id = call.id
             if isinstance(call, messages.Poll):
-                raise Misuse("polls stay inside the server")
+                raise UsageError("polls stay inside the server")
             return await self._engines.call(call)
         except DcrError as error:
             return messages.refused(call_id, error)

@@ -8,7 +8,7 @@ import pytest
 
 from dcr_daemon.cli.app import run
 from dcr_daemon.config import read_config
-from dcr_daemon.errors import Misuse
+from dcr_daemon.errors import UsageError
 
 KNOWN = {
     "publish": {"to": "to", "watch": "watch", "region": "region", "take-over": "take_over"},
@@ -30,7 +30,7 @@ def test_a_commands_table_wins_over_the_top(tmp_path: Path) -> None:
 
 def test_keys_are_the_flags_and_not_internal_names(tmp_path: Path) -> None:
     assert read_config(written(tmp_path, '[subscribe]\nfrom = "s"\n'), "subscribe", KNOWN) == {"source": "s"}
-    with pytest.raises(Misuse, match="source"):
+    with pytest.raises(UsageError, match="source"):
         read_config(written(tmp_path, '[subscribe]\nsource = "s"\n'), "subscribe", KNOWN)
 
 
@@ -44,15 +44,15 @@ def test_keys_are_the_flags_and_not_internal_names(tmp_path: Path) -> None:
     ],
 )
 def test_an_unknown_key_is_an_error_that_names_the_nearest(text: str, named: str, nearest: str, tmp_path: Path) -> None:
-    with pytest.raises(Misuse, match=named) as caught:
+    with pytest.raises(UsageError, match=named) as caught:
         read_config(written(tmp_path, text), "publish", KNOWN)
     assert nearest in caught.value.hint
 
 
 def test_what_is_not_toml_is_named(tmp_path: Path) -> None:
-    with pytest.raises(Misuse, match=r"dcr\.toml is not TOML"):
+    with pytest.raises(UsageError, match=r"dcr\.toml is not TOML"):
         read_config(written(tmp_path, "to: s3"), "publish", KNOWN)
-    with pytest.raises(Misuse, match="cannot read"):
+    with pytest.raises(UsageError, match="cannot read"):
         read_config(tmp_path / "absent", "publish", KNOWN)
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from fakes import MemoryStore
 
-from dcr_daemon.errors import Corrupt, Missing, Misuse
+from dcr_daemon.errors import Corrupt, KeyNotFound, UsageError
 from dcr_daemon.events import StoreRequest
-from dcr_daemon.store import Entry, Outcome, Store, create_once, open_store, probe
+from dcr_daemon.store import Entry, Outcome, Store, open_store, probe, put_if_absent
 
 RACER = Path(__file__).with_name("racer.py")
 
@@ -78,13 +78,13 @@ def test_a_created_object_is_never_replaced(use) -> None:
 
 def test_what_is_not_there_is_missing_and_nothing_else(use) -> None:
     async def check(store: Store) -> None:
-        with pytest.raises(Missing) as missing:
+        with pytest.raises(KeyNotFound) as missing:
             await store.get("ledger/0000000000000003.json", limit=10)
         assert missing.value.key == "ledger/0000000000000003.json"
         assert await keys(store) == []
         await store.create("data/1/2/a.dcr", b"x")
         for key in ("data/1/2/b.dcr", "data/1/2", "data/1/2/a.dcr/more"):
-            with pytest.raises(Missing):
+            with pytest.raises(KeyNotFound):
                 await store.get(key, limit=10)
 
     use(check)
@@ -161,7 +161,7 @@ def test_keys_that_could_mean_something_else_are_refused(use, key: str) -> None:
             store.overwrite(key, b""),
             store.delete([key]),
         ):
-            with pytest.raises(Misuse):
+            with pytest.raises(UsageError):
                 await refused
 
     use(check)
@@ -200,11 +200,11 @@ def test_a_reader_never_sees_half_an_overwrite(use) -> None:
 
 def test_create_once_agrees_with_itself_and_with_nobody_else(use) -> None:
     async def check(store: Store) -> None:
-        await create_once(store, "data/1/1/a", b"mine")
-        await create_once(store, "data/1/1/a", memoryview(b"mine"))
+        await put_if_absent(store, "data/1/1/a", b"mine")
+        await put_if_absent(store, "data/1/1/a", memoryview(b"mine"))
         for other in (b"thin", b"longer than mine", b"m", b""):
             with pytest.raises(Corrupt, match="other bytes"):
-                await create_once(store, "data/1/1/a", other)
+                await put_if_absent(store, "data/1/1/a", other)
         assert await store.get("data/1/1/a", limit=10) == b"mine"
 
     use(check)
@@ -226,7 +226,7 @@ def test_every_request_is_told_once(url: str) -> None:
         await store.create("data/a", b"12345")
         await store.create("data/a", b"12345")
         await store.get("data/a", limit=9)
-        with pytest.raises(Missing):
+        with pytest.raises(KeyNotFound):
             await store.get("data/b", limit=9)
         await keys(store)
         await store.overwrite("data/a", b"123")

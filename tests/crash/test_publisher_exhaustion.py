@@ -15,7 +15,7 @@ import pytest
 from full_disk import FullDisk
 from publishing import Publishing
 
-from dcr_daemon.errors import Exhausted
+from dcr_daemon.errors import ResourceExhausted
 from dcr_daemon.events import Aborted, Sealed
 
 #: doors that a publisher on a file:// stream goes through, and what a shut one means
@@ -71,7 +71,7 @@ CASES = [
 def test_a_shut_door_is_told_and_costs_nothing_that_counted(publishing, full_disk: FullDisk, door, after, number):
     full_disk.shut(door, after=after, number=number)
     if DOORS[door] == "refused":
-        with pytest.raises(Exhausted) as refused:
+        with pytest.raises(ResourceExhausted) as refused:
             publishing.run()
         assert refused.value.exit_code == 14
         assert refused.value.hint
@@ -111,7 +111,7 @@ def test_a_disk_that_fills_up_under_a_running_publisher(publishing, full_disk: F
         late.rename(publishing.root / "watch/step_2")
         await task
 
-    with pytest.raises(Exhausted, match="spool"):
+    with pytest.raises(ResourceExhausted, match="spool"):
         asyncio.run(asyncio.wait_for(run(), 120))
     assert [event.version for event in publishing.events.of(Sealed)] == [1]
     assert [event.version for event in publishing.events.of(Aborted)] == [2]

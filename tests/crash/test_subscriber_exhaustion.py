@@ -19,7 +19,7 @@ from full_disk import FullDisk
 from replicas import Replica
 from streams import StreamWriter
 
-from dcr_daemon.errors import Exhausted
+from dcr_daemon.errors import ResourceExhausted
 from dcr_daemon.events import Committed, Serving, Waiting
 from dcr_daemon.store.file import FileStore
 from dcr_daemon.subscribe.materialize import materialize
@@ -107,10 +107,10 @@ async def test_once_and_a_build_end_with_what_is_full(make_stream, make_replica,
     await stream.anchor(1)
     replica, store = make_replica(stream), FileStore(stream.home)
     full_disk.shut(door)
-    with pytest.raises(Exhausted) as refused:
+    with pytest.raises(ResourceExhausted) as refused:
         await replica.once()
     assert refused.value.exit_code == 14
-    with pytest.raises(Exhausted):
+    with pytest.raises(ResourceExhausted):
         await materialize(store, out=tmp_path / "built")
     assert not list(tmp_path.glob(".built*")), "nothing is left behind"
     full_disk.relieve()

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from dcr_daemon.demo import models
 from dcr_daemon.demo.gguf_llama import hf_name, rotate_halves
-from dcr_daemon.errors import Incompatible, Misuse
+from dcr_daemon.errors import Incompatible, UsageError
 
 
 def weights(model: Path) -> dict[str, object]:
@@ -52,7 +52,7 @@ def test_many_shards_have_an_index_that_agrees(tmp_path: Path) -> None:
 
 def test_an_occupied_directory_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("x")
-    with pytest.raises(Misuse, match="not empty"):
+    with pytest.raises(UsageError, match="not empty"):
         models.write_tiny(tmp_path)
 
 

@@ -11,7 +11,7 @@ from histories import HistoryWriter
 
 from dcr_daemon.cli.app import run
 from dcr_daemon.ledger import names
-from dcr_daemon.store import create_once, open_store
+from dcr_daemon.store import open_store, put_if_absent
 
 
 @pytest.mark.seaweed
@@ -29,7 +29,7 @@ def test_what_is_collected_on_a_real_store(s3_stream: str, capsys: pytest.Captur
     async def keys(upload: dict[str, bytes]) -> set[str]:
         store = await open_store(s3_stream)
         for key, body in upload.items():
-            await create_once(store, key, body)
+            await put_if_absent(store, key, body)
         found = {entry.key async for entry in store.list("")}
         await store.close()
         return found

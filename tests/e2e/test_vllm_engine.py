@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from vllm_rig import ModelVersions, Rig
 
-from dcr_daemon.engine.port import EngineGone, Hop, Transaction, Verdict
+from dcr_daemon.engine.port import EngineGone, Transaction, Verdict, VersionDelta
 from dcr_daemon.engine.vllm_client import VllmEngine
 from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, Fenced
 
@@ -212,7 +212,7 @@ async def test_a_delta_whose_old_values_are_not_the_live_ones_is_refused(dense: 
     """The vectors agree with the live weights; only the elements that the chunk changes tell."""
     other, base = await dense.stranger(seed=6)
     versions, hop = dense.versions, other.hop(base + 1)
-    lies = Hop(
+    lies = VersionDelta(
         version=hop.version,
         base=base,
         attempt=hop.attempt,
@@ -228,7 +228,7 @@ async def test_a_version_that_lacks_a_chunk_is_refused(dense: Rig) -> None:
     await dense.own()
     draft = dense.draft()
     hop = draft.hop(draft.newest)
-    part = Hop(
+    part = VersionDelta(
         version=hop.version,
         base=hop.base,
         attempt=hop.attempt,
@@ -253,7 +253,7 @@ async def test_a_chunk_of_another_version_is_refused(dense: Rig) -> None:
     draft = dense.draft()
     draft.step()
     right, wrong = draft.hop(draft.newest - 1), draft.hop(draft.newest)
-    mixed = Hop(
+    mixed = VersionDelta(
         version=right.version,
         base=right.base,
         attempt=right.attempt,

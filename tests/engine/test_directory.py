@@ -15,7 +15,7 @@ from dcr_daemon.engine import open_engine
 from dcr_daemon.engine.directory.checkout import Checkout
 from dcr_daemon.engine.directory.engine import DirectoryEngine
 from dcr_daemon.engine.port import Transaction, Verdict
-from dcr_daemon.errors import Corrupt, CorruptChunk, EngineRefused, Exhausted, Fenced, Misuse
+from dcr_daemon.errors import Corrupt, CorruptChunk, EngineRefused, Fenced, ResourceExhausted, UsageError
 
 
 @pytest.fixture
@@ -352,7 +352,7 @@ async def test_a_disk_that_takes_no_journal_leaves_the_weights_as_they_are(make_
     await engine.prepare(versions.transaction(1))
     obstacle = here / ".dcr" / "journal" / "in the way"
     obstacle.mkdir(parents=True)
-    with pytest.raises(Exhausted, match=r"cannot write .*directory"):
+    with pytest.raises(ResourceExhausted, match=r"cannot write .*directory"):
         await engine.swap("to-1")
     assert versions.version_of(here) == 0
     assert (here / "config.json").exists()
@@ -388,5 +388,5 @@ def test_engines_are_named_by_url(tmp_path):
     assert isinstance(engine, DirectoryEngine)
     assert engine.path == tmp_path / "a b"
     for url in ("dir://host/x", "dir:///", "ftp:///x", "/models", "vllm://sock", "dir:///x?y=1"):
-        with pytest.raises(Misuse):
+        with pytest.raises(UsageError):
             open_engine(url, state=tmp_path)

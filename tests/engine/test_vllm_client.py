@@ -13,7 +13,16 @@ from dcr_daemon.engine import messages
 from dcr_daemon.engine.messages import Answer
 from dcr_daemon.engine.port import Attached, EngineGone, EngineStatus, StreamFacts, Swapped, Verdict
 from dcr_daemon.engine.vllm_client import VllmEngine
-from dcr_daemon.errors import Corrupt, CorruptChunk, DcrError, EngineRefused, Exhausted, Fenced, Incompatible, Misuse
+from dcr_daemon.errors import (
+    Corrupt,
+    CorruptChunk,
+    DcrError,
+    EngineRefused,
+    Fenced,
+    Incompatible,
+    ResourceExhausted,
+    UsageError,
+)
 
 STATUS = EngineStatus(incarnation="i", version=3, serving=True)
 FACTS = StreamFacts(stream="s", layout="/l", layout_digest="d")
@@ -85,7 +94,7 @@ async def test_calls_of_two_clients_never_share_an_id(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [EngineRefused, Fenced, EngineGone, Misuse, Incompatible, Corrupt, Exhausted, DcrError]
+    "error", [EngineRefused, Fenced, EngineGone, UsageError, Incompatible, Corrupt, ResourceExhausted, DcrError]
 )
 async def test_every_kind_of_error_crosses_with_its_hint(tmp_path: Path, error: type[DcrError]) -> None:
     async def refuse(call: messages.AnyCall) -> bytes:
@@ -105,7 +114,7 @@ def test_an_error_below_one_that_may_cross_arrives_as_its_parent() -> None:
 async def test_nothing_that_changes_the_engine_is_sent_before_attach(tmp_path: Path) -> None:
     engine = VllmEngine(tmp_path / "e")
     for call in (engine.serve(), engine.drop(), engine.swap("t"), engine.prove(1, "v", "l"), engine.inspect()):
-        with pytest.raises(Misuse, match="attached"):
+        with pytest.raises(UsageError, match="attached"):
             await call
 
 
@@ -133,7 +142,7 @@ async def test_an_answer_over_the_limit_is_refused_unread(tmp_path: Path) -> Non
         return (messages.FRAME_LIMIT + 1).to_bytes(4, "big")
 
     async with server(tmp_path / "e", huge):
-        with pytest.raises(Misuse, match="limit"):
+        with pytest.raises(UsageError, match="limit"):
             await VllmEngine(tmp_path / "e").status()
 
 
@@ -144,7 +153,7 @@ def test_records_come_back_as_they_were() -> None:
         messages.Poll(id="3"),
     ):
         assert messages.decode_call(messages.encode(call)) == call
-    with pytest.raises(Misuse):
+    with pytest.raises(UsageError):
         messages.decode_call(b"\x81\xa2op\xa4none")
-    with pytest.raises(Misuse):
+    with pytest.raises(UsageError):
         messages.decode_answer(b"nonsense")

@@ -16,12 +16,12 @@ from dice import Dice
 from fakes import MemoryStore, Recorder
 
 from dcr_daemon.canonical.layout import Layout
-from dcr_daemon.errors import Incompatible, Misuse, NotFound
+from dcr_daemon.errors import Incompatible, NotFound, UsageError
 from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.fold import Tip, begin, fold, tip_before
 from dcr_daemon.ledger.high_water_mark import Memory
 from dcr_daemon.ledger.ledger import Ledger
-from dcr_daemon.ledger.objects import NotYet, Objects
+from dcr_daemon.ledger.objects import ObjectPending, Objects
 from dcr_daemon.store.file import FileStore
 from dcr_daemon.store.keys import is_key
 
@@ -148,7 +148,7 @@ def objects_inside(data: bytes) -> None:
         return records.ObjectRef(ref.key, len(body), records.digest(body))
 
     first, part_ref, index = begin(stream.bodies[0])[1], stream.seal.parts[0], stream.anchor.index
-    with contextlib.suppress(*REFUSED, NotYet):
+    with contextlib.suppress(*REFUSED, ObjectPending):
         match dice.below(4):
             case 0:
                 body = dice.document(samples.document(samples.LAYOUT.encoded))
@@ -192,7 +192,7 @@ def key(data: bytes) -> None:
     except msgspec.ValidationError:
         name = text
         if not is_key(name):
-            expect(Misuse, _store()._path, name)
+            expect(UsageError, _store()._path, name)
             return
     path = _store()._path(name)
     assert path.resolve().is_relative_to(_store().root.resolve())

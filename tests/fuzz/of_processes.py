@@ -18,7 +18,7 @@ from dcr_daemon.engine import messages
 from dcr_daemon.engine.directory.checkout import Checkout
 from dcr_daemon.engine.directory.journal import read_journal
 from dcr_daemon.engine.port import Attached, EngineStatus, Prepared, Swapped
-from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, Misuse
+from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, UsageError
 from dcr_daemon.ledger.high_water_mark import Memory
 from dcr_daemon.publish.baseline.baseline import Baseline
 from dcr_daemon.publish.baseline.blocks import Share
@@ -49,7 +49,7 @@ def socket_frames(data: bytes) -> None:
     reader = asyncio.StreamReader(loop=loop())
     reader.feed_data(data)
     reader.feed_eof()
-    with contextlib.suppress(Misuse, asyncio.IncompleteReadError):
+    with contextlib.suppress(UsageError, asyncio.IncompleteReadError):
         while (body := run(messages.read_frame(reader))) is not None:
             socket_records(body)
 
@@ -57,12 +57,12 @@ def socket_frames(data: bytes) -> None:
 @target
 def socket_records(data: bytes) -> None:
     """One record: a call as a server reads it, an answer as a client does."""
-    with contextlib.suppress(Misuse):
+    with contextlib.suppress(UsageError):
         call = messages.decode_call(data)
         assert messages.decode_call(messages.encode(call)) == call
     try:
         found = messages.decode_answer(data)
-    except Misuse:
+    except UsageError:
         return
     for kind in _RESULTS:
         with contextlib.suppress(DcrError):
@@ -175,5 +175,5 @@ _KNOWN = {"publish": {"to": "to", "watch": "watch", "endpoint-url": "endpoint_ur
 @target
 def config(data: bytes) -> None:
     """The user's TOML."""
-    with contextlib.suppress(Misuse):
+    with contextlib.suppress(UsageError):
         read_config(as_file("dcr.toml", data), "publish", _KNOWN)

@@ -20,7 +20,7 @@ from dcr_daemon.checkpoint.safetensors import SafetensorsBytes, SafetensorsFile
 from dcr_daemon.codec.decode import open_chunk, read_id
 from dcr_daemon.codec.undo import undo_chunk
 from dcr_daemon.engine.deltas import check_chain, compose, open_hop
-from dcr_daemon.engine.port import Hop
+from dcr_daemon.engine.port import VersionDelta
 from dcr_daemon.errors import Corrupt, CorruptChunk, EngineRefused, NotFound
 from dcr_daemon.vllm_plugin.weights import dense
 
@@ -140,7 +140,7 @@ def compose_inside(data: bytes) -> None:
     before = fingerprint(samples.LAYOUT, list(samples.values()))
     after = advance(before, opened.segments)
     identity = opened.id
-    hop = Hop(
+    hop = VersionDelta(
         version=identity.version,
         base=identity.base,
         attempt=identity.attempt,

@@ -21,7 +21,16 @@ from dcr_daemon.checkpoint.safetensors import pack_safetensors
 from dcr_daemon.codec.chunk import Codec
 from dcr_daemon.codec.decode import open_chunk
 from dcr_daemon.engine import messages
-from dcr_daemon.engine.port import Attached, EngineStatus, Hop, Prepared, StreamFacts, Swapped, Transaction, Verdict
+from dcr_daemon.engine.port import (
+    Attached,
+    EngineStatus,
+    Prepared,
+    StreamFacts,
+    Swapped,
+    Transaction,
+    Verdict,
+    VersionDelta,
+)
 from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.fold import Tip, begin, fold
 from dcr_daemon.ledger.records import Abort, Anchor, AnchorIndex, ChunkRef, Epoch, Floor, ObjectRef, Open, Part, Seal
@@ -169,7 +178,7 @@ def safetensors_files() -> list[bytes]:
 
 @functools.cache
 def call_records() -> list[messages.Call]:
-    hop = Hop(version=2, base=1, attempt=7, chunks=["/tmp/a.dcr"], before="/tmp/b", after="/tmp/c")
+    hop = VersionDelta(version=2, base=1, attempt=7, chunks=["/tmp/a.dcr"], before="/tmp/b", after="/tmp/c")
     owner = {"token": 3, "incarnation": "i1"}
     return [
         messages.Attach(id="a-1", facts=StreamFacts(stream=STREAM, layout="/tmp/l", layout_digest="d")),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dcr_daemon.errors import Corrupt, Misuse
+from dcr_daemon.errors import Corrupt, UsageError
 from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.ledger import Ledger
 
@@ -50,7 +50,7 @@ def test_an_existing_stream_is_read_and_left_alone(store: Any, make: Any) -> Non
 @pytest.mark.parametrize("key", ["notes.txt", "ledger/0000000000000001.json", "data/1/2/g-0-a-0.dcr"])
 def test_a_prefix_that_holds_anything_else_is_refused(store: Any, make: Any, key: str) -> None:
     store.objects[key] = b""
-    with pytest.raises(Misuse, match=key):
+    with pytest.raises(UsageError, match=key):
         asyncio.run(make.Writer(Ledger(store)).create())
     assert set(store.objects) == {key}
 

@@ -11,11 +11,11 @@ from typing import Any
 import fakes
 import pytest
 
-from dcr_daemon.errors import Corrupt, Exhausted
+from dcr_daemon.errors import Corrupt, ResourceExhausted
 from dcr_daemon.events import Alarm, Waiting
 from dcr_daemon.ledger import names
 from dcr_daemon.ledger.follow import GAP_CHECK, Polling
-from dcr_daemon.ledger.high_water_mark import Memory
+from dcr_daemon.ledger.high_water_mark import HighWaterMark
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.records import Open, Seal
 
@@ -72,7 +72,7 @@ def test_a_full_disk_delays_what_is_told_and_loses_nothing(
         await writer.version()
         with monkeypatch.context() as full:
             full.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
-            with pytest.raises(Exhausted):
+            with pytest.raises(ResourceExhausted):
                 await anext(follower)
         kinds = [type(await anext(follower)) for _ in range(2)]
         assert kinds == [Open, Seal]
@@ -80,11 +80,11 @@ def test_a_full_disk_delays_what_is_told_and_loses_nothing(
         await writer.open()
         with monkeypatch.context() as full:
             full.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
-            with pytest.raises(Exhausted):
+            with pytest.raises(ResourceExhausted):
                 await full_again.read()
         state = await full_again.read()
         assert state.open is not None
-        assert Memory(tmp_path / "mark").mark.tip == full_again.tip
+        assert HighWaterMark(tmp_path / "mark").mark.tip == full_again.tip
 
     asyncio.run(check())
 

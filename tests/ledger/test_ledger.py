@@ -10,7 +10,7 @@ import fakes
 import msgspec
 import pytest
 
-from dcr_daemon.errors import Corrupt, Exhausted, Fenced, Incompatible, Misuse, NotFound, StoreUnavailable
+from dcr_daemon.errors import Corrupt, Fenced, Incompatible, NotFound, ResourceExhausted, StoreUnavailable, UsageError
 from dcr_daemon.events import Alarm, Claimed, FencedOut, Waiting
 from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.ledger import Header, Ledger
@@ -139,7 +139,7 @@ class TestOutcomes:
             store.faults.extend([fakes.Fault.REQUEST_LOST] * TRIES)
             with pytest.raises(Undecided):
                 await writer.open()
-            with pytest.raises(Misuse, match="attempt 2 is undecided"):
+            with pytest.raises(UsageError, match="attempt 2 is undecided"):
                 await writer.open()
             assert (await state_of(store)).open is not None
 
@@ -202,7 +202,7 @@ class TestWhoMayWrite:
         async def check() -> None:
             writer = make.Writer(Ledger(store))
             await writer.create()
-            with pytest.raises(Misuse, match="without a claim"):
+            with pytest.raises(UsageError, match="without a claim"):
                 await writer.open()
 
         run(check())
@@ -236,7 +236,7 @@ class TestWhoMayWrite:
         async def check() -> None:
             writer = make.Writer(Ledger(store))
             await writer.create()
-            with pytest.raises(Misuse, match="not a publisher's name"):
+            with pytest.raises(UsageError, match="not a publisher's name"):
                 await writer.ledger.claim(name)
 
         run(check())
@@ -287,16 +287,16 @@ class TestWhoMayWrite:
         async def check() -> None:
             writer = await publisher(store, make)
             before = store.requests["create"]
-            with pytest.raises(Misuse, match="would not count: attempt 0 is not open"):
+            with pytest.raises(UsageError, match="would not count: attempt 0 is not open"):
                 await writer.seal()
             for reason in ("\udcff", object()):
-                with pytest.raises(Misuse, match="cannot be written as JSON"):
+                with pytest.raises(UsageError, match="cannot be written as JSON"):
                     await writer.ledger.append(
                         lambda header, reason=reason: records.Abort(
                             **header.fields, attempt=2, version=1, reason=reason
                         )
                     )
-            with pytest.raises(Misuse, match="over the limit"):
+            with pytest.raises(UsageError, match="over the limit"):
                 await writer.ledger.append(
                     lambda header: records.Keys(**header.fields, keys=["x" * (records.RECORD_LIMIT + 1)])
                 )
@@ -417,11 +417,11 @@ class TestMemory:
             assert reader.memory is not None
 
             def full(_tip: object) -> None:
-                raise Exhausted("disk full")
+                raise ResourceExhausted("disk full")
 
             with monkeypatch.context() as patch:
                 patch.setattr(reader.memory, "saw", full)
-                with pytest.raises(Exhausted):
+                with pytest.raises(ResourceExhausted):
                     await anext(follower)
             await writer.seal()
             assert [type(await anext(follower)) for _ in range(2)] == [Open, Seal], "shown once it is remembered"
@@ -433,7 +433,7 @@ class TestReading:
     def test_no_stream_is_said_so(self, store: Any) -> None:
         with pytest.raises(NotFound, match="there is no stream"):
             run(Ledger(store).read())
-        with pytest.raises(Misuse, match="not read yet"):
+        with pytest.raises(UsageError, match="not read yet"):
             _ = Ledger(store).state
 
     def test_an_oversized_record_is_void_for_everybody(self, store: Any, make: Any, events: Any) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dcr_daemon.errors import Corrupt, Exhausted, Incompatible, Misuse
+from dcr_daemon.errors import Corrupt, Incompatible, ResourceExhausted, UsageError
 from dcr_daemon.ledger.fold import GENESIS, Tip
-from dcr_daemon.ledger.high_water_mark import Memory
+from dcr_daemon.ledger.high_water_mark import HighWaterMark
 
 
 def tip(seq: int) -> Tip:
@@ -18,7 +18,7 @@ def tip(seq: int) -> Tip:
 
 def test_it_survives_and_never_goes_down(tmp_path: Path) -> None:
     path = tmp_path / "below" / "mark.json"
-    memory = Memory(path)
+    memory = HighWaterMark(path)
     assert memory.mark is None
     assert memory.served is None
     memory.saw(tip(5))
@@ -28,7 +28,7 @@ def test_it_survives_and_never_goes_down(tmp_path: Path) -> None:
     memory.serves(2)
     memory.serves(1)
     memory.saw(tip(6))
-    again = Memory(path)
+    again = HighWaterMark(path)
     assert again.mark is not None
     assert again.mark.tip == tip(6)
     assert again.served == 2
@@ -36,38 +36,38 @@ def test_it_survives_and_never_goes_down(tmp_path: Path) -> None:
 
 
 def test_what_has_seen_nothing_has_served_nothing(tmp_path: Path) -> None:
-    with pytest.raises(Misuse, match="before its ledger was read"):
-        Memory(tmp_path / "mark").serves(1)
+    with pytest.raises(UsageError, match="before its ledger was read"):
+        HighWaterMark(tmp_path / "mark").serves(1)
 
 
 @pytest.mark.parametrize("body", [b"", b"{}", b'{"format":1,"stream":"a"}', b"\xff", b"[" * 100_000])
 def test_a_file_that_is_no_mark_is_refused(tmp_path: Path, body: bytes) -> None:
     (tmp_path / "mark").write_bytes(body)
     with pytest.raises(Corrupt, match="does not parse"):
-        Memory(tmp_path / "mark")
+        HighWaterMark(tmp_path / "mark")
 
 
 def test_a_mark_that_cannot_be_read_is_not_taken_for_none(tmp_path: Path) -> None:
     with pytest.raises(Incompatible, match="cannot read the high-water mark"):
-        Memory(tmp_path)
+        HighWaterMark(tmp_path)
 
 
 def test_a_newer_mark_is_refused(tmp_path: Path) -> None:
-    memory = Memory(tmp_path / "mark")
+    memory = HighWaterMark(tmp_path / "mark")
     memory.saw(tip(1))
     fields = msgspec.json.decode((tmp_path / "mark").read_bytes()) | {"format": 2}
     (tmp_path / "mark").write_bytes(msgspec.json.encode(fields))
     with pytest.raises(Incompatible, match="format 2"):
-        Memory(tmp_path / "mark")
+        HighWaterMark(tmp_path / "mark")
 
 
 def test_a_mark_that_cannot_be_written_is_an_error_and_changes_nothing(tmp_path: Path) -> None:
-    memory = Memory(tmp_path / "mark")
+    memory = HighWaterMark(tmp_path / "mark")
     memory.saw(tip(1))
     (tmp_path / "mark").unlink()
     (tmp_path / "mark").mkdir()
     (tmp_path / "mark" / "in the way").touch()
-    with pytest.raises(Exhausted, match="cannot write the high-water mark"):
+    with pytest.raises(ResourceExhausted, match="cannot write the high-water mark"):
         memory.saw(tip(2))
     assert memory.mark is not None
     assert memory.mark.seq == 1

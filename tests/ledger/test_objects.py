@@ -16,7 +16,7 @@ from dcr_daemon.codec.chunk import CHUNK_LIMIT
 from dcr_daemon.errors import Corrupt, Incompatible, StoreUnavailable
 from dcr_daemon.events import Waiting
 from dcr_daemon.ledger import names, records
-from dcr_daemon.ledger.objects import BelowFloor, NotYet, Objects
+from dcr_daemon.ledger.objects import BelowFloor, ObjectPending, Objects
 from dcr_daemon.ledger.records import ObjectRef, Part, Seal
 from dcr_daemon.runtime import Workers
 
@@ -224,7 +224,7 @@ class TestMissing:
     def test_not_for_ever(self, stream: StreamWriter, reader: Objects, still: Any) -> None:
         chunk = part_of(stream, 2).chunks[0]
         del stream.store.objects[chunk.key]
-        with pytest.raises(NotYet, match="did not appear in 10 s") as raised:
+        with pytest.raises(ObjectPending, match="did not appear in 10 s") as raised:
             asyncio.run(reader.read_chunk(chunk, 2))
         assert isinstance(raised.value, StoreUnavailable)
         assert 10 <= still.clock < 20

@@ -13,7 +13,7 @@ from histories import HistoryWriter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcr_daemon.errors import Fenced, Misuse, NotFound, StoreUnavailable
+from dcr_daemon.errors import Fenced, NotFound, StoreUnavailable, UsageError
 from dcr_daemon.ledger import names
 from dcr_daemon.ledger.collector import Collected, Collector, collect
 from dcr_daemon.ledger.ledger import Ledger
@@ -329,7 +329,7 @@ class TestOrder:
             ledger = Ledger(writer.store)
             await ledger.read()
             collector = Collector(ledger)
-            with pytest.raises(Misuse, match="before the ledger says so"):
+            with pytest.raises(UsageError, match="before the ledger says so"):
                 await collector.delete(await collector.plan(KEEP_2))
 
         asyncio.run(check())
@@ -420,7 +420,7 @@ class TestWhoMay:
 
     @pytest.mark.parametrize(("versions", "hours"), [(-1, None), (None, -1.0), (None, float("nan")), (1, 1e9)])
     def test_a_policy_that_is_none(self, versions: int | None, hours: float | None) -> None:
-        with pytest.raises(Misuse):
+        with pytest.raises(UsageError):
             RetentionPolicy.of(versions, hours)
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcr_daemon.errors import Misuse, NotFound
+from dcr_daemon.errors import NotFound, UsageError
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.route import NoRoute, Route, plan_route
 
@@ -60,7 +60,7 @@ def test_no_route_is_cheaper(situation: tuple[int | None, int, Sizes, Sizes, int
 
 def test_a_version_never_moves_down() -> None:
     """Must E2."""
-    with pytest.raises(Misuse, match="version 1 is below 2"):
+    with pytest.raises(UsageError, match="version 1 is below 2"):
         plan_route(2, 1, hops={1: 1, 2: 1}, anchors={1: 1}, floor=0)
 
 

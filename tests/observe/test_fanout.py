@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dcr_daemon import events as e
-from dcr_daemon.errors import Misuse
+from dcr_daemon.errors import UsageError
 from dcr_daemon.events import kind_of
 from dcr_daemon.observe import Observer
 from dcr_daemon.observe.fanout import EventFile
@@ -51,7 +51,7 @@ def test_a_second_process_appends(tmp_path: Path) -> None:
 def test_an_event_file_that_cannot_be_is_said_at_start(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path, tmp_path / "file" / "events.jsonl"):
-        with pytest.raises(Misuse, match="events"):
+        with pytest.raises(UsageError, match="events"):
             EventFile(path)
 
 

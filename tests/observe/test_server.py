@@ -8,7 +8,7 @@ import json
 import pytest
 
 from dcr_daemon import events as e
-from dcr_daemon.errors import Misuse
+from dcr_daemon.errors import UsageError
 from dcr_daemon.observe.health import Health
 from dcr_daemon.observe.metrics import Metrics
 from dcr_daemon.observe.server import ProbeServer, parse_listen
@@ -74,7 +74,7 @@ def test_what_is_not_a_probe_is_refused(request_bytes: bytes, status: int) -> No
 
 @pytest.mark.parametrize("listen", ["9464", "host:", "host:99999", "host:http", ""])
 def test_a_bad_listen_address_is_named(listen: str) -> None:
-    with pytest.raises(Misuse, match="HOST:PORT"):
+    with pytest.raises(UsageError, match="HOST:PORT"):
         parse_listen(listen)
 
 
@@ -87,7 +87,7 @@ def test_a_taken_port_is_a_usage_error() -> None:
         first = ProbeServer("127.0.0.1:0", Health("publisher"), Metrics())
         await first.start()
         try:
-            with pytest.raises(Misuse, match="cannot listen"):
+            with pytest.raises(UsageError, match="cannot listen"):
                 await ProbeServer(f"127.0.0.1:{first.port}", Health("publisher"), Metrics()).start()
         finally:
             await first.close()

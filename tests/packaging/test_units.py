@@ -13,7 +13,7 @@ from dcr_daemon import errors
 
 UNITS = Path(__file__).parents[2] / "systemd"
 NAMES = ("dcr-publisher.service", "dcr-subscriber@.service")
-FINAL = (errors.Misuse, errors.Incompatible, errors.Fenced, errors.Corrupt)
+FINAL = (errors.UsageError, errors.Incompatible, errors.Fenced, errors.Corrupt)
 
 
 def unit(name: str) -> configparser.ConfigParser:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dcr_daemon.canonical.layout import Layout, TensorSpec
-from dcr_daemon.errors import Incompatible, Misuse, NotFound
+from dcr_daemon.errors import Incompatible, NotFound, UsageError
 from dcr_daemon.projection.frameworks.megatron.model import layout
 from dcr_daemon.projection.frameworks.models.families import FAMILIES, read_architecture, shipped
 
@@ -114,12 +114,12 @@ def test_what_cannot_be_planned_is_refused_by_name(tmp_path: Any) -> None:
         read_architecture({"model_type": "gpt2"})
     fields = tiny("qwen3_moe")
     for broken in (None, "many", 0, -1, True):
-        with pytest.raises(Misuse, match="num_experts"):
+        with pytest.raises(UsageError, match="num_experts"):
             read_architecture(fields | {"num_experts": broken})
     (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(Misuse, match="not a JSON object"):
+    with pytest.raises(UsageError, match="not a JSON object"):
         read_architecture(tmp_path)
-    with pytest.raises(Misuse, match="layer pattern"):
+    with pytest.raises(UsageError, match="layer pattern"):
         read_architecture(tiny("nemotron_h") | {"hybrid_override_pattern": "M?"})
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.canonical.region import Region, whole
 from dcr_daemon.checkpoint.directory import Checkpoint
-from dcr_daemon.errors import Incompatible, Misuse
+from dcr_daemon.errors import Incompatible, UsageError
 from dcr_daemon.projection.binding.bind import Live, live
 from dcr_daemon.projection.frameworks import torchtitan
 from dcr_daemon.projection.frameworks.megatron.grid import Grid
@@ -353,11 +353,11 @@ def test_a_finished_map_is_taken_and_checked() -> None:
 
 def test_misuse_is_told() -> None:
     run = Megatron(architecture("llama"), Grid(), 0)
-    with pytest.raises(Misuse, match="adapter and megatron exclude each other"):
+    with pytest.raises(UsageError, match="adapter and megatron exclude each other"):
         one({}, adapter=Adapter(), megatron=run)
-    with pytest.raises(Misuse, match="a list was given"):
+    with pytest.raises(UsageError, match="a list was given"):
         one([("embed.weight", torch.ones(6, 4))])
-    with pytest.raises(Misuse, match="egatron"):
+    with pytest.raises(UsageError, match="egatron"):
         Megatron.of_process(architecture("llama"))
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron_chunks import FAMILIES, architecture, live
 
-from dcr_daemon.errors import Misuse
+from dcr_daemon.errors import UsageError
 from dcr_daemon.projection.frameworks.megatron.grid import Grid
 from dcr_daemon.projection.frameworks.megatron.live import grid_of_process, shards_of
 from dcr_daemon.projection.frameworks.megatron.model import layout, parameters
@@ -144,13 +144,13 @@ def test_degrees_that_do_not_divide_the_model_are_refused_by_what_they_would_spl
         (Grid(pp=3), "pipeline chunks"),
         (Grid(pp=2, stage_layers=(1, 2)), "pipeline chunks"),
     ):
-        with pytest.raises(Misuse, match=said):
+        with pytest.raises(UsageError, match=said):
             of_rank(model, grid, 0)
-    with pytest.raises(Misuse, match="shares of"):
+    with pytest.raises(UsageError, match="shares of"):
         Grid(ep=4, dp=3)
-    with pytest.raises(Misuse, match="at least 1"):
+    with pytest.raises(UsageError, match="at least 1"):
         Grid(tp=0)
-    with pytest.raises(Misuse, match="virtual stages"):
+    with pytest.raises(UsageError, match="virtual stages"):
         shards_of(live(model, Grid(), 0), model, Grid(pp=2, vpp=2), 0)
 
 
@@ -171,7 +171,7 @@ def test_the_model_has_no_parameter_twice() -> None:
 
 
 def test_a_process_without_megatron_says_so() -> None:
-    with pytest.raises(Misuse, match="egatron"):
+    with pytest.raises(UsageError, match="egatron"):
         grid_of_process()
 
 

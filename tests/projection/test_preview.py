@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dcr_daemon.canonical.layout import Layout, TensorSpec
-from dcr_daemon.errors import Misuse
+from dcr_daemon.errors import UsageError
 from dcr_daemon.projection.frameworks.megatron.grid import Grid
 from dcr_daemon.projection.frameworks.megatron.model import layout
 from dcr_daemon.projection.frameworks.megatron.shards import of_rank
@@ -92,9 +92,9 @@ def test_a_changed_head_count_changes_the_plan() -> None:
 def test_degrees_that_a_trainer_does_not_have_are_refused() -> None:
     architecture = read_architecture(SMALL[1])
     for trainer, grid in (("fsdp2", Grid(ep=2, dp=2)), ("transformers", Grid(pp=2)), ("zero3", Grid(tp=2))):
-        with pytest.raises(Misuse, match="planned with"):
+        with pytest.raises(UsageError, match="planned with"):
             preview(architecture, trainer, grid)  # type: ignore[arg-type]
-    with pytest.raises(Misuse, match="published rule"):
+    with pytest.raises(UsageError, match="published rule"):
         preview(architecture, "fsdp2", Grid(dp=2), rule="paper")
 
 

@@ -12,7 +12,7 @@ import pytest
 from dcr_daemon.canonical.fingerprint import fingerprint
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.directory import Checkpoint
-from dcr_daemon.errors import Exhausted
+from dcr_daemon.errors import ResourceExhausted
 from dcr_daemon.publish.baseline.baseline import Baseline
 from dcr_daemon.publish.baseline.blocks import Share
 from dcr_daemon.runtime import Workers
@@ -66,5 +66,5 @@ def test_a_disk_that_cannot_hold_the_model_is_said_at_the_start(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(Exhausted, match=r"baseline\.bin"):
+    with pytest.raises(ResourceExhausted, match=r"baseline\.bin"):
         Baseline(tmp_path, Share.whole(world.layout), "s", workers)

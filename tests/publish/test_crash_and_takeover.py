@@ -12,10 +12,10 @@ from small_publisher import Dead, SmallWorld, SpoiltStore, each_request, history
 from dcr_daemon.errors import Fenced
 from dcr_daemon.events import FencedOut
 from dcr_daemon.ledger.records import Release
-from dcr_daemon.publish.group.leader import Session
+from dcr_daemon.publish.group.leader import Leader
 
 
-async def life(world: SmallWorld, store: SpoiltStore, versions: list[int], **more: Any) -> list[Session]:
+async def life(world: SmallWorld, store: SpoiltStore, versions: list[int], **more: Any) -> list[Leader]:
     """One process: publish what is not published yet, then release. The session, to be killed by whoever kills it."""
     session = await world.open(store, **more)
     try:
@@ -94,7 +94,7 @@ def test_a_takeover_at_any_request_leaves_one_history_and_stops_the_loser(
             rivals.append(session)
 
         sealed: list[int] = []
-        rivals: list[Session] = []
+        rivals: list[Leader] = []
         tasks: list[asyncio.Task[None]] = []
 
         async def begin() -> None:

@@ -16,7 +16,7 @@ from dcr_daemon.errors import StoreUnavailable
 from dcr_daemon.events import Alarm, AnchorPut, Committed, Waiting
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.records import Seal
-from dcr_daemon.publish.group.leader import Session
+from dcr_daemon.publish.group.leader import Leader
 
 
 def alarms(world: SmallWorld) -> list[str]:
@@ -31,7 +31,7 @@ async def newest(world: SmallWorld, store: Any) -> Any:
     return anchor.version, await world.anchor(store, anchor)
 
 
-async def tended(session: Session) -> None:
+async def tended(session: Leader) -> None:
     """Until the scrub has found something."""
     await asyncio.wait_for(session.tend(), 60)
     await session.repair()
@@ -220,7 +220,7 @@ def test_a_fleet_ends_bit_equal_to_the_trainer_after_a_poisoned_version(world: A
     world.write(home / "current", world.weights)
     replica = Replica(world.url, home, home / "current")
 
-    async def publish(session: Session, version: int) -> Seal:
+    async def publish(session: Leader, version: int) -> Seal:
         attempt = await session.begin()
         with Checkpoint(world.write(world.root / f"v{version}", chain[version])) as checkpoint:
             files = [(file, spec) for file in checkpoint.files for spec in file.specs]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dcr_daemon.canonical.layout import Layout, TensorSpec
-from dcr_daemon.errors import Corrupt, Missing, StoreUnavailable
+from dcr_daemon.errors import Corrupt, KeyNotFound, StoreUnavailable
 from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.records import ObjectRef, Open, Part
@@ -39,7 +39,7 @@ class Bucket:
         self.running -= 1
         self.reads[key] = self.reads.get(key, 0) + 1
         if self.reads[key] <= self.late or key not in self.objects:
-            raise Missing(key)
+            raise KeyNotFound(key)
         return self.objects[key]
 
     def put(self, key: str, body: bytes) -> ObjectRef:

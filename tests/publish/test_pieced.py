@@ -21,7 +21,7 @@ from dcr_daemon.canonical.region import Region, row_major
 from dcr_daemon.projection.files.piece_map import SHARDING_INFO, Piece, dcp_pieces, safetensors_pieces
 from dcr_daemon.publish.inputs.sources import SourceChanged
 from dcr_daemon.publish.watch.file_identity import MANY, FileIdentity, identify, stands_for_many, together
-from dcr_daemon.publish.watch.piece_names import Fit, InPieces, Naming, Part
+from dcr_daemon.publish.watch.piece_names import Fit, InPieces, Part, PieceNames
 from dcr_daemon.publish.watch.pieces import NotAsPromised, PiecedSource, PieceFiles
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -61,7 +61,7 @@ def test_any_range_of_any_grid_of_pieces(
     shape, grid = case
     values = np.arange(np.prod(shape), dtype=np.int32).reshape(shape)
     write_grid(tmp_path, values, grid)
-    fit = Naming(Layout([TensorSpec("w", "I32", shape)])).fit(safetensors_pieces(tmp_path), ended=True)
+    fit = PieceNames(Layout([TensorSpec("w", "I32", shape)])).fit(safetensors_pieces(tmp_path), ended=True)
     (tensor,) = fit.tensors
     source = PiecedSource(files_of(tmp_path, archives=False), tensor)
     start = data.draw(st.integers(0, values.size - 1))
@@ -91,7 +91,7 @@ def test_an_archive_holds_its_piece_in_any_order_of_axes(tmp_path: Path, order: 
 def test_masters_are_rounded_as_torch_rounds(tmp_path: Path) -> None:
     values = torch.randn(64, 8)
     dcp.save({"w": values}, checkpoint_id=tmp_path / "c", no_dist=True)
-    fit = Naming(Layout([TensorSpec("w", "BF16", (64, 8))])).fit(dcp_pieces(tmp_path / "c"), ended=True)
+    fit = PieceNames(Layout([TensorSpec("w", "BF16", (64, 8))])).fit(dcp_pieces(tmp_path / "c"), ended=True)
     source = PiecedSource(files_of(tmp_path / "c", archives=True), fit.tensors[0])
     assert source.given.dtype == "F32"
     assert source.read(0, 512, "BF16").tobytes() == values.bfloat16().view(torch.uint8).numpy().tobytes()
@@ -103,10 +103,10 @@ def test_a_range_costs_what_it_is_and_not_what_its_tensor_is(tmp_path: Path, arc
     layout = Layout([TensorSpec("w", "I16" if archives else "U16", values.shape)])
     if archives:
         dcp.save({"w": torch.from_numpy(values.view(np.int16))}, checkpoint_id=tmp_path, no_dist=True)
-        fit = Naming(layout).fit(dcp_pieces(tmp_path), ended=True)
+        fit = PieceNames(layout).fit(dcp_pieces(tmp_path), ended=True)
     else:
         write_grid(tmp_path, values, [((0, 4096), (0, 1000)), ((0, 4096), (1000, 4096))])
-        fit = Naming(layout).fit(safetensors_pieces(tmp_path), ended=True)
+        fit = PieceNames(layout).fit(safetensors_pieces(tmp_path), ended=True)
     source = PiecedSource(files_of(tmp_path, archives=archives), fit.tensors[0])
     tracemalloc.start()
     try:
@@ -120,7 +120,7 @@ def test_a_range_costs_what_it_is_and_not_what_its_tensor_is(tmp_path: Path, arc
 
 def test_a_file_that_is_replaced_shrinks_or_lies_is_no_source(tmp_path: Path) -> None:
     dcp.save({"w": torch.zeros(64, 8)}, checkpoint_id=tmp_path / "c", no_dist=True)
-    fit = Naming(Layout([TensorSpec("w", "F32", (64, 8))])).fit(dcp_pieces(tmp_path / "c"), ended=True)
+    fit = PieceNames(Layout([TensorSpec("w", "F32", (64, 8))])).fit(dcp_pieces(tmp_path / "c"), ended=True)
     (path,) = (tmp_path / "c").glob("*.distcp")
     files = files_of(tmp_path / "c", archives=True)
     path.write_bytes(bytes(path.stat().st_size))
@@ -149,7 +149,7 @@ def pieces(*names: str, dtype: str = "F32") -> list[Piece]:
 
 
 def fit(*names: str, ended: bool = True, ignore: tuple[str, ...] = ()) -> Fit:
-    return Naming(LAYOUT, ignore).fit(pieces(*names), ended=ended)
+    return PieceNames(LAYOUT, ignore).fit(pieces(*names), ended=ended)
 
 
 @pytest.mark.parametrize("prefix", ["", "model.", "app.model.", "module.", "a.b.c."])
@@ -187,7 +187,7 @@ def test_what_is_missing_is_waited_for_until_nothing_more_comes() -> None:
 def test_pieces_of_several_dtypes_or_packed_ones_are_refused() -> None:
     half = Piece("model.a", (4,), (2,), (0,), "F32", "f", (0, 100))
     other = Piece("model.a", (4,), (2,), (2,), "BF16", "f", (100, 200))
-    naming = Naming(LAYOUT)
+    naming = PieceNames(LAYOUT)
     assert "have several dtypes" in naming.fit([half, other, *pieces("model.b", "top")], ended=True).refusal
     packed = Piece("model.a", (4,), (4,), (0,), "F32", "f", (0, 100), "zstd")
     assert "packed by zstd" in naming.fit([packed, *pieces("model.b", "top")], ended=True).refusal

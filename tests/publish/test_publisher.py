@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import dcr_daemon
-from dcr_daemon.errors import Exhausted, Fenced, Incompatible, Misuse, NotFound, StoreUnavailable
+from dcr_daemon.errors import Fenced, Incompatible, NotFound, ResourceExhausted, StoreUnavailable, UsageError
 from dcr_daemon.events import Aborted, AnchorPut, ChunkPut, Event, Opened, Rounded
 from dcr_daemon.publish.publisher import Publisher
 from dcr_daemon.store.port import Outcome
@@ -160,7 +160,7 @@ def test_a_fork_of_the_training_process_neither_hangs_nor_harms_the_publisher(wo
     good = world.tensors(world.weights)
     with publisher(world) as target:
         target.publish(good).wait_sealed()
-        with pytest.raises(Misuse, match="pickled"):
+        with pytest.raises(UsageError, match="pickled"):
             pickle.dumps(target)
         child = os.fork()
         if child == 0:
@@ -168,7 +168,7 @@ def test_a_fork_of_the_training_process_neither_hangs_nor_harms_the_publisher(wo
             try:
                 with target:
                     target.publish(good)
-            except Misuse as error:
+            except UsageError as error:
                 os._exit(0 if "fork" in str(error) else 1)
             finally:
                 os._exit(2)
@@ -207,23 +207,23 @@ def test_misuse_is_said_as_such(world: Any, toolbox: Any) -> None:
     good = world.tensors(world.weights)
     with pytest.raises(NotFound, match="create"):
         publisher(world, create=False)
-    with pytest.raises(Misuse, match="codec"):
+    with pytest.raises(UsageError, match="codec"):
         publisher(world, codec="gzip")
     with publisher(world) as target:
         for weights in (3, ["x"], [("x",)]):
-            with pytest.raises(Misuse, match=r"publish\(\)"):
+            with pytest.raises(UsageError, match=r"publish\(\)"):
                 target.publish(weights)
-        with pytest.raises(Misuse, match="JSON"):
+        with pytest.raises(UsageError, match="JSON"):
             target.publish(good, metadata={"x": object()})
-        with pytest.raises(Misuse, match="mapping"):
+        with pytest.raises(UsageError, match="mapping"):
             target.publish(good, metadata="loss")
         for step in ("5", 1.5, 1 << 63, torch.zeros(2)):
-            with pytest.raises(Misuse, match="step"):
+            with pytest.raises(UsageError, match="step"):
                 target.publish(good, step=step)
-        with pytest.raises(Misuse, match="limit"):
+        with pytest.raises(UsageError, match="limit"):
             target.publish(good, metadata={"x": "y" * (1 << 17)})
         assert target.publish(good).wait_sealed().changed == 0
-    with pytest.raises(Misuse, match="closed"):
+    with pytest.raises(UsageError, match="closed"):
         target.publish(good)
     target.close()
     with pytest.raises(Incompatible, match="shard"):
@@ -406,7 +406,7 @@ def test_a_sealed_version_that_cannot_be_remembered_is_not_told_as_a_failure(wor
 
     with publisher(world, emit=block) as target:
         first = target.publish(world.tensors(weights[0]))
-        with pytest.raises(Exhausted, match="not known"):
+        with pytest.raises(ResourceExhausted, match="not known"):
             first.wait_sealed()
         in_the_way[0].rmdir()
         assert target.publish(world.tensors(weights[1])).wait_sealed().version == 2
@@ -478,7 +478,7 @@ def test_a_fork_does_not_wait_for_a_fate_that_nobody_will_tell_it(world: Any, to
             with pytest.raises(StoreUnavailable):
                 told.wait_sealed()
             untold.wait_sealed()
-        except Misuse as error:
+        except UsageError as error:
             os._exit(0 if "fork" in str(error) else 1)
         finally:
             os._exit(2)

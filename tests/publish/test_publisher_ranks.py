@@ -16,7 +16,7 @@ from dcr_daemon import DcrError, Publisher, Trainer
 from dcr_daemon.canonical.region import Region
 from dcr_daemon.codec.chunk import Operation
 from dcr_daemon.codec.decode import open_chunk
-from dcr_daemon.errors import Given, Incompatible, Misuse
+from dcr_daemon.errors import Incompatible, UpdateAborted, UsageError
 from dcr_daemon.projection.region_map import Map, Shard
 from dcr_daemon.projection.tracing import trace
 from dcr_daemon.projection.values import Bits
@@ -111,7 +111,7 @@ def test_elements_that_no_rank_has_are_refused_by_name_on_every_rank(world: Any)
     results = ranks.all(publish(lambda rank: local(tensors, made[rank]), 1))
     assert isinstance(results[0], Incompatible)
     assert "norm.weight" in str(results[0])
-    assert all(isinstance(one, Given) and "norm.weight" in str(one) for one in results[1:])
+    assert all(isinstance(one, UpdateAborted) and "norm.weight" in str(one) for one in results[1:])
     ranks.close()
 
 
@@ -121,8 +121,8 @@ def test_what_are_no_weights_is_refused_on_the_rank_that_gives_it(world: Any, to
     tensors = world.tensors(world.weights)
     odd = ["norm.weight"]
     results = ranks.all(publish(lambda rank: odd if rank == 1 else local(tensors, rows(layout, rank)), 1))
-    assert isinstance(results[1], Misuse)
-    assert all(isinstance(one, Given) and "Misuse" in str(one) for one in (results[0], results[2]))
+    assert isinstance(results[1], UsageError)
+    assert all(isinstance(one, UpdateAborted) and "UsageError" in str(one) for one in (results[0], results[2]))
     pairs = ranks.all(publish(lambda rank: list(local(tensors, rows(layout, rank)).items()), 2))
     assert pairs == [1] * WORLD
     ranks.close()
@@ -177,7 +177,7 @@ def test_no_rank_begins_an_export_that_another_one_cannot_join(world: Any, toolb
     for broken in range(WORLD):
         results = next_step(2, broken)
         assert isinstance(results.pop(broken), Incompatible)
-        assert broken == 0 or all(isinstance(one, Given) for one in results)
+        assert broken == 0 or all(isinstance(one, UpdateAborted) for one in results)
         assert all(isinstance(one, DcrError) for one in results)
     assert next_step(3) == [2] * WORLD
     ranks.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dcr_daemon.errors import Misuse
+from dcr_daemon.errors import UsageError
 from dcr_daemon.publish.rank import find_rank
 
 
@@ -12,7 +12,7 @@ def test_processes_of_one_launcher_never_believe_that_each_is_alone(monkeypatch:
     """A publisher made before `torch.distributed` is: four of them would claim one stream from each other."""
     for name, value in {"RANK": "2", "WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "none"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(Misuse) as refused:
+    with pytest.raises(UsageError) as refused:
         find_rank(None, None, None)
     assert "initialise torch.distributed before" in refused.value.hint
     assert "rank=0, world=1" in refused.value.hint

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from rank_group import Group, RankOf
 
-from dcr_daemon.errors import Corrupt, DcrError, Fenced, Misuse
+from dcr_daemon.errors import Corrupt, DcrError, Fenced, UsageError
 from dcr_daemon.events import AnchorPut, Sealed
 from dcr_daemon.ledger.records import Abort, Seal
 from dcr_daemon.publish.baseline.blocks import Block
-from dcr_daemon.publish.group.collect import Given
+from dcr_daemon.publish.group.collect import UpdateAborted
 from dcr_daemon.publish.group.opening import open_session
 from dcr_daemon.publish.options import PublishOptions
 from dcr_daemon.publish.rank import Rank, find_rank
@@ -141,7 +141,7 @@ def test_a_rank_that_fails_ends_the_update_for_all_and_the_next_one_is_right(
 
         results = await group.all(work)
         assert isinstance(results[1], TypeError)
-        assert all(isinstance(results[n], Given) for n in (0, 2))
+        assert all(isinstance(results[n], UpdateAborted) for n in (0, 2))
         assert "rank 1 gave the update up: TypeError" in str(results[0])
         await group.publish(weights[2], 3)
         await group.close()
@@ -161,9 +161,9 @@ def test_members_hear_why_rank_0_gave_up_even_if_it_has_closed_since(world: Any,
             await leader.publish({**weights[1], "embed.weight": None}, 2)
         await leader.close()
         for rank in members:
-            with pytest.raises(Given, match="rank 0 gave the update up: TypeError"):
+            with pytest.raises(UpdateAborted, match="rank 0 gave the update up: TypeError"):
                 await rank.publish(weights[1], 2)
-            with pytest.raises(Given, match="rank 0 has closed its publisher"):
+            with pytest.raises(UpdateAborted, match="rank 0 has closed its publisher"):
                 await rank.publish(weights[1], 3)
             await rank.close()
 
@@ -177,8 +177,8 @@ def test_ranks_that_publish_different_steps_publish_nothing(world: Any, toolbox:
     async def run() -> None:
         group = await ranked(3).open()
         results = await group.all(lambda rank: rank.publish(weights[1], 7 + (rank.rank.number == 2)))
-        assert isinstance(results[2], Misuse)
-        assert all(isinstance(results[n], Given) for n in (0, 1))
+        assert isinstance(results[2], UsageError)
+        assert all(isinstance(results[n], UpdateAborted) for n in (0, 1))
         await group.publish(weights[1], 9)
         await group.close()
 
@@ -193,7 +193,7 @@ def test_a_call_that_one_rank_skips_is_nobodys(world: Any, toolbox: Any, ranked:
         group = await ranked(3).open()
         group.ranks[1].calls += 1  # its script left one out
         results = await group.all(lambda rank: rank.publish(weights[1]) if rank.rank.number != 1 else _late(rank))
-        assert all(isinstance(results[n], Given) for n in (0, 2))
+        assert all(isinstance(results[n], UpdateAborted) for n in (0, 2))
         assert "passed update 1 without taking part" in str(results[0])
         await asyncio.gather(*(rank.publish(weights[1]) for rank in group.ranks if rank.rank.number != 1), late[0])
         await group.close()
@@ -225,9 +225,9 @@ def test_a_rank_that_is_gone_is_given_up_when_the_next_update_begins(world: Any,
             return await publishing
 
         results = await group.all(work)
-        assert isinstance(results[0], Given)
+        assert isinstance(results[0], UpdateAborted)
         assert "rank 2" in str(results[0])
-        assert isinstance(results[1], Given)
+        assert isinstance(results[1], UpdateAborted)
         lost.calls += 1
         await group.publish(weights[2], 3)
         await group.close()
@@ -278,7 +278,7 @@ def test_a_member_whose_rank_0_never_comes_ends_by_itself(world: Any, toolbox: A
         await leftover.open()  # its rank 0 died before it opened anything
         waiting = asyncio.ensure_future(leftover.publish(weights[2], 1))
         await new.publish(weights[2], 2)  # the ledger moves, and not for it
-        with pytest.raises(Given, match="opened nothing"):
+        with pytest.raises(UpdateAborted, match="opened nothing"):
             await waiting
         await new.close()
         await leftover.close()
@@ -306,7 +306,7 @@ def test_shares_that_do_not_add_up_are_never_sealed(world: Any, toolbox: Any, ra
         results = await group.all(lambda rank: rank.publish(weights[1], 1))
         assert isinstance(results[0], Corrupt)
         assert "does not add up to version 0" in str(results[0])
-        assert isinstance(results[1], Given)
+        assert isinstance(results[1], UpdateAborted)
         await group.close()
 
     asyncio.run(run())
@@ -365,7 +365,7 @@ def test_ranks_find_each_other_only_by_what_they_agreed_on(monkeypatch: pytest.M
     given = find_rank("abc", 1, 2)
     assert (given.group, given.number, given.world) == ("abc", 1, 2)
     for wrong in [(None, 0, 2), ("A", 0, 2), ("abc", 2, 2), ("abc", 0, None), ("abc", 0, 4097)]:
-        with pytest.raises(Misuse):
+        with pytest.raises(UsageError):
             find_rank(*wrong)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")

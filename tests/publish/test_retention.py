@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from dcr_daemon.checkpoint.directory import Checkpoint
-from dcr_daemon.errors import Fenced, Misuse, StoreUnavailable
+from dcr_daemon.errors import Fenced, StoreUnavailable, UsageError
 from dcr_daemon.events import Alarm, Collected, FencedOut, Waiting
 from dcr_daemon.ledger import names
 from dcr_daemon.ledger.collector import collect
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.retention import RetentionPolicy
 from dcr_daemon.publish.group import retention as module
-from dcr_daemon.publish.group.leader import Session
+from dcr_daemon.publish.group.leader import Leader
 from dcr_daemon.publish.group.opening import open_session
 from dcr_daemon.publish.inputs.sources import FileSource
 from dcr_daemon.publish.options import PublishOptions
@@ -26,12 +26,12 @@ from dcr_daemon.publish.publisher import Publisher
 from dcr_daemon.publish.watch.watcher import WatchOptions, run_watch
 
 
-async def opened(world: Any, store: Any = None, **more: Any) -> Session:
+async def opened(world: Any, store: Any = None, **more: Any) -> Leader:
     defaults: dict[str, Any] = {"state": world.state, "base": world.base, "create": True, "patience": 1.0, "workers": 2}
     return await open_session(PublishOptions(**defaults | more), store or world.store(), world.events)
 
 
-async def publish(session: Session, weights: Any, world: Any) -> None:
+async def publish(session: Leader, weights: Any, world: Any) -> None:
     """One version, and an anchor if one is due."""
     attempt = await session.begin()
     place = world.root / f"checkpoint-{attempt.id}-{len(list(world.root.iterdir()))}"
@@ -91,7 +91,7 @@ def test_without_a_policy_only_what_is_dead_goes(world: Any, toolbox: Any, keep:
 
 @pytest.mark.parametrize("keep", [{"keep_versions": -1}, {"keep_hours": -1.0}])
 def test_a_policy_that_is_none_is_refused_at_the_start(world: Any, keep: Any) -> None:
-    with pytest.raises(Misuse, match="cannot keep"):
+    with pytest.raises(UsageError, match="cannot keep"):
         asyncio.run(opened(world, **keep))
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.checkpoint.directory import Checkpoint
-from dcr_daemon.errors import Corrupt, Exhausted, Fenced, Incompatible, Misuse, NotFound, StoreUnavailable
+from dcr_daemon.errors import Corrupt, Fenced, Incompatible, NotFound, ResourceExhausted, StoreUnavailable, UsageError
 from dcr_daemon.events import Aborted, Alarm, AnchorPut, ChunkPut, Sealed, Waiting
-from dcr_daemon.publish.group.leader import Session
+from dcr_daemon.publish.group.leader import Leader
 from dcr_daemon.publish.group.opening import open_session
 from dcr_daemon.publish.inputs.sources import FileSource
 from dcr_daemon.publish.options import PublishOptions, stream_state
@@ -23,18 +23,18 @@ def options(world: Any, **more: Any) -> PublishOptions:
     return PublishOptions(**defaults | more)
 
 
-async def opened(world: Any, store: Any = None, **more: Any) -> Session:
+async def opened(world: Any, store: Any = None, **more: Any) -> Leader:
     return await open_session(options(world, **more), store or world.store(), world.events)
 
 
-async def diff(session: Session, weights: Any, world: Any, step: int | None = None) -> Any:
+async def diff(session: Leader, weights: Any, world: Any, step: int | None = None) -> Any:
     """Open an attempt and diff a whole checkpoint of `weights`; the uploads may still be under way."""
     attempt = await session.begin(step=step)
     await diff_into(attempt, session, weights, world)
     return attempt
 
 
-async def diff_into(attempt: Any, session: Session, weights: Any, world: Any) -> None:
+async def diff_into(attempt: Any, session: Leader, weights: Any, world: Any) -> None:
     place = world.root / f"checkpoint-{attempt.id}-{len(list(world.root.iterdir()))}"
     with Checkpoint(world.write(place, weights, shard_bytes=2000)) as checkpoint:
         await attempt.diff(
@@ -45,7 +45,7 @@ async def diff_into(attempt: Any, session: Session, weights: Any, world: Any) ->
     await attempt.finish()
 
 
-async def publish(session: Session, weights: Any, world: Any, step: int | None = None) -> Any:
+async def publish(session: Leader, weights: Any, world: Any, step: int | None = None) -> Any:
     return await session.seal(await diff(session, weights, world, step))
 
 
@@ -250,7 +250,7 @@ def test_create_is_asked_for_and_needs_a_base(world: Any) -> None:
     async def run() -> None:
         with pytest.raises(NotFound, match="--create"):
             await opened(world, create=False)
-        with pytest.raises(Misuse, match="base"):
+        with pytest.raises(UsageError, match="base"):
             await opened(world, base=None)
         await (await opened(world)).close()
         await (await opened(world)).close()
@@ -319,7 +319,7 @@ def test_a_crashed_publisher_claims_again_under_its_name_and_voids_its_attempt(w
 def test_one_process_at_a_time_uses_a_state_directory(world: Any) -> None:
     async def run() -> None:
         first = await opened(world)
-        with pytest.raises(Misuse, match="another publisher process"):
+        with pytest.raises(UsageError, match="another publisher process"):
             await opened(world)
         await first.close()
 
@@ -411,7 +411,7 @@ def test_a_full_disk_of_the_spool_ends_the_attempt_and_undoes_it(
             raise spool.exhausted(OSError(errno.ENOSPC, "no space"), Path("spool"))
 
         monkeypatch.setattr(session.bench._spool, "_write", full)
-        with pytest.raises(Exhausted, match="no space"):
+        with pytest.raises(ResourceExhausted, match="no space"):
             await diff_into(attempt, session, toolbox.make_weights(world.layout, seed=3), world)
         await session.settle("disk full")
         assert session.bench.baseline.version == 0

@@ -8,7 +8,7 @@ import pytest
 
 from dcr_daemon.checkpoint.safetensors import pack_safetensors
 from dcr_daemon.publish.watch.file_identity import identify, number_in
-from dcr_daemon.publish.watch.scanner import LOOKS_AT_WRITTEN, Survey
+from dcr_daemon.publish.watch.scanner import LOOKS_AT_WRITTEN, CheckpointScanner
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def whole(world: Any) -> bytes:
 
 
 def test_a_file_nobody_was_seen_closing_needs_two_timed_looks(world: Any, tmp_path: Path) -> None:
-    survey = Survey(tmp_path / "w", [], None)
+    survey = CheckpointScanner(tmp_path / "w", [], None)
     path = write(tmp_path / "w/step_1/model.safetensors", whole(world)[:-9])
     layout = world.layout
     assert "written" in survey.look(layout, True)["step_1"].lacks(layout)
@@ -48,7 +48,7 @@ def test_a_file_nobody_was_seen_closing_needs_two_timed_looks(world: Any, tmp_pa
 
 
 def test_a_closed_file_is_complete_at_once_and_a_touched_one_not_any_more(world: Any, tmp_path: Path) -> None:
-    survey, layout = Survey(tmp_path / "w", [], None), world.layout
+    survey, layout = CheckpointScanner(tmp_path / "w", [], None), world.layout
     path = write(tmp_path / "w/step_1/model.safetensors", whole(world))
     survey.closed(path)
     assert not survey.look(layout, False)["step_1"].lacks(layout)
@@ -62,7 +62,7 @@ def test_a_closed_file_is_complete_at_once_and_a_touched_one_not_any_more(world:
 
 
 def test_a_closed_but_short_file_is_not_complete_and_says_why(world: Any, tmp_path: Path) -> None:
-    survey, layout = Survey(tmp_path / "w", [], None), world.layout
+    survey, layout = CheckpointScanner(tmp_path / "w", [], None), world.layout
     path = write(tmp_path / "w/step_1/model.safetensors", whole(world)[:-1])
     survey.closed(path)
     assert "truncated" in survey.look(layout, False)["step_1"].lacks(layout)
@@ -71,7 +71,7 @@ def test_a_closed_but_short_file_is_not_complete_and_says_why(world: Any, tmp_pa
 
 
 def test_a_checkpoint_with_a_choice_of_indexes_waits_and_harms_no_other(world: Any, tmp_path: Path) -> None:
-    survey, layout = Survey(tmp_path / "w", [], None), world.layout
+    survey, layout = CheckpointScanner(tmp_path / "w", [], None), world.layout
     for step in (1, 2):
         survey.closed(write(tmp_path / f"w/step_{step}/model.safetensors", whole(world)))
     for name in ("a", "b"):
@@ -83,7 +83,7 @@ def test_a_checkpoint_with_a_choice_of_indexes_waits_and_harms_no_other(world: A
 
 def test_a_file_seen_written_waits_for_its_writer_however_long_it_stalls(world: Any, tmp_path: Path) -> None:
     """Its length and header may be those of the whole file from the start, as with preallocation."""
-    survey, layout = Survey(tmp_path / "w", [], None), world.layout
+    survey, layout = CheckpointScanner(tmp_path / "w", [], None), world.layout
     path = write(tmp_path / "w/step_1/model.safetensors", whole(world))
     survey.created(path)
     survey.touched(path)
@@ -94,7 +94,7 @@ def test_a_file_seen_written_waits_for_its_writer_however_long_it_stalls(world: 
 
 
 def test_a_lost_notice_of_a_close_costs_looks_not_the_checkpoint(world: Any, tmp_path: Path) -> None:
-    survey, layout = Survey(tmp_path / "w", [], None), world.layout
+    survey, layout = CheckpointScanner(tmp_path / "w", [], None), world.layout
     survey.touched(write(tmp_path / "w/step_1/model.safetensors", whole(world)))
     waits = [bool(survey.look(layout, True)["step_1"].lacks(layout)) for _ in range(LOOKS_AT_WRITTEN)]
     assert waits == [True] * (LOOKS_AT_WRITTEN - 1) + [False]
@@ -102,7 +102,7 @@ def test_a_lost_notice_of_a_close_costs_looks_not_the_checkpoint(world: Any, tmp
 
 def test_a_mode_or_an_older_time_set_after_the_close_is_no_write(world: Any, tmp_path: Path) -> None:
     """`shutil.copytree` ends each file so; the notice is the one of a write."""
-    survey, layout = Survey(tmp_path / "w", [], None), world.layout
+    survey, layout = CheckpointScanner(tmp_path / "w", [], None), world.layout
     path = write(tmp_path / "w/step_1/model.safetensors", whole(world))
     survey.closed(path)
     survey.look(layout, False)
@@ -113,7 +113,7 @@ def test_a_mode_or_an_older_time_set_after_the_close_is_no_write(world: Any, tmp
 
 
 def test_a_marker_that_was_there_first_ends_nothing_while_shards_are_to_come(world: Any, tmp_path: Path) -> None:
-    survey, half = Survey(tmp_path / "w", [], "STABLE"), world.layout.specs[: len(world.layout) // 2]
+    survey, half = CheckpointScanner(tmp_path / "w", [], "STABLE"), world.layout.specs[: len(world.layout) // 2]
     body = bytes(pack_safetensors([(spec, world.weights[spec.name]) for spec in half]))
     write(tmp_path / "w/step_1/STABLE", b"")
     survey.closed(write(tmp_path / "w/step_1/model-00001-of-00002.safetensors", body))
@@ -124,7 +124,7 @@ def test_a_marker_that_was_there_first_ends_nothing_while_shards_are_to_come(wor
 
 
 def test_only_a_file_that_may_be_complete_is_fresh(world: Any, tmp_path: Path) -> None:
-    survey, layout = Survey(tmp_path / "w", [], None), world.layout
+    survey, layout = CheckpointScanner(tmp_path / "w", [], None), world.layout
     path = write(tmp_path / "w/step_1/model.safetensors", whole(world)[:-2])
     assert survey.look(layout, True)["step_1"].fresh
     write(path, whole(world)[:-1])
@@ -138,7 +138,7 @@ def test_only_a_file_that_may_be_complete_is_fresh(world: Any, tmp_path: Path) -
 
 @pytest.mark.parametrize("odd", ["step_1\udcff/model.safetensors", "step_1/model\udcff.safetensors"])
 def test_a_name_that_no_record_can_hold_waits_and_harms_no_other(world: Any, tmp_path: Path, odd: str) -> None:
-    survey, layout = Survey(tmp_path / "w", [], None), world.layout
+    survey, layout = CheckpointScanner(tmp_path / "w", [], None), world.layout
     for name in (odd, "step_2/model.safetensors"):
         survey.closed(write(tmp_path / "w" / name, whole(world)))
     found = survey.look(layout, False)
@@ -149,7 +149,7 @@ def test_a_name_that_no_record_can_hold_waits_and_harms_no_other(world: Any, tmp
 
 
 def test_what_is_published_is_not_found_again_until_it_changes(world: Any, tmp_path: Path) -> None:
-    survey, layout = Survey(tmp_path / "w", [], None), world.layout
+    survey, layout = CheckpointScanner(tmp_path / "w", [], None), world.layout
     path = write(tmp_path / "w/step_1/model.safetensors", whole(world))
     identity = identify(path)
     assert identity is not None
@@ -161,7 +161,7 @@ def test_what_is_published_is_not_found_again_until_it_changes(world: Any, tmp_p
 
 
 def test_completion_orders_what_has_no_number(world: Any, tmp_path: Path) -> None:
-    survey, layout = Survey(tmp_path / "w", [], None), world.layout
+    survey, layout = CheckpointScanner(tmp_path / "w", [], None), world.layout
     for name in ("zeta", "alpha"):
         survey.closed(write(tmp_path / f"w/{name}/model.safetensors", whole(world)))
         survey.look(layout, False)

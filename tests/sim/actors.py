@@ -19,7 +19,7 @@ from dcr_daemon.events import Event
 from dcr_daemon.ledger.collector import collect
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.retention import RetentionPolicy
-from dcr_daemon.publish.group.leader import Session
+from dcr_daemon.publish.group.leader import Leader
 from dcr_daemon.publish.group.opening import open_session
 from dcr_daemon.publish.options import PublishOptions
 from dcr_daemon.publish.watch.watcher import WatchOptions, run_watch
@@ -97,7 +97,7 @@ class Actor:
 
 
 class SimPublisher(Actor):
-    """A training process: drives a `Session` as `publish.publisher.Publisher` does, without its thread.
+    """A training process: drives a `Leader` as `publish.publisher.Publisher` does, without its thread.
 
     `updates`: how many it publishes in all its incarnations; `pause`: seconds of training between two.
     """
@@ -109,7 +109,7 @@ class SimPublisher(Actor):
         super().__init__(world, watch, role, machine)
         self.trainer, self.name, self.left, self.pause = trainer, name, updates, pause
         self.options = options
-        self.session: Session | None = None
+        self.session: Leader | None = None
         base = self.machine.disk / "base"
         if not base.exists():
             save(trainer.base, base)
@@ -140,14 +140,14 @@ class SimPublisher(Actor):
         finally:
             await session.close()
 
-    async def _tend(self, session: Session) -> None:
+    async def _tend(self, session: Leader) -> None:
         """Between updates; what goes wrong is met again by the next one."""
         with contextlib.suppress(DcrError):
             while True:
                 await session.tend()
                 await session.repair()
 
-    async def _publish(self, process: Process, session: Session, lanes: Lanes) -> None:
+    async def _publish(self, process: Process, session: Leader, lanes: Lanes) -> None:
         """One call of `publish`, and what runs behind it."""
         try:
             attempt = await session.begin(step=self.trainer.steps)
@@ -173,7 +173,7 @@ class SimPublisher(Actor):
             await session.anchor_if_due()
         self.watch.idle(self, process, session)
 
-    async def _settle(self, session: Session, error: DcrError) -> bool:
+    async def _settle(self, session: Leader, error: DcrError) -> bool:
         """Whether it was sealed after all; being fenced ends the trainer."""
         if isinstance(error, Fenced):
             raise error

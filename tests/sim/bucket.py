@@ -12,12 +12,12 @@ from contextlib import nullcontext
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from dcr_daemon.errors import Corrupt, Missing
+from dcr_daemon.errors import Corrupt, KeyNotFound
 from dcr_daemon.events import Emit, discard
 from dcr_daemon.store.instrumented import observed
 from dcr_daemon.store.keys import check_key, check_prefix
 from dcr_daemon.store.port import Entry, Outcome
-from dcr_daemon.store.retry import Patience, Transient, persist
+from dcr_daemon.store.retry import RetryPolicy, Transient, retry
 
 if TYPE_CHECKING:
     from sim.clock import Process
@@ -81,7 +81,7 @@ class SimStore:
     async def get(self, key: str, *, limit: int) -> bytes:
         body = await self._persist("get", check_key(key))
         if body is None or self._not_here_yet(key):
-            raise Missing(key)
+            raise KeyNotFound(key)
         if len(body) > limit:
             raise Corrupt(f"{self.url}/{key} has {len(body)} bytes; the limit is {limit}")
         return body
@@ -120,10 +120,10 @@ class SimStore:
 
     async def _persist(self, operation: str, key: str, body: bytes = b"") -> Any:
         with observed(self._emit, operation):
-            return await persist(
+            return await retry(
                 lambda left: self._once(operation, key, body, min(left, TIMEOUT)),
                 what=f"{operation} {key}",
-                patience=Patience(PATIENCE),
+                patience=RetryPolicy(PATIENCE),
                 gate=nullcontext(),
                 emit=self._emit,
             )

@@ -24,7 +24,7 @@ from dcr_daemon.events import Aborted, Committed, Event, Serving
 from dcr_daemon.ledger import records
 from dcr_daemon.ledger.fold import Tip, begin, fold
 from dcr_daemon.ledger.records import Anchor, AnyRecord, ObjectRef, Seal
-from dcr_daemon.publish.group.leader import Session
+from dcr_daemon.publish.group.leader import Leader
 from dcr_daemon.publish.group.member import Member
 
 if TYPE_CHECKING:
@@ -75,17 +75,17 @@ class Watch:
         """A trainer wrote this checkpoint."""
         self.checkpoints[name] = lanes
 
-    def opened(self, actor: SimPublisher, process: Process, session: Session) -> None:
+    def opened(self, actor: SimPublisher, process: Process, session: Leader) -> None:
         self.idle(actor, process, session)
 
-    def idle(self, actor: SimPublisher, process: Process, session: Session) -> None:
+    def idle(self, actor: SimPublisher, process: Process, session: Leader) -> None:
         """A publisher has nothing under way: its baseline is the last version it knows."""
         head = session.head
         bits = [session.read(n, 0, spec.elements) for n, spec in enumerate(LAYOUT)]
         if not same(bits, self.versions[head]):
             self.world.fail("baseline", f"{process} holds other weights than version {head}")
 
-    def holds(self, process: Process, session: Session | Member, *, newest: bool) -> None:
+    def holds(self, process: Process, session: Leader | Member, *, newest: bool) -> None:
         """A rank has nothing under way: what it keeps is its share of a version; of the newest that it has read, unless
         others may publish without it."""
         bench = session.bench
@@ -106,7 +106,7 @@ class Watch:
 
     def exited(self, actor: Actor, process: Process, error: BaseException | None) -> None:
         """Nobody is fenced by its own write."""
-        session: Session | None = getattr(actor, "session", None)
+        session: Leader | None = getattr(actor, "session", None)
         newest = self.tip.state.epoch if self.tip else None
         if isinstance(error, Fenced) and session and newest and session.ledger.epoch == newest.seq:
             self.world.fail("fenced by itself", f"{process}: {error}")

@@ -30,7 +30,7 @@ from dcr_daemon.projection.region_map import Map, shards_of
 from dcr_daemon.publish.baseline.baseline import Baseline
 from dcr_daemon.publish.baseline.blocks import block_bytes
 from dcr_daemon.publish.group import update_steps
-from dcr_daemon.publish.group.leader import Session
+from dcr_daemon.publish.group.leader import Leader
 from dcr_daemon.publish.group.member import Member
 from dcr_daemon.publish.group.opening import open_member, open_session
 from dcr_daemon.publish.group.projected import Projected
@@ -142,7 +142,7 @@ class SimRank(Actor):
     def __init__(self, group: Group, of: Incarnation, number: int, machine: str) -> None:
         super().__init__(group.world, group.watch, f"rank{number}", machine)
         self.group, self.of, self.number = group, of, number
-        self.session: Session | Member | None = None
+        self.session: Leader | Member | None = None
         self.calls = self.failures = 0
         self.skipped: set[int] = set()  #: calls that its trainer leaves out
         self.broken: set[int] = set()  #: calls for which it has not all of its tensors
@@ -178,7 +178,7 @@ class SimRank(Actor):
         finally:
             await self._close(session)
 
-    async def _tend(self, session: Session | Member) -> None:
+    async def _tend(self, session: Leader | Member) -> None:
         """Between updates; what goes wrong is met again by the next one."""
         with contextlib.suppress(DcrError):
             if self._behind:
@@ -213,7 +213,7 @@ class SimRank(Actor):
     def _export(self, names: Sequence[str]) -> Iterable[tuple[str, Any]]:
         return ((name, _tensor(name, self._lanes)) for name in names)
 
-    async def _publish(self, process: Process, session: Session | Member, projected: Projected) -> None:
+    async def _publish(self, process: Process, session: Leader | Member, projected: Projected) -> None:
         """One call of `publish`; the seal goes on behind, as it does there."""
         call = self.calls
         try:
@@ -243,7 +243,7 @@ class SimRank(Actor):
             self.watch.gave(attempt.id, self._lanes)
         self._behind = asyncio.ensure_future(self._complete(process, session, attempt))
 
-    async def _complete(self, process: Process, session: Session | Member, attempt: Attempt) -> None:
+    async def _complete(self, process: Process, session: Leader | Member, attempt: Attempt) -> None:
         try:
             await session.seal(attempt, metadata={"n": self.calls})
         except DcrError as error:
@@ -264,11 +264,11 @@ class SimRank(Actor):
             self.world.note(f"no anchor: {error}", process)
         self._holds(process, session)
 
-    def _holds(self, process: Process, session: Session | Member) -> None:
+    def _holds(self, process: Process, session: Leader | Member) -> None:
         ours = self in self.group.ranks and not self.group.twins and not self.group.down
         self.watch.holds(process, session, newest=ours)
 
-    async def _settle(self, session: Session | Member, error: DcrError) -> bool:
+    async def _settle(self, session: Leader | Member, error: DcrError) -> bool:
         """Whether it was sealed after all; being fenced ends the trainer."""
         sealed = None
         try:
@@ -294,7 +294,7 @@ class SimRank(Actor):
         if self.failures > TIRED:
             raise error
 
-    async def _close(self, session: Session | Member) -> None:
+    async def _close(self, session: Leader | Member) -> None:
         if self._behind:
             self._behind.cancel()
             await asyncio.wait([self._behind])

@@ -9,8 +9,8 @@ from sim.bucket import Fault, SimStore
 from sim.clock import running
 from sim.world import World, installed
 
-from dcr_daemon.errors import Corrupt, Missing, Misuse, StoreUnavailable
-from dcr_daemon.store import Entry, Outcome, create_once, probe
+from dcr_daemon.errors import Corrupt, KeyNotFound, StoreUnavailable, UsageError
+from dcr_daemon.store import Entry, Outcome, probe, put_if_absent
 
 Body = Callable[[World, SimStore], Awaitable[None]]
 
@@ -41,10 +41,10 @@ def test_an_object_is_created_once_and_read_back(use) -> None:
         assert await store.get("data/1/2/a", limit=5) == b"first"
         with pytest.raises(Corrupt):
             await store.get("data/1/2/a", limit=4)
-        with pytest.raises(Missing):
+        with pytest.raises(KeyNotFound):
             await store.get("data/1/2/b", limit=4)
         for wrong in ("", "/a", "../a", "a//b", ".hidden"):
-            with pytest.raises(Misuse):
+            with pytest.raises(UsageError):
                 await store.create(wrong, b"")
 
     use(body)
@@ -76,7 +76,7 @@ def test_a_lost_message_leaves_a_create_unknown_and_a_retry_decides_it(use, faul
         world.store_rates = {fault: 1.0}
         assert await store.create("data/1/2/a", b"mine") is Outcome.UNKNOWN
         world.store_rates = {}
-        await create_once(store, "data/1/2/a", b"mine")
+        await put_if_absent(store, "data/1/2/a", b"mine")
         assert await store.get("data/1/2/a", limit=9) == b"mine"
         assert world.outcome.faults[fault.value] == 1
 

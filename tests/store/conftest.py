@@ -16,7 +16,7 @@ from xml.sax.saxutils import escape
 import pytest
 
 from dcr_daemon import runtime
-from dcr_daemon.store.retry import Patience
+from dcr_daemon.store.retry import RetryPolicy
 from dcr_daemon.store.s3 import S3Store
 
 ERRORS = {
@@ -224,7 +224,7 @@ def fake_s3(monkeypatch: pytest.MonkeyPatch) -> OpenFake:
     async def start(
         *,
         concurrency: int = 8,
-        patience: Patience = Patience(seconds=20, first=0.001, longest=0.002),  # noqa: B008 (frozen)
+        patience: RetryPolicy = RetryPolicy(seconds=20, first=0.001, longest=0.002),  # noqa: B008 (frozen)
         emit: Callable[[object], None] = lambda _: None,
         tls: ssl.SSLContext | None = None,
         **fields: object,

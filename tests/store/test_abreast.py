@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from dcr_daemon.errors import Corrupt
-from dcr_daemon.store.task_limiter import Abreast, abreast
+from dcr_daemon.store.task_limiter import TaskLimiter, run_limited
 
 
 class Work:
@@ -36,7 +36,7 @@ class Work:
 
 def test_results_come_in_order_and_no_more_run_than_may() -> None:
     work = Work()
-    assert asyncio.run(abreast((partial(work.run, n) for n in range(50)), 4)) == list(range(50))
+    assert asyncio.run(run_limited((partial(work.run, n) for n in range(50)), 4)) == list(range(50))
     assert work.most == 4
 
 
@@ -44,7 +44,7 @@ def test_bytes_are_bounded_but_for_one_that_is_alone() -> None:
     work = Work()
 
     async def run() -> None:
-        async with Abreast(10, room=100) as group:
+        async with TaskLimiter(10, room=100) as group:
             for n in range(30):
                 await group.start(partial(work.run, n, 40), 40)
             await group.start(partial(work.run, 30, 1000), 1000)
@@ -59,7 +59,7 @@ def test_the_first_failure_is_raised_and_ends_the_rest() -> None:
     work = Work()
 
     async def run() -> None:
-        async with Abreast(4) as group:
+        async with TaskLimiter(4) as group:
             await group.start(partial(work.run, 2))
             await group.start(work.fail)
             for n in range(1, 50):
@@ -75,7 +75,7 @@ def test_whoever_is_cancelled_leaves_nothing_behind() -> None:
     work = Work()
 
     async def run() -> None:
-        task = asyncio.ensure_future(abreast((partial(work.run, 10_001 + n) for n in range(5)), 3))
+        task = asyncio.ensure_future(run_limited((partial(work.run, 10_001 + n) for n in range(5)), 3))
         await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -88,7 +88,7 @@ def test_whoever_is_cancelled_leaves_nothing_behind() -> None:
 
 def test_an_error_in_the_block_is_the_one_that_is_raised() -> None:
     async def run() -> None:
-        async with Abreast(3) as group:
+        async with TaskLimiter(3) as group:
             await group.start(partial(Work().run, 1))
             raise KeyError("mine")
 

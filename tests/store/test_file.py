@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dcr_daemon.errors import Corrupt, Exhausted, Incompatible, Misuse, StoreUnavailable
+from dcr_daemon.errors import Corrupt, Incompatible, ResourceExhausted, StoreUnavailable, UsageError
 from dcr_daemon.store import Outcome, open_store
 from dcr_daemon.store.file import TEMPORARIES, FileStore
 
@@ -102,8 +102,8 @@ async def test_temporaries_do_not_show(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "error"),
     [
-        (errno.ENOSPC, Exhausted),
-        (errno.EDQUOT, Exhausted),
+        (errno.ENOSPC, ResourceExhausted),
+        (errno.EDQUOT, ResourceExhausted),
         (errno.EACCES, Incompatible),
         (errno.EROFS, Incompatible),
         (errno.EPERM, Incompatible),
@@ -215,9 +215,9 @@ async def test_nothing_but_plain_files_is_read(tmp_path: Path) -> None:
 async def test_a_key_cannot_be_a_directory_too(tmp_path: Path) -> None:
     store = FileStore(tmp_path)
     await store.create("data/a/b", b"x")
-    with pytest.raises(Misuse):
+    with pytest.raises(UsageError):
         await store.create("data/a", b"x")
-    with pytest.raises(Misuse):
+    with pytest.raises(UsageError):
         await store.create("data/a/b/c", b"x")
     await store.close()
 

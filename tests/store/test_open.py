@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from dcr_daemon.errors import Misuse
+from dcr_daemon.errors import UsageError
 from dcr_daemon.store import open_store
 from dcr_daemon.store.file import FileStore
 from dcr_daemon.store.s3_client import _is_aws
@@ -43,14 +43,14 @@ from dcr_daemon.store.s3_client import _is_aws
     ],
 )
 async def test_other_urls_are_misuse_with_an_example(url: str) -> None:
-    with pytest.raises(Misuse) as misuse:
+    with pytest.raises(UsageError) as misuse:
         await open_store(url)
     assert "s3://bucket/prefix" in misuse.value.hint
     assert "file:///" in misuse.value.hint
 
 
 async def test_a_relay_is_said_to_be_unavailable() -> None:
-    with pytest.raises(Misuse, match="relay is not available in this version"):
+    with pytest.raises(UsageError, match="relay is not available in this version"):
         await open_store("https://relay.example/stream")
 
 
@@ -72,14 +72,14 @@ async def test_s3_options_of_the_environment_do_not_stop_a_directory(tmp_path) -
 
 @pytest.mark.parametrize("endpoint", ["", "127.0.0.1:9000", "ftp://x", "http://", "http://x?y"])
 async def test_a_strange_endpoint_is_misuse(endpoint: str) -> None:
-    with pytest.raises(Misuse, match="endpoint"):
+    with pytest.raises(UsageError, match="endpoint"):
         await open_store("s3://bucket/run", endpoint_url=endpoint)
 
 
 async def test_an_unknown_profile_is_misuse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
-    with pytest.raises(Misuse, match="nobody"):
+    with pytest.raises(UsageError, match="nobody"):
         await open_store("s3://bucket/run", profile="nobody")
 
 

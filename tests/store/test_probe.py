@@ -7,7 +7,7 @@ from fakes import MemoryStore
 
 from dcr_daemon.errors import Incompatible, StoreUnavailable
 from dcr_daemon.store import open_store, probe
-from dcr_daemon.store.retry import Patience
+from dcr_daemon.store.retry import RetryPolicy
 
 EXPIRY = """<LifecycleConfiguration>
 <Rule><ID>all</ID><Status>Enabled</Status><Filter><Prefix></Prefix></Filter>
@@ -46,7 +46,7 @@ async def test_a_refusal_comes_with_a_hint(fake_s3, fault: str) -> None:
 
 
 async def test_a_silent_store_is_unavailable(fake_s3) -> None:
-    async with fake_s3(always="drop", patience=Patience(seconds=0.2, first=0.01)) as (_, store):
+    async with fake_s3(always="drop", patience=RetryPolicy(seconds=0.2, first=0.01)) as (_, store):
         with pytest.raises(StoreUnavailable):
             await probe(store)
 

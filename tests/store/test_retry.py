@@ -9,9 +9,9 @@ import pytest
 
 from dcr_daemon.errors import StoreUnavailable
 from dcr_daemon.events import Waiting
-from dcr_daemon.store.retry import PROGRESS_BYTES, Patience, Transient, persist
+from dcr_daemon.store.retry import PROGRESS_BYTES, RetryPolicy, Transient, retry
 
-PATIENCE = Patience(seconds=10.0, first=0.4, longest=2.0)
+PATIENCE = RetryPolicy(seconds=10.0, first=0.4, longest=2.0)
 
 
 async def fail(_: float) -> None:
@@ -20,7 +20,7 @@ async def fail(_: float) -> None:
 
 async def test_the_budget_bounds_pauses_and_the_error_tells_the_story(clock) -> None:
     with pytest.raises(StoreUnavailable, match=r"get x: 503 SlowDown \(tried \d+ times, 10 s"):
-        await persist(fail, what="get x", patience=PATIENCE, gate=nullcontext())
+        await retry(fail, what="get x", patience=PATIENCE, gate=nullcontext())
     assert sum(clock.slept) <= 10.0
     assert clock.slept[:4] == pytest.approx([0.3, 0.6, 1.2, 1.5])
     assert max(clock.slept) == pytest.approx(1.5)
@@ -29,7 +29,7 @@ async def test_the_budget_bounds_pauses_and_the_error_tells_the_story(clock) -> 
 async def test_an_outage_is_said_early_and_once(clock) -> None:
     events = []
     with pytest.raises(StoreUnavailable):
-        await persist(fail, what="get x", patience=PATIENCE, gate=nullcontext(), emit=events.append)
+        await retry(fail, what="get x", patience=PATIENCE, gate=nullcontext(), emit=events.append)
     assert events == [Waiting(what="get x: 503 SlowDown")]
 
 
@@ -43,7 +43,7 @@ async def test_a_store_that_swallows_requests_is_told_of_after_the_first(clock) 
         raise Transient("read timeout")
 
     with pytest.raises(StoreUnavailable):
-        await persist(swallowed, what="get x", patience=Patience(60), gate=nullcontext(), emit=events.append)
+        await retry(swallowed, what="get x", patience=RetryPolicy(60), gate=nullcontext(), emit=events.append)
     assert heard == [0, 1, 1]
 
 
@@ -56,7 +56,7 @@ async def test_time_spent_trying_counts(clock) -> None:
         raise Transient("no answer")
 
     with pytest.raises(StoreUnavailable):
-        await persist(slow, what="get x", patience=PATIENCE, gate=nullcontext())
+        await retry(slow, what="get x", patience=PATIENCE, gate=nullcontext())
     assert given == pytest.approx([10.0, 5.7, 1.1])
 
 
@@ -71,7 +71,7 @@ async def test_progress_renews_the_patience(clock) -> None:
         arrived += PROGRESS_BYTES
         raise Transient("cut")
 
-    assert await persist(some, what="get", patience=PATIENCE, gate=nullcontext(), progress=lambda: arrived) == "all"
+    assert await retry(some, what="get", patience=PATIENCE, gate=nullcontext(), progress=lambda: arrived) == "all"
     assert sum(clock.slept) > 10 * PATIENCE.seconds / 4
 
 
@@ -84,7 +84,7 @@ async def test_a_trickle_is_not_progress(clock) -> None:
         raise Transient("cut")
 
     with pytest.raises(StoreUnavailable):
-        await persist(drop, what="get", patience=PATIENCE, gate=nullcontext(), progress=lambda: arrived)
+        await retry(drop, what="get", patience=PATIENCE, gate=nullcontext(), progress=lambda: arrived)
 
 
 async def test_waiting_for_a_place_costs_no_patience_and_a_pause_holds_none(clock) -> None:
@@ -98,7 +98,7 @@ async def test_waiting_for_a_place_costs_no_patience_and_a_pause_holds_none(cloc
 
     clock.sleep = look
     await gate.acquire()
-    task = asyncio.create_task(persist(fail, what="get", patience=PATIENCE, gate=gate))
+    task = asyncio.create_task(retry(fail, what="get", patience=PATIENCE, gate=gate))
     await asyncio.sleep(0)
     clock.time += 1000.0
     gate.release()
@@ -112,7 +112,7 @@ async def test_only_transient_faults_are_tried_again(clock) -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        await persist(broken, what="get", patience=PATIENCE, gate=nullcontext())
+        await retry(broken, what="get", patience=PATIENCE, gate=nullcontext())
     assert clock.slept == []
 
 
@@ -132,5 +132,5 @@ async def test_the_moment_that_was_left_does_not_hide_what_the_store_said(clock)
         raise Transient("the key is not known")
 
     with pytest.raises(StoreUnavailable, match="the key is not known"):
-        await persist(deny, what="get x", patience=Patience(10.0, first=0.4, longest=0.4), gate=nullcontext())
+        await retry(deny, what="get x", patience=RetryPolicy(10.0, first=0.4, longest=0.4), gate=nullcontext())
     assert given[-1] < 0.25

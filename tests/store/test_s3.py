@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from dcr_daemon.errors import Corrupt, Incompatible, Missing, StoreUnavailable
-from dcr_daemon.store import Entry, Outcome, create_once
-from dcr_daemon.store.retry import Patience
+from dcr_daemon.errors import Corrupt, Incompatible, KeyNotFound, StoreUnavailable
+from dcr_daemon.store import Entry, Outcome, put_if_absent
+from dcr_daemon.store.retry import RetryPolicy
 from dcr_daemon.store.s3 import LARGE_BYTES, S3Store
 
-BRIEF = Patience(seconds=0.3, first=0.001, longest=0.01)
+BRIEF = RetryPolicy(seconds=0.3, first=0.001, longest=0.01)
 REFUSALS = ["denied", "bad-key", "expired", "archived", "no-bucket", "not-implemented", "moved", "invalid"]
 
 
@@ -90,7 +90,7 @@ async def test_a_refusal_is_raised_at_once_with_a_hint(fake_s3, fault: str) -> N
 
 async def test_a_missing_bucket_and_a_missing_key_are_told_apart(fake_s3) -> None:
     async with fake_s3() as (server, store):
-        with pytest.raises(Missing) as missing:
+        with pytest.raises(KeyNotFound) as missing:
             await store.get("data/1", limit=9)
         assert missing.value.key == "data/1"
         server.faults.append("no-bucket")
@@ -168,7 +168,7 @@ async def test_a_large_body_over_tls_is_protected_without_holding_up_the_loop(fa
 async def test_create_once_finds_out_what_became_of_its_put(fake_s3, faults: list[str], requests: list[str]) -> None:
     async with fake_s3() as (server, store):
         server.faults.extend(faults)
-        await create_once(store, "data/1/1/a", b"mine")
+        await put_if_absent(store, "data/1/1/a", b"mine")
         assert server.objects == {"run/data/1/1/a": b"mine"}
         assert [request.method for request in server.seen] == requests
 
@@ -178,14 +178,14 @@ async def test_create_once_does_not_take_others_bytes_for_its_own(fake_s3) -> No
         for faults in ([], ["drop"], ["internal"]):
             server.faults.extend(faults)
             with pytest.raises(Corrupt, match="data/a"):
-                await create_once(store, "data/a", b"mine")
+                await put_if_absent(store, "data/a", b"mine")
 
 
 async def test_create_once_gives_up_undecided(fake_s3) -> None:
     async with fake_s3() as (server, store):
         server.faults.extend(["conflict", "ok"] * 1000)
         with pytest.raises(StoreUnavailable, match="undecided"):
-            await create_once(store, "data/a", b"mine", patience=BRIEF)
+            await put_if_absent(store, "data/a", b"mine", patience=BRIEF)
         assert server.objects == {}
         assert len(server.seen) > 2
 
@@ -359,8 +359,8 @@ async def test_credentials_that_were_good_may_be_good_again(fake_s3, fault: str)
 
 async def test_a_missing_key_shows_that_the_credentials_are_good(fake_s3) -> None:
     async with fake_s3(patience=BRIEF) as (server, store):
-        with pytest.raises(Missing):
+        with pytest.raises(KeyNotFound):
             await store.get("ledger/0", limit=9)
         server.faults.append("expired")
-        with pytest.raises(Missing):
+        with pytest.raises(KeyNotFound):
             await store.get("ledger/0", limit=9)

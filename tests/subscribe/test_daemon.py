@@ -12,11 +12,11 @@ from dcr_daemon.engine.directory.engine import DirectoryEngine
 from dcr_daemon.errors import (
     Corrupt,
     EngineRefused,
-    Exhausted,
     Fenced,
     Incompatible,
-    Misuse,
     NotFound,
+    ResourceExhausted,
+    UsageError,
 )
 from dcr_daemon.events import (
     Alarm,
@@ -358,7 +358,7 @@ async def test_a_version_larger_than_staging_is_said_so(make_stream, make_replic
     stream = await make_stream(1, rate=0.5)
     await stream.publish(1)
     replica = make_replica(stream).at_base(stream)
-    with pytest.raises(Exhausted, match="staging"):
+    with pytest.raises(ResourceExhausted, match="staging"):
         await replica.once(staging_limit=10_000)
     assert stream.versions.version_of(replica.directory) == 0
 
@@ -438,7 +438,7 @@ async def test_the_same_replica_cannot_run_twice_on_one_state(make_stream, make_
     replica = make_replica(stream).at_base(stream)
     async with replica.running() as task:
         await replica.until(lambda: replica.events.of(Serving), task)
-        with pytest.raises(Misuse, match="another subscriber"):
+        with pytest.raises(UsageError, match="another subscriber"):
             await replica.run()
 
 
@@ -447,7 +447,7 @@ async def test_an_id_that_is_no_name_is_refused_before_anything_is_made(make_str
     """It would name a directory of the state, and an object of the stream."""
     stream = await make_stream()
     subscriber = make_replica(stream).at_base(stream)
-    with pytest.raises(Misuse, match="not the id of a replica"):
+    with pytest.raises(UsageError, match="not the id of a replica"):
         await subscriber.run(replica=replica)
     assert not (subscriber.home / "state").exists()
 
@@ -456,7 +456,7 @@ async def test_a_state_directory_that_cannot_be_made_is_said(make_stream, make_r
     stream = await make_stream()
     replica = make_replica(stream).at_base(stream)
     (tmp_path / "file").write_text("")
-    with pytest.raises(Misuse, match=r"state directory .*cannot be used: "):
+    with pytest.raises(UsageError, match=r"state directory .*cannot be used: "):
         await replica.run(state=tmp_path / "file")
 
 

@@ -16,7 +16,7 @@ from toy_model import placed
 from toy_server import ToyServer, toy_stream
 
 from dcr_daemon.engine.port import StreamFacts
-from dcr_daemon.errors import Exhausted, Fenced
+from dcr_daemon.errors import Fenced, ResourceExhausted
 from dcr_daemon.events import (
     Alarm,
     Blocked,
@@ -485,7 +485,7 @@ async def test_a_version_over_the_cap_says_what_to_raise_and_is_gone_round(make_
 async def test_once_a_version_over_the_cap_is_the_error(make_live):
     live = await make_live(1, cap=300)
     await live.stream.publish(1)
-    with pytest.raises(Exhausted, match="version 1 alone needs more"):
+    with pytest.raises(ResourceExhausted, match="version 1 alone needs more"):
         await live.once()
 
 

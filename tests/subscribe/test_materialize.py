@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from dcr_daemon.errors import Corrupt, Incompatible, Misuse, NotFound
+from dcr_daemon.errors import Corrupt, Incompatible, NotFound, UsageError
 from dcr_daemon.events import Committed, Waiting
 from dcr_daemon.subscribe.materialize import materialize
 
@@ -77,7 +77,7 @@ async def test_a_directory_in_use_is_refused(make_stream, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     (out / "notes.txt").write_text("mine")
-    with pytest.raises(Misuse, match="not empty"):
+    with pytest.raises(UsageError, match="not empty"):
         await materialize(stream.store, out=out)
     (out / "notes.txt").unlink()
     await materialize(stream.store, out=out)

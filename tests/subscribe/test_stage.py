@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from dcr_daemon.errors import Exhausted, Incompatible
+from dcr_daemon.errors import Incompatible, ResourceExhausted
 from dcr_daemon.subscribe.files import file_digest, write_staged
 from dcr_daemon.subscribe.stage import default_staging, open_staging
 
@@ -39,5 +39,5 @@ def test_files_appear_whole(tmp_path):
 
 def test_a_disk_that_takes_no_files_is_said_with_its_reason(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(Exhausted, match=r"cannot write .*deep: "):
+    with pytest.raises(ResourceExhausted, match=r"cannot write .*deep: "):
         write_staged(tmp_path / "file" / "deep", b"one")

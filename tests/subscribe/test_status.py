@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 
-from dcr_daemon.errors import Missing
+from dcr_daemon.errors import KeyNotFound
 from dcr_daemon.events import Alarm, Waiting
 from dcr_daemon.ledger import names
 from dcr_daemon.store import open_store
@@ -25,7 +25,7 @@ async def read_until(store, **fields):
     """The status object as soon as it says all of this."""
     async with asyncio.timeout(30):
         while True:
-            with contextlib.suppress(Missing, ValueError):
+            with contextlib.suppress(KeyNotFound, ValueError):
                 found = json.loads(await store.get(KEY, limit=10_000))
                 if fields.items() <= found.items():
                     return found

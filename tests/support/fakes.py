@@ -14,7 +14,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from dcr_daemon.errors import Corrupt, Missing, StoreUnavailable
+from dcr_daemon.errors import Corrupt, KeyNotFound, StoreUnavailable
 from dcr_daemon.events import Event
 from dcr_daemon.store.keys import check_key, check_prefix
 from dcr_daemon.store.port import Entry, Outcome
@@ -41,7 +41,7 @@ class MemoryStore:
     async def get(self, key: str, *, limit: int) -> bytes:
         await self._enter("get", key)
         if key not in self.objects:
-            raise Missing(key)
+            raise KeyNotFound(key)
         body = self.objects[key]
         if len(body) > limit:
             raise Corrupt(f"{self.url}/{key} has {len(body)} bytes; the limit is {limit}")

@@ -18,7 +18,7 @@ from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.events import Emit
 from dcr_daemon.ledger.records import Open
 from dcr_daemon.publish.baseline.blocks import Block, Share, gather
-from dcr_daemon.publish.group.leader import Session
+from dcr_daemon.publish.group.leader import Leader
 from dcr_daemon.publish.group.member import Member
 from dcr_daemon.publish.group.opening import open_member, open_session
 from dcr_daemon.publish.options import PublishOptions
@@ -51,7 +51,7 @@ class RankOf:
 
     def __init__(self, options: PublishOptions, store: Store, emit: Emit, rank: Rank) -> None:
         self.options, self.store, self.emit, self.rank = options, store, emit, rank
-        self.session: Session | Member
+        self.session: Leader | Member
         self.deal = dealt
         self.calls = 0
 

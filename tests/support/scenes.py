@@ -24,7 +24,7 @@ from versions import Versions
 
 from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.checkpoint.directory import write_checkpoint
-from dcr_daemon.errors import Missing, NotFound
+from dcr_daemon.errors import KeyNotFound, NotFound
 from dcr_daemon.ledger import names
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.records import ChunkRef, State
@@ -346,7 +346,7 @@ async def replica_serves(store: Store, replica: str, directory: Path, version: i
     try:
         report = json.loads(await store.get(names.replica(replica), limit=LIMIT))
         marker = json.loads((directory / ".dcr" / "version.json").read_bytes())
-    except (Missing, FileNotFoundError):
+    except (KeyNotFound, FileNotFoundError):
         return False
     return report["serving"] and min(report["version"] or 0, marker["version"]) >= version
 

@@ -34,7 +34,7 @@ from dcr_daemon.ledger.fold import begin, fold
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.records import AnyRecord
-from dcr_daemon.publish.group.leader import Session
+from dcr_daemon.publish.group.leader import Leader
 from dcr_daemon.publish.group.opening import open_session
 from dcr_daemon.publish.options import PublishOptions
 from dcr_daemon.store.port import Outcome, Store
@@ -159,7 +159,7 @@ class SmallWorld:
         }  # fmt: skip
         return PublishOptions(**chosen | more)
 
-    async def open(self, store: Store, **more: Any) -> Session:
+    async def open(self, store: Store, **more: Any) -> Leader:
         return await open_session(self.options(**more), store, self.events)
 
     def forget(self, *names: str) -> None:
@@ -168,13 +168,13 @@ class SmallWorld:
             shutil.rmtree(self.root / name, ignore_errors=True)
         self.events.clear()
 
-    async def diff(self, session: Session, weights: Weights, *, step: int | None = None) -> Any:
+    async def diff(self, session: Leader, weights: Weights, *, step: int | None = None) -> Any:
         attempt = await session.begin(step=step)
         await attempt.diff([(n, ArraySource(spec, weights[spec.name])) for n, spec in enumerate(session.layout)])
         await attempt.finish()
         return attempt
 
-    async def publish(self, session: Session, weights: Weights) -> None:
+    async def publish(self, session: Leader, weights: Weights) -> None:
         """Until it is a version, as a watcher does it; whatever the bucket does meanwhile."""
         for _ in range(20):
             try:
@@ -186,7 +186,7 @@ class SmallWorld:
                     return
         raise AssertionError("it was not published in 20 tries")
 
-    async def settle(self, session: Session) -> Any:
+    async def settle(self, session: Leader) -> Any:
         for _ in range(20):
             try:
                 return await session.settle("the bucket did not answer")
@@ -194,7 +194,7 @@ class SmallWorld:
                 pass
         raise AssertionError("it was not settled in 20 tries")
 
-    async def proved(self, session: Session) -> bool:
+    async def proved(self, session: Leader) -> bool:
         """Whether the baseline is the newest sealed version, by its bytes."""
         return session.bench.baseline.version == session.head and np.array_equal(
             await session.bench.baseline.fingerprint(), session.bench.baseline.vector
@@ -253,7 +253,7 @@ def same(a: Weights, b: Weights) -> bool:
     return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
 
 
-def kill(session: Session) -> None:
+def kill(session: Leader) -> None:
     """What the kernel does for a process that is killed: its lock goes."""
     session.state.close()
 

@@ -17,7 +17,7 @@ from dcr_daemon.codec.encode import EncodedChunk
 from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.records import Abort, Anchor, AnchorIndex, ChunkRef, ObjectRef, Open, Part, Seal
-from dcr_daemon.store import create_once, open_store
+from dcr_daemon.store import open_store, put_if_absent
 from dcr_daemon.store.port import Store
 
 
@@ -53,7 +53,7 @@ class StreamWriter:
     async def put(self, version: int, chunk: EncodedChunk, *, edit: Callable[[bytes], bytes] = bytes) -> ChunkRef:
         """Upload a chunk; `edit` spoils its bytes on the way, behind the publisher's back."""
         key = names.chunk(version, self.attempt, "g", 0, "a0", chunk.id.n)
-        await create_once(self.store, key, edit(chunk.data))
+        await put_if_absent(self.store, key, edit(chunk.data))
         return ChunkRef(key, len(chunk.data), records.digest(chunk.data), len(chunk.segments), chunk.changed)
 
     async def seal(self, version: int, chunks: list[ChunkRef], *, step: int | None = None) -> Seal:
@@ -150,7 +150,7 @@ class StreamWriter:
         )
 
     async def _object(self, key: str, body: bytes) -> ObjectRef:
-        await create_once(self.store, key, body)
+        await put_if_absent(self.store, key, body)
         return ObjectRef(key, len(body), records.digest(body))
 
 

@@ -20,7 +20,7 @@ from worker_rig import Stub, random_lanes, step, vector, write_version
 from dcr_daemon.checkpoint.safetensors import write_safetensors
 from dcr_daemon.engine import messages
 from dcr_daemon.engine.messages import AnyCall
-from dcr_daemon.engine.port import Attached, Hop, StreamFacts, Swapped, Transaction
+from dcr_daemon.engine.port import Attached, StreamFacts, Swapped, Transaction, VersionDelta
 from dcr_daemon.vllm_plugin.core.engine_core import Core
 from dcr_daemon.vllm_plugin.core.worker_group import Ranks
 from dcr_daemon.vllm_plugin.settings import Settings
@@ -186,7 +186,7 @@ class ToyEngine:
         path.write_bytes(self.vector(version).astype("<u8").tobytes())
         return str(path)
 
-    def hop(self, version: int) -> Hop:
+    def hop(self, version: int) -> VersionDelta:
         made = write_version(
             self.home / "chunks",
             self.layout,
@@ -196,7 +196,7 @@ class ToyEngine:
             target=2000,
             boxes=self.cuts.get(version),
         ).hop
-        return Hop(
+        return VersionDelta(
             version=version,
             base=version - 1,
             attempt=made.attempt,

@@ -15,7 +15,7 @@ from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.checkpoint.directory import Checkpoint, write_checkpoint
 from dcr_daemon.codec.chunk import ChunkId, Codec
 from dcr_daemon.codec.encode import ChunkEncoder, EncodedChunk
-from dcr_daemon.engine.port import Hop, StreamFacts, Transaction
+from dcr_daemon.engine.port import StreamFacts, Transaction, VersionDelta
 
 EXTRAS = {"config.json": b'{"model_type": "toy"}', "tokenizer.json": b"{}"}
 SPECS = [
@@ -98,7 +98,7 @@ class Versions:
         path.write_bytes(self.vector(version).astype("<u8").tobytes())
         return str(path)
 
-    def hop(self, version: int, *, edit: Callable[[bytes], bytes] = bytes) -> Hop:
+    def hop(self, version: int, *, edit: Callable[[bytes], bytes] = bytes) -> VersionDelta:
         """The delta to `version`, staged; `edit` spoils the bytes of its first chunk."""
         paths = []
         for n, chunk in enumerate(self.encode(version)):
@@ -106,7 +106,9 @@ class Versions:
             path.write_bytes(chunk.data if n else edit(chunk.data))
             paths.append(str(path))
         before, after = self.vector_file(version - 1), self.vector_file(version)
-        return Hop(version=version, base=version - 1, attempt=version, chunks=paths, before=before, after=after)
+        return VersionDelta(
+            version=version, base=version - 1, attempt=version, chunks=paths, before=before, after=after
+        )
 
     def transaction(self, *versions: int, name: str = "") -> Transaction:
         label = f"v{versions[-1]}"

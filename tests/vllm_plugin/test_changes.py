@@ -14,7 +14,7 @@ from toy_model import LAYOUT
 from dcr_daemon.checkpoint.safetensors import write_safetensors
 from dcr_daemon.engine import messages
 from dcr_daemon.engine.port import Prepared, Swapped, Transaction, Verdict
-from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, Exhausted
+from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, ResourceExhausted
 from dcr_daemon.vllm_plugin.weights import faults
 
 pytestmark = pytest.mark.usefixtures("toy_loader")
@@ -402,7 +402,7 @@ def test_a_route_over_the_cap_of_any_rank_stops_where_all_ranks_can(tmp_path: Pa
 def test_one_version_over_the_cap_is_exhausted(tmp_path: Path) -> None:
     engine = ToyEngine(tmp_path, cap=300).ready()
     engine.step(0.9)
-    with pytest.raises(Exhausted):
+    with pytest.raises(ResourceExhausted):
         engine.prepare(1)
     assert engine.holds(0)
     assert engine.host.running

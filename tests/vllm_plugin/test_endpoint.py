@@ -17,7 +17,7 @@ from toy_engine import ToyEngine, failing
 from dcr_daemon.engine import messages
 from dcr_daemon.engine.port import EngineGone, Swapped, Verdict
 from dcr_daemon.engine.vllm_client import VllmEngine
-from dcr_daemon.errors import EngineRefused, Fenced, Misuse
+from dcr_daemon.errors import EngineRefused, Fenced, UsageError
 from dcr_daemon.vllm_plugin.compat import UnsupportedVllm
 from dcr_daemon.vllm_plugin.core import hooks
 from dcr_daemon.vllm_plugin.endpoint import CONNECTIONS, Endpoint, Engines, SocketServer
@@ -207,7 +207,7 @@ async def test_nonsense_gets_a_refusal_or_a_closed_connection_and_never_more(tmp
         assert await exchange(path, struct.pack(">I", 100) + b"cut off") == b""
         other = messages.encode(messages.Status(id="x", protocol=99))
         answer = messages.decode_answer((await exchange(path, messages.frame(other)))[4:])
-        with pytest.raises(Misuse, match="protocol 99"):
+        with pytest.raises(UsageError, match="protocol 99"):
             messages.result_of(answer, dict)
         assert (await VllmEngine(path).status()).serving is False
 

@@ -12,7 +12,7 @@ from worker_rig import halves, random_lanes, segment_totals, step, unpack, write
 from dcr_daemon.canonical.box import Box
 from dcr_daemon.codec.chunk import Codec
 from dcr_daemon.codec.decode import Chunk
-from dcr_daemon.errors import CorruptChunk, Exhausted
+from dcr_daemon.errors import CorruptChunk, ResourceExhausted
 from dcr_daemon.vllm_plugin.weights.memory import HostMemory
 from dcr_daemon.vllm_plugin.worker.transaction import Arena, Full, Preparation
 
@@ -122,7 +122,7 @@ def test_the_cap_splits_a_route_at_a_version(tmp_path: Path, fits: int) -> None:
 
 def test_a_version_over_the_cap_says_so(tmp_path: Path) -> None:
     states, hops = history(tmp_path, 1)
-    with pytest.raises(Exhausted, match="version 1 alone"):
+    with pytest.raises(ResourceExhausted, match="version 1 alone"):
         Ranks(states[0], cap=64).preparation(0).run("t", [hops[0].hop])
 
 

@@ -35,7 +35,7 @@ def build_checkpoint(out: Path, layout: Layout, files: Sequence[Path], *, shard_
     Raises:
         EngineRefused: tensors of the layout are not in the files, or only in part.
         Corrupt: a file is damaged, or holds what is not in the layout.
-        Exhausted: the disk is full; nothing is left behind.
+        ResourceExhausted: the disk is full; nothing is left behind.
     """
     shutil.rmtree(out, ignore_errors=True)
     with contextlib.ExitStack() as opened:

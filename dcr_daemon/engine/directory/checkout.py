@@ -31,7 +31,7 @@ from dcr_daemon.checkpoint.safetensors import SafetensorsFile
 from dcr_daemon.disk import exhausted, starved, sync_directory, write_whole
 from dcr_daemon.engine.directory.journal import Install, Journal, Patch, read_journal
 from dcr_daemon.engine.port import EngineGone
-from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, Exhausted
+from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, ResourceExhausted
 from dcr_daemon.untrusted import decode_json
 
 FORMAT = 1
@@ -156,7 +156,7 @@ class Checkout:
                     return "a change was begun under another layout"
                 try:
                     self.redo(journal, layout)
-                except Exhausted:
+                except ResourceExhausted:
                     raise  # there is a way on, when there is room
                 except DcrError as error:
                     return f"a change was begun and cannot be finished: {error.message}"

@@ -34,7 +34,6 @@ from dcr_daemon.engine.port import (
     Difference,
     EngineGone,
     EngineStatus,
-    Hop,
     Prepared,
     Scrubbed,
     StreamFacts,
@@ -42,9 +41,10 @@ from dcr_daemon.engine.port import (
     TensorClass,
     Transaction,
     Verdict,
+    VersionDelta,
 )
 from dcr_daemon.engine.staged import read_layout, read_vector
-from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, Exhausted, Fenced, Misuse
+from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, Fenced, ResourceExhausted, UsageError
 
 BUDGET = 2 << 30  #: encoded bytes of the hops in one transaction; one hop is always taken
 LEG = 30.0  #: seconds of one scrub call, about
@@ -134,7 +134,7 @@ class DirectoryEngine:
         if not checkout.empty and not torn:
             try:
                 self._checkpoint = open_checkpoint(self.path, self._layout)
-            except Exhausted:
+            except ResourceExhausted:
                 raise  # that says nothing about what is in it
             except DcrError as error:
                 if self._foreign:
@@ -175,7 +175,7 @@ class DirectoryEngine:
             self._check_owner()
             return Prepared(txn=txn.id, changed=changed, fits=len(hops))
 
-    def _draft_changes(self, txn: Transaction, hops: list[Hop]) -> int:
+    def _draft_changes(self, txn: Transaction, hops: list[VersionDelta]) -> int:
         """Compose the hops into a journal that waits under another name; how many elements it changes."""
         layout, facts = self._layout, self._stream
         opened = [open_hop(layout, facts.stream, hop) for hop in hops]
@@ -397,7 +397,7 @@ class DirectoryEngine:
     @property
     def _stream(self) -> StreamFacts:
         if self._facts is None:
-            raise Misuse("this engine was not attached", hint="call attach() first")
+            raise UsageError("this engine was not attached", hint="call attach() first")
         return self._facts
 
     @property
@@ -469,7 +469,7 @@ class DirectoryEngine:
         """One call at a time, and only by the owner; `locked` keeps other processes out meanwhile.
 
         Raises:
-            Exhausted: the disk does not take what is written, or there is no descriptor left to open it.
+            ResourceExhausted: the disk does not take what is written, or there is no descriptor left to open it.
         """
         self._calls += 1
         async with self._turn:
@@ -507,9 +507,9 @@ class DirectoryEngine:
         return gather_vector(self._layout, places, await asyncio.gather(*sums))
 
 
-def _within(hops: list[Hop], budget: int) -> list[Hop]:
+def _within(hops: list[VersionDelta], budget: int) -> list[VersionDelta]:
     """As many hops as fit the budget, one at least (must E6)."""
-    taken, size = list[Hop](), 0
+    taken, size = list[VersionDelta](), 0
     for hop in hops:
         size += sum(Path(chunk).stat().st_size for chunk in hop.chunks)
         if taken and size > budget:

@@ -82,7 +82,7 @@ def write_journal(path: Path, head: Patch | Install, entries: Iterable[Patched] 
     """Write a journal and make it durable; returns how many elements it changes.
 
     Raises:
-        Exhausted: the disk is full; nothing is left behind.
+        ResourceExhausted: the disk is full; nothing is left behind.
     """
     changed = 0
     try:

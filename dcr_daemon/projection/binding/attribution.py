@@ -18,7 +18,7 @@ from dcr_daemon.canonical.region import Region, whole
 from dcr_daemon.errors import Incompatible
 from dcr_daemon.projection.frameworks.megatron import model as megatron_model
 from dcr_daemon.projection.frameworks.megatron.live import Megatron, shards_of
-from dcr_daemon.projection.mismatches import Misfits
+from dcr_daemon.projection.mismatches import LayoutMismatches
 from dcr_daemon.projection.owners import owned
 from dcr_daemon.projection.region_map import Map, Shard
 from dcr_daemon.projection.region_map import shards_of as shards_of_regions
@@ -59,7 +59,9 @@ class Found:
 class Attribution:
     """Of modules and state dicts. One object for one look at one rank's tensors."""
 
-    def __init__(self, layout: Layout, misfits: Misfits, conversion: Conversion | None, copies: Copies) -> None:
+    def __init__(
+        self, layout: Layout, misfits: LayoutMismatches, conversion: Conversion | None, copies: Copies
+    ) -> None:
         self._layout, self._misfits, self._copies = layout, misfits, copies
         self._conversion = conversion
         opaque = {name: why for name, why in conversion.opaque.items() if name in layout} if conversion else {}
@@ -168,7 +170,7 @@ class Attribution:
                 self._misfits.note("added", one)
 
 
-def of_chunks(chunks: Any, megatron: Megatron, layout: Layout, misfits: Misfits) -> Found:
+def of_chunks(chunks: Any, megatron: Megatron, layout: Layout, misfits: LayoutMismatches) -> Found:
     """Of a Megatron rank. A parameter that no closed form speaks of is a misfit, unless something is residual that may
     be made of it."""
     run = megatron
@@ -195,7 +197,7 @@ def of_chunks(chunks: Any, megatron: Megatron, layout: Layout, misfits: Misfits)
     return found
 
 
-def _as_published(shard: Shard, layout: Layout, misfits: Misfits, found: Found) -> list[Shard]:
+def _as_published(shard: Shard, layout: Layout, misfits: LayoutMismatches, found: Found) -> list[Shard]:
     """A shard of Megatron's closed forms with the stream's dtypes, which need not be the architecture's."""
     if not isinstance(shard.value, Add):
         try:
@@ -215,7 +217,7 @@ def _as_published(shard: Shard, layout: Layout, misfits: Misfits, found: Found) 
     ]
 
 
-def of_map(mapped: Map, tensors: Mapping[str, Any], layout: Layout, misfits: Misfits) -> Found:
+def of_map(mapped: Map, tensors: Mapping[str, Any], layout: Layout, misfits: LayoutMismatches) -> Found:
     """Of a finished map: its tensors are there as it describes them, and its regions lie inside them and the layout."""
     found = Found(residual=dict(mapped.residual))
     for name in tensors.keys() - {shard.parameter for shard in mapped.shards}:

@@ -14,12 +14,12 @@ from typing import Any
 
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.canonical.region import Region
-from dcr_daemon.errors import Incompatible, Misuse
+from dcr_daemon.errors import Incompatible, UsageError
 from dcr_daemon.projection.binding.attribution import Attribution, of_chunks, of_map
 from dcr_daemon.projection.frameworks import transformers_v5
 from dcr_daemon.projection.frameworks.megatron.live import Megatron, named_chunks
 from dcr_daemon.projection.frameworks.torchtitan import adapter_conversion
-from dcr_daemon.projection.mismatches import Misfits, listed
+from dcr_daemon.projection.mismatches import LayoutMismatches, listed
 from dcr_daemon.projection.region_map import Map
 from dcr_daemon.projection.sharding.copies import Copies
 from dcr_daemon.projection.sharding.local import Signature, changes, is_tensor, local, memory, signature
@@ -135,13 +135,13 @@ def live(
 
     Raises:
         Incompatible: names, shapes or dtypes that have no place in the layout, all of them in one error.
-        Misuse: arguments that exclude each other, or weights of no known kind.
+        UsageError: arguments that exclude each other, or weights of no known kind.
     """
     ways = {"conversion": conversion, "adapter": adapter, "megatron": megatron, "mapped": mapped}
     if len(chosen := [name for name, way in ways.items() if way is not None]) > 1:
-        raise Misuse(f"{' and '.join(chosen)} exclude each other", hint="give the one that describes these weights")
+        raise UsageError(f"{' and '.join(chosen)} exclude each other", hint="give the one that describes these weights")
     instead = "give the transformers model itself, whose class knows how it saves, or Trainer(conversion=...)"
-    misfits = Misfits(f"what rank {rank} of {world} holds", layout, ignore, instead=instead)
+    misfits = LayoutMismatches(f"what rank {rank} of {world} holds", layout, ignore, instead=instead)
     convert: Convert | None = None
     if megatron is not None:
         handover = Handover(chunks=megatron.grid.vpp)
@@ -173,14 +173,14 @@ def live(
 def _table(weights: Any) -> dict[str, Any]:
     if is_module(weights) or isinstance(weights, Mapping):
         return table(weights)
-    raise Misuse(
+    raise UsageError(
         f"a {type(weights).__name__} was given as this rank's weights",
         hint="give a module or a state dict; a list of Megatron's model chunks goes with Trainer(megatron=...)",
     )
 
 
 def _converted(
-    weights: Any, layout: Layout, misfits: Misfits, conversion: Conversion | None, adapter: Any
+    weights: Any, layout: Layout, misfits: LayoutMismatches, conversion: Conversion | None, adapter: Any
 ) -> tuple[Handover, dict[str, Any], Conversion | None, Convert | None]:
     """Everything handed over by the names that its conversion knows, that conversion, and what it was traced from."""
     entries = _table(weights)

@@ -28,7 +28,7 @@ EDITED = 100  #: one in so many elements is edited by the canary
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class ExportTrial:
     """Attributes:
     name: of the parameter.
     tensors: the real ones by name; only dtypes and placements are looked at.

@@ -30,7 +30,7 @@ from dcr_daemon.canonical.compose import chain, compose
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.canonical.region import Region, invert, normalise, whole
 from dcr_daemon.errors import Incompatible
-from dcr_daemon.projection.probes.export_trial import Rehearsal
+from dcr_daemon.projection.probes.export_trial import ExportTrial
 from dcr_daemon.projection.probes.synthetic import shrunk
 from dcr_daemon.projection.region_map import Map, Shard
 from dcr_daemon.projection.sharding.dtensor import held
@@ -183,7 +183,7 @@ class _Model:
         why = "no stand-in is small enough"
         for shapes in shrunk(real, self.elements):
             try:
-                return Rehearsal(name, self.tensors, shards, self.layout, export, shapes).fault()
+                return ExportTrial(name, self.tensors, shards, self.layout, export, shapes).fault()
             except FOREIGN as error:
                 why = str(error)
         return f"its export does not run on small stand-ins: {why}"

@@ -39,7 +39,7 @@ from dcr_daemon.publish.baseline.base import CheckpointLanes
 from dcr_daemon.publish.baseline.blocks import Block, Share, transfer
 from dcr_daemon.publish.inputs.intake import differences
 from dcr_daemon.runtime import Workers
-from dcr_daemon.store.task_limiter import Abreast
+from dcr_daemon.store.task_limiter import TaskLimiter
 from dcr_daemon.untrusted import decode_json
 
 ALIGNMENT = 64  #: bytes; every block begins on a cache line of its own
@@ -68,7 +68,7 @@ class Baseline:
         workers: for passes over all bytes.
 
     Raises:
-        Exhausted: the disk cannot hold a dense copy of the model.
+        ResourceExhausted: the disk cannot hold a dense copy of the model.
     """
 
     def __init__(self, directory: Path, share: Share, stream: str, workers: Workers) -> None:
@@ -226,10 +226,10 @@ class Baseline:
 
         async def copy(number: int) -> None:
             block = self.share[number]
-            await self._workers.run_whole(source.lanes, block.tensor, block.box, self._bits[number])
+            await self._workers.run_uncancellable(source.lanes, block.tensor, block.box, self._bits[number])
             told(self.share.nbytes(number))
 
-        async with Abreast(2 * self._workers.count) as group:
+        async with TaskLimiter(2 * self._workers.count) as group:
             for number in range(len(self.share)):
                 await group.start(partial(copy, number))
 

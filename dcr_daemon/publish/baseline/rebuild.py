@@ -20,11 +20,11 @@ from dcr_daemon.checkpoint.safetensors import SafetensorsBytes
 from dcr_daemon.codec.decode import Chunk, open_chunk
 from dcr_daemon.errors import Corrupt
 from dcr_daemon.events import Emit, Rebuilding, Waiting
-from dcr_daemon.ledger.objects import NotYet, Objects
+from dcr_daemon.ledger.objects import ObjectPending, Objects
 from dcr_daemon.ledger.records import Anchor, AnchorIndex, ChunkRef, ObjectRef, Part, Seal
 from dcr_daemon.publish.baseline.baseline import Baseline
 from dcr_daemon.runtime import Workers
-from dcr_daemon.store.task_limiter import Abreast
+from dcr_daemon.store.task_limiter import TaskLimiter
 
 AT_ONCE = 16  #: objects under way
 ROOM = 1 << 30  #: bytes that they may have together: of anchor files, which are the large ones, four
@@ -79,7 +79,7 @@ class Rebuild:
             if tables is None:
                 return index.files, []
             touched = await self._workers.run(self._touched, split_tables(tables), len(index.files))
-        except (Corrupt, NotYet) as error:
+        except (Corrupt, ObjectPending) as error:
             self._emit(Waiting(what=f"all of the anchor of version {index.version}: {error.message}"))
             return index.files, []
         return (
@@ -102,12 +102,12 @@ class Rebuild:
 
         async def load(ref: ObjectRef) -> None:
             body = await self._objects.read_file(ref, version)
-            for tensor, elements in await self._workers.run_whole(self._place, body, ref.key):
+            for tensor, elements in await self._workers.run_uncancellable(self._place, body, ref.key):
                 filled[tensor] += elements
             progress.add(ref.size)
             runtime.failpoint("publish.restore.anchor")
 
-        async with Abreast(AT_ONCE, ROOM) as group:
+        async with TaskLimiter(AT_ONCE, ROOM) as group:
             for ref in files:
                 await group.start(partial(load, ref), ref.size)
 
@@ -122,22 +122,24 @@ class Rebuild:
         next are fetched meanwhile, and wait.
 
         Raises:
-            NotYet: a chunk or a part did not appear; `missing` has the version.
+            ObjectPending: a chunk or a part did not appear; `missing` has the version.
         """
         self._baseline.lose()
         before = asyncio.Event()
         before.set()
-        async with Abreast(AT_ONCE, ROOM) as group:
+        async with TaskLimiter(AT_ONCE, ROOM) as group:
             for version in versions:
                 try:
                     seal = await seal_of(version)
                     chunks = await self._chunks(seal)
                     before = await self._apply(group, seal, chunks, before)
-                except NotYet:
+                except ObjectPending:
                     self.missing.add(version)
                     raise
 
-    async def _apply(self, group: Abreast, seal: Seal, chunks: list[ChunkRef], before: asyncio.Event) -> asyncio.Event:
+    async def _apply(
+        self, group: TaskLimiter, seal: Seal, chunks: list[ChunkRef], before: asyncio.Event
+    ) -> asyncio.Event:
         """Begin to apply the chunks of a version as soon as `before` says that its base is there. What is returned
         says the same of the version."""
         left, done = itertools.count(len(chunks) - 1, -1), asyncio.Event()
@@ -150,11 +152,11 @@ class Rebuild:
         async def take(ref: ChunkRef) -> None:
             try:
                 chunk = await self._open(ref, seal)
-            except NotYet:
+            except ObjectPending:
                 self.missing.add(seal.version)
                 raise
             await before.wait()
-            await self._workers.run_whole(self._baseline.apply, chunk)
+            await self._workers.run_uncancellable(self._baseline.apply, chunk)
             progress.add(ref.size)
             if next(left) == 0:
                 ended()

@@ -16,7 +16,7 @@ from dcr_daemon.checkpoint.directory import Checkpoint
 from dcr_daemon.errors import Corrupt, DcrError, Incompatible, NotFound
 from dcr_daemon.events import Alarm, Emit, Waiting
 from dcr_daemon.ledger.ledger import Ledger
-from dcr_daemon.ledger.objects import NotYet, Objects
+from dcr_daemon.ledger.objects import ObjectPending, Objects
 from dcr_daemon.ledger.records import Seal, Stream, show_u64
 from dcr_daemon.ledger.route import NoRoute, Route
 from dcr_daemon.publish.baseline.baseline import Baseline, check_vector
@@ -71,7 +71,7 @@ class Restorer:
                 if failed:
                     self._emit(Waiting(what=f"the baseline: {failed[-1].message}; trying {what}"))
                 await self._build(route, head)
-            except (Corrupt, NotFound, NotYet) as error:
+            except (Corrupt, NotFound, ObjectPending) as error:
                 failed.append(error)
             else:
                 return
@@ -122,7 +122,7 @@ class Restorer:
         hint = self._baseline.hint()
         if hint and hint[0] <= head and await self._plausible(*hint):
             candidates.append(hint)
-        with contextlib.suppress(Corrupt, NotFound, NotYet):
+        with contextlib.suppress(Corrupt, NotFound, ObjectPending):
             if self._baseline.share.complete and (not candidates or candidates[0][0] != head):
                 candidates.append((head, await self.vector(head)))
         if candidates:

@@ -33,14 +33,14 @@ from dcr_daemon.ledger.records import Anchor, AnchorIndex, AnchorShare, ObjectRe
 from dcr_daemon.publish.baseline.baseline import Baseline, check_vector
 from dcr_daemon.publish.baseline.restore import total_of
 from dcr_daemon.publish.group.collect import read_listed
-from dcr_daemon.publish.group.context import Bench
+from dcr_daemon.publish.group.context import RankContext
 from dcr_daemon.publish.group.join import Joined
 from dcr_daemon.runtime import Workers
 from dcr_daemon.store.keys import is_key
 from dcr_daemon.store.port import Store
-from dcr_daemon.store.put_if_absent import create_once
-from dcr_daemon.store.retry import Patience
-from dcr_daemon.store.task_limiter import abreast
+from dcr_daemon.store.put_if_absent import put_if_absent
+from dcr_daemon.store.retry import RetryPolicy
+from dcr_daemon.store.task_limiter import run_limited
 
 FILE_BYTES = 256 << 20  #: of tensors in one file: what `CONCURRENCY` of them may cost in memory
 CONCURRENCY = 2
@@ -197,7 +197,7 @@ async def _record(
     return record
 
 
-async def write_share(bench: Bench, seal: Seal) -> AnchorShare:
+async def write_share(bench: RankContext, seal: Seal) -> AnchorShare:
     """Upload what this rank holds of a version that was just sealed, for an anchor (all ranks do; `join_anchor`).
 
     Raises:
@@ -228,7 +228,7 @@ async def write_share(bench: Bench, seal: Seal) -> AnchorShare:
 
 
 async def join_anchor(
-    bench: Bench, seal: Seal, own: AnchorShare, keys: Mapping[int, str], extras: Mapping[str, bytes], emit: Emit
+    bench: RankContext, seal: Seal, own: AnchorShare, keys: Mapping[int, str], extras: Mapping[str, bytes], emit: Emit
 ) -> Anchor:
     """All ranks' shares as one anchor, whose fingerprint is the seal's (must L5).
 
@@ -249,7 +249,7 @@ async def join_anchor(
             raise Corrupt(f"{share.sums.key} does not hold a vector of {len(bench.layout)} tensors")
         np.add(vector, np.frombuffer(sums, "<u8"), out=vector)
 
-    await abreast((partial(take, number, key) for number, key in keys.items()), SHARES_AT_ONCE)
+    await run_limited((partial(take, number, key) for number, key in keys.items()), SHARES_AT_ONCE)
     want = await bench.restorer.vector(seal.version)
     check_vector(want, vector, bench.layout, f"anchor of version {seal.version} in {ledger.store.url}", _REBUILDS)
     prefix = names.anchor(seal.version, seal.seq)
@@ -259,7 +259,7 @@ async def join_anchor(
     return await _record(ledger, writer, seal.version, files, vector, extras, started, emit, tables)
 
 
-async def _read_share(bench: Bench, key: str, seal: Seal, number: int) -> AnchorShare:
+async def _read_share(bench: RankContext, key: str, seal: Seal, number: int) -> AnchorShare:
     body = await read_listed(bench.ledger.store, key, limit=records.PART_LIMIT, patience=bench.options.patience)
     try:
         share = records.decode_anchor_share(body)
@@ -281,12 +281,12 @@ class _Writer:
 
     def __init__(self, store: Store, source: Lanes, prefix: str, workers: Workers, patience: float) -> None:
         self._store, self._source, self._prefix = store, source, prefix
-        self._workers, self._patience = workers, Patience(patience)
+        self._workers, self._patience = workers, RetryPolicy(patience)
         self._sums = [0] * len(source.layout)
 
     async def put(self, name: str, body: bytes | bytearray) -> ObjectRef:
         key = f"{self._prefix}{name}"
-        await create_once(self._store, key, memoryview(body), patience=self._patience)
+        await put_if_absent(self._store, key, memoryview(body), patience=self._patience)
         return ObjectRef(key, len(body), await self._workers.run(records.digest, memoryview(body)))
 
     async def put_files(

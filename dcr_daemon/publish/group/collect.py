@@ -11,7 +11,7 @@ import re
 from collections.abc import Awaitable, Callable, Iterable
 
 from dcr_daemon import runtime
-from dcr_daemon.errors import Corrupt, Given, Missing, StoreUnavailable
+from dcr_daemon.errors import Corrupt, KeyNotFound, StoreUnavailable, UpdateAborted
 from dcr_daemon.events import Emit, Waiting
 from dcr_daemon.ledger import records
 from dcr_daemon.ledger.records import PART_LIMIT
@@ -24,7 +24,7 @@ LOOKS = 6  #: at an object of which nobody has the digest, until two in a row ag
 _FIRST, _LAST = 0.02, 1.0  #: seconds between two looks
 
 
-class Muster:
+class ObjectCollector:
     """Objects of one group below `prefix`, found by their names `<group>-<rank>-<nonce><suffix>`.
 
     Args:
@@ -54,7 +54,7 @@ class Muster:
         """Key of every other rank's object, by rank.
 
         Raises:
-            Given: a rank failed, or lags; the message says which and why.
+            UpdateAborted: a rank failed, or lags; the message says which and why.
             Corrupt: two processes say that they are one rank.
         """
         found: dict[int, str] = {}
@@ -108,16 +108,16 @@ class Muster:
     async def _failed(self, number: int, key: str) -> None:
         try:
             fail = records.decode_fail(await self._store.get(key, limit=PART_LIMIT))
-        except Missing:
+        except KeyNotFound:
             return
         except ValueError as error:
-            raise Given(f"rank {number} failed, and its reason cannot be read: {error}") from error
-        raise Given(f"rank {number} gave the update up: {fail.reason}")
+            raise UpdateAborted(f"rank {number} failed, and its reason cannot be read: {error}") from error
+        raise UpdateAborted(f"rank {number} gave the update up: {fail.reason}")
 
     def _check_lag(self, missing: list[int], what: str) -> None:
         pressed = self._pressed()
         if pressed is not None and runtime.monotonic() - max(pressed, self._moved) > self._lag:
-            raise Given(
+            raise UpdateAborted(
                 f"{what} of {_named(missing)} did not come, nothing else of theirs for {self._lag:g} s, and the next "
                 "update has begun",
                 hint="the next version brings what this one would have; a rank that is dead has to be started anew",
@@ -157,7 +157,7 @@ async def _wait_for(store: Store, key: str, limit: int, patience: float) -> byte
     while True:
         try:
             return await store.get(key, limit=limit)
-        except Missing:
+        except KeyNotFound:
             if runtime.monotonic() > deadline:
                 hint = "if the bucket is a replica, it lags; if something deletes objects, the next version shows it"
                 raise StoreUnavailable(f"{key} is listed, and not there after {patience:g} s", hint=hint) from None

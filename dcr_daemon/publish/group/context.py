@@ -1,7 +1,7 @@
 """What one rank works with, whoever leads: its baseline, the spool, and the attempt whose chunks it makes.
 
 The baseline of a rank of many is built when its share is known, which takes its weights and what the other ranks hold.
-`Session` (rank 0) and `Member` (the others) decide when an attempt begins and how it ends; what that means for this
+`Leader` (rank 0) and `Member` (the others) decide when an attempt begins and how it ends; what that means for this
 rank's bytes is here.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from dcr_daemon import runtime
 from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import Layout
-from dcr_daemon.errors import Given, Misuse
+from dcr_daemon.errors import UpdateAborted, UsageError
 from dcr_daemon.events import Aborted, Alarm, Emit, Sealed
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import Objects
@@ -31,7 +31,7 @@ from dcr_daemon.publish.version.versions import SealedVersion
 from dcr_daemon.runtime import Workers
 
 
-class Bench:
+class RankContext:
     """Used by one task at a time.
 
     Attributes:
@@ -64,7 +64,7 @@ class Bench:
     @property
     def baseline(self) -> Baseline:
         if self._baseline is None:
-            raise Misuse("nothing was published yet, so this rank does not know what it holds")
+            raise UsageError("nothing was published yet, so this rank does not know what it holds")
         return self._baseline
 
     @property
@@ -81,7 +81,7 @@ class Bench:
         """Keep a baseline of this share from now on; one of another share is forgotten.
 
         Raises:
-            Exhausted: no room for it.
+            ResourceExhausted: no room for it.
         """
         if isinstance(share, Baseline):
             baseline = share
@@ -114,11 +114,13 @@ class Bench:
         """Begin to diff for an attempt, from exactly its base (must P3).
 
         Raises:
-            Given: the ledger went on without the attempt; what is there now is no base of it.
+            UpdateAborted: the ledger went on without the attempt; what is there now is no base of it.
         """
         await self.restore()
         if record.base != self.baseline.version:
-            raise Given(f"version {record.version} was given up: the stream is at version {self.baseline.version}")
+            raise UpdateAborted(
+                f"version {record.version} was given up: the stream is at version {self.baseline.version}"
+            )
         options = self.options
         uploads = Uploads(
             self.ledger.store, version=record.version, attempt=record.seq, backlog=options.upload_backlog,

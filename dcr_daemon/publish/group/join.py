@@ -17,7 +17,7 @@ from dcr_daemon.ledger.records import PART_LIMIT, ObjectRef, Open, Part
 from dcr_daemon.publish.group.collect import read_listed
 from dcr_daemon.publish.version.attempt import Contribution
 from dcr_daemon.store.port import Store
-from dcr_daemon.store.task_limiter import abreast
+from dcr_daemon.store.task_limiter import run_limited
 
 CONCURRENCY = 16  #: parts read at a time
 
@@ -67,7 +67,7 @@ async def join(
 
     Raises:
         Corrupt: a part is not of this attempt, or not one.
-        StoreUnavailable, NotYet: an object cannot be read now.
+        StoreUnavailable, ObjectPending: an object cannot be read now.
     """
     given = {0: own.part}
     joined = Joined([], own.before.copy(), own.after.copy(), own.changed, own.bytes)
@@ -82,7 +82,7 @@ async def join(
         given[number] = ObjectRef(key, len(body), records.digest(body))
         joined.add(part, before, after)
 
-    await abreast((partial(take, number, key) for number, key in keys.items()), CONCURRENCY)
+    await run_limited((partial(take, number, key) for number, key in keys.items()), CONCURRENCY)
     joined.parts = [ref for _, ref in sorted(given.items())]
     return joined
 

@@ -21,22 +21,22 @@ from typing import Any, TypeVar
 from dcr_daemon import runtime
 from dcr_daemon.canonical.fingerprint import Vector, total
 from dcr_daemon.checkpoint.directory import read_extras
-from dcr_daemon.errors import Corrupt, Fenced, Given, StoreUnavailable
+from dcr_daemon.errors import Corrupt, Fenced, StoreUnavailable, UpdateAborted
 from dcr_daemon.events import Emit, Opened, Waiting
 from dcr_daemon.ledger import names
 from dcr_daemon.ledger.ledger import Header
 from dcr_daemon.ledger.records import Abort, Open, Seal, show_u64
 from dcr_daemon.ledger.retention import RetentionPolicy
 from dcr_daemon.publish.group.anchors import AnchorPolicy, SinceAnchor, join_anchor, write_anchor, write_share
-from dcr_daemon.publish.group.collect import Muster, read_listed
-from dcr_daemon.publish.group.context import Bench
+from dcr_daemon.publish.group.collect import ObjectCollector, read_listed
+from dcr_daemon.publish.group.context import RankContext
 from dcr_daemon.publish.group.join import CONCURRENCY, Joined, join, solo
 from dcr_daemon.publish.group.retention import Retention
 from dcr_daemon.publish.options import PublishOptions
 from dcr_daemon.publish.timeouts import within
 from dcr_daemon.publish.version.attempt import Attempt, Contribution, put
 from dcr_daemon.publish.version.versions import SealedVersion
-from dcr_daemon.store.task_limiter import abreast
+from dcr_daemon.store.task_limiter import run_limited
 
 T = TypeVar("T")
 
@@ -44,10 +44,10 @@ SETTLE_PAUSE = 2.0  #: seconds between two looks for the fate of a record
 CLOSE_PATIENCE = 5.0  #: seconds that each step of an end waits for the ledger: supervisors kill after 30
 
 
-class Session:
+class Leader:
     """Made by `open_session`. `layout` is the stream's."""
 
-    def __init__(self, options: PublishOptions, bench: Bench, emit: Emit) -> None:
+    def __init__(self, options: PublishOptions, bench: RankContext, emit: Emit) -> None:
         self.bench, self.ledger, self.layout = bench, bench.ledger, bench.layout
         self.workers, self.state = bench.workers, bench.state
         self._options, self._emit = options, emit
@@ -71,7 +71,7 @@ class Session:
 
     @property
     def read(self) -> Callable[[int, int, int], Any]:
-        """See `Bench.read`."""
+        """See `RankContext.read`."""
         return self.bench.read
 
     async def begin(self, *, step: int | None = None, call: int | None = None) -> Attempt:
@@ -123,7 +123,7 @@ class Session:
             judge: declarations, by rank → verdict; called on a worker. What it raises ends the attempt.
         """
         if self.bench.rank.world == 1:
-            return await self.workers.run_whole(judge, [declared])
+            return await self.workers.run_uncancellable(judge, [declared])
         runtime.failpoint("publish.declared")
         keys = await self._muster(names.attempt(record.version, record.seq)).all(
             names.declared(round_), what=f"version {record.version}: the declaration"
@@ -133,8 +133,8 @@ class Session:
             partial(read_listed, store, key, limit=limit, patience=self._options.patience)
             for _, key in sorted(keys.items())
         )
-        others = await abreast(reads, CONCURRENCY)
-        verdict = await self.workers.run_whole(judge, [declared, *others])
+        others = await run_limited(reads, CONCURRENCY)
+        verdict = await self.workers.run_uncancellable(judge, [declared, *others])
         await put(store, names.verdict(record.version, record.seq, round_), verdict, self._options.patience)
         runtime.failpoint("publish.verdict.put")
         return verdict
@@ -153,8 +153,8 @@ class Session:
         """The trainer goes on: from now on ranks that have fallen silent are given up."""
         self._pressed = self._pressed or runtime.monotonic()
 
-    def _muster(self, prefix: str) -> Muster:
-        return Muster(
+    def _muster(self, prefix: str) -> ObjectCollector:
+        return ObjectCollector(
             self.ledger.store, self.bench.rank, prefix, lag=self._options.lag, pressed=lambda: self._pressed,
             check=self._still_held, emit=self._emit,
         )  # fmt: skip
@@ -184,7 +184,7 @@ class Session:
         Raises:
             Fenced: another publisher owns the stream; the attempt is not a version and never will be.
             StoreUnavailable: the bucket did not answer within the patience. `settle` tells the fate.
-            Given: a rank gave the update up, or is silent while the next one has begun.
+            UpdateAborted: a rank gave the update up, or is silent while the next one has begun.
             Corrupt: the ranks together do not hold what the stream says; each builds its baseline anew.
         """
         open_ = attempt.record
@@ -397,7 +397,10 @@ class Session:
                 ".share.json", what=f"the anchor of version {seal.version}: the share"
             )
             await join_anchor(self.bench, seal, own, keys, await self.extras(), self._emit)
-        except (Given, Corrupt) as error:  # no fault of this version, nor of the next one: that brings another anchor
+        except (
+            UpdateAborted,
+            Corrupt,
+        ) as error:  # no fault of this version, nor of the next one: that brings another anchor
             self.bench.owes_anchor = True
             self._emit(Waiting(what=f"an anchor, written with a later version: {error.message}"))
             return

@@ -15,13 +15,13 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from dcr_daemon import runtime
-from dcr_daemon.errors import Corrupt, DcrError, Fenced, Given, Missing, Misuse, StoreUnavailable
+from dcr_daemon.errors import Corrupt, DcrError, Fenced, KeyNotFound, StoreUnavailable, UpdateAborted, UsageError
 from dcr_daemon.events import Emit, Opened, Waiting
 from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.records import Abort, AnyRecord, Epoch, Fail, Open, Release, Seal
 from dcr_daemon.publish.group.anchors import write_share
 from dcr_daemon.publish.group.collect import TELL_EVERY, read_listed
-from dcr_daemon.publish.group.context import Bench
+from dcr_daemon.publish.group.context import RankContext
 from dcr_daemon.publish.group.leader import CLOSE_PATIENCE
 from dcr_daemon.publish.options import PublishOptions
 from dcr_daemon.publish.timeouts import within
@@ -37,9 +37,9 @@ _FIRST, _LAST = 0.05, 1.0  #: seconds between two looks at the ledger
 
 
 class Member:
-    """Made by `open_member`. Used by one task at a time; it has the surface of `Session`."""
+    """Made by `open_member`. Used by one task at a time; it has the surface of `Leader`."""
 
-    def __init__(self, options: PublishOptions, bench: Bench, emit: Emit) -> None:
+    def __init__(self, options: PublishOptions, bench: RankContext, emit: Emit) -> None:
         self.bench, self.ledger, self.layout = bench, bench.ledger, bench.layout
         self._options, self._emit = options, emit
         self._records = bench.ledger.follow()
@@ -66,9 +66,9 @@ class Member:
 
         Raises:
             Fenced: another publisher, or another start of this group, owns the stream.
-            Given: rank 0 gave this call up, or is in a later one.
+            UpdateAborted: rank 0 gave this call up, or is in a later one.
             StoreUnavailable: nothing moved for as long as the patience lasts.
-            Misuse: rank 0 publishes another step.
+            UsageError: rank 0 publishes another step.
         """
         await self.settle("the next update began")
         self._call = self._call + 1 if call is None else call
@@ -79,7 +79,7 @@ class Member:
         self._answered = record
         runtime.failpoint("publish.member.open")
         if record.step != step:
-            raise Misuse(
+            raise UsageError(
                 f"rank 0 publishes step {record.step} and {self.bench.rank} step {step}",
                 hint="every rank has to call publish for the same steps",
             )
@@ -92,7 +92,7 @@ class Member:
             return None
         if opened.call > self._call:
             self._check_ours()
-            raise Given(f"rank 0 skipped update {self._call} and is in update {opened.call}")
+            raise UpdateAborted(f"rank 0 skipped update {self._call} and is in update {opened.call}")
         self._check_open(opened)
         return opened
 
@@ -112,7 +112,7 @@ class Member:
         judged, verdict = names.verdict(record.version, record.seq, round_), list[bytes]()
 
         async def look() -> None:
-            with contextlib.suppress(Missing):
+            with contextlib.suppress(KeyNotFound):
                 seen = await store.get(judged, limit=limit)
                 patience = self._options.patience
                 verdict.append(await read_listed(store, judged, limit=limit, patience=patience, last=seen))
@@ -128,14 +128,14 @@ class Member:
     def _check_open(self, record: Open) -> None:
         """Raise if the attempt has ended; with rank 0's reason, even if it has closed its publisher since."""
         if isinstance(fate := self._fates.get(record.seq), Abort) and not self._ousted:
-            raise Given(f"rank 0 gave the update up: {fate.reason}")
+            raise UpdateAborted(f"rank 0 gave the update up: {fate.reason}")
         self._check_ours()
 
     async def seal(self, attempt: Attempt, *, metadata: dict[str, Any] | None = None) -> SealedVersion:
         """Put this rank's part, and wait for the fate. `metadata` is rank 0's to give.
 
         Raises:
-            Given: the version was given up; the baseline is what it was.
+            UpdateAborted: the version was given up; the baseline is what it was.
             Fenced, StoreUnavailable: as `open`.
         """
         await attempt.upload(self._options.patience, anchor=self.bench.owes_anchor)
@@ -146,7 +146,7 @@ class Member:
         await self._undo(fate)
         if fate is None or self._ousted:
             self._check_ours()
-        raise Given(f"version {attempt.version} was given up: {fate.reason if fate else 'rank 0 ended'}")
+        raise UpdateAborted(f"version {attempt.version} was given up: {fate.reason if fate else 'rank 0 ended'}")
 
     async def _fate(self, record: Open) -> Seal | Abort | None:
         """What became of an attempt; None if a newer claim or a release voided it."""
@@ -219,7 +219,7 @@ class Member:
             await self._fail(opened, f"it has passed update {opened.call} without taking part in it")
 
     def in_doubt(self, version: int) -> bool:
-        """See `Session.in_doubt`."""
+        """See `Leader.in_doubt`."""
         return self._answered is not None
 
     async def skip(self, *, call: int, reason: str) -> None:
@@ -257,12 +257,12 @@ class Member:
                 if (answer := found()) is not None:
                     return answer
                 if self._epoch is None and runtime.monotonic() - began > start:
-                    raise Given(
+                    raise UpdateAborted(
                         f"{what}: rank 0 of this group has opened nothing in {start:g} s",
                         hint="is it alive, or is this process left over from an earlier start? End and start all ranks",
                     )
                 if stalled.long and self._epoch is not None and stalled.at(await self._progress()):
-                    raise Given(
+                    raise UpdateAborted(
                         f"{what}: nothing moved for {self._options.patience:g} s; is rank 0 alive?",
                         hint="start the group anew; nothing that was sealed is lost",
                     )
@@ -333,10 +333,10 @@ class Member:
                 hint="this group must stay down; only one publishes to a stream",
             )
         if self._released:
-            raise Given("rank 0 has closed its publisher", hint="close it on every rank, or on none")
+            raise UpdateAborted("rank 0 has closed its publisher", hint="close it on every rank, or on none")
 
     async def tend(self) -> None:
-        """Between updates, until cancelled: look for a newer claim, and for damage, as `Session` does."""
+        """Between updates, until cancelled: look for a newer claim, and for damage, as `Leader` does."""
         await self.bench.tend(self._look, lambda: self._check_ours() if self._ousted else None)
 
     async def _look(self) -> None:

@@ -9,7 +9,7 @@ from dcr_daemon import runtime
 from dcr_daemon.canonical.fingerprint import total
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.directory import Checkpoint, read_extras
-from dcr_daemon.errors import DcrError, Fenced, Incompatible, Misuse, NotFound
+from dcr_daemon.errors import DcrError, Fenced, Incompatible, NotFound, UsageError
 from dcr_daemon.events import Alarm, Emit, Waiting
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import Objects
@@ -19,8 +19,8 @@ from dcr_daemon.publish.baseline.baseline import Baseline
 from dcr_daemon.publish.baseline.blocks import Share, block_bytes
 from dcr_daemon.publish.group.anchors import write_whole
 from dcr_daemon.publish.group.collect import TELL_EVERY
-from dcr_daemon.publish.group.context import Bench
-from dcr_daemon.publish.group.leader import CLOSE_PATIENCE, Session
+from dcr_daemon.publish.group.context import RankContext
+from dcr_daemon.publish.group.leader import CLOSE_PATIENCE, Leader
 from dcr_daemon.publish.group.member import Member
 from dcr_daemon.publish.inputs.intake import differences
 from dcr_daemon.publish.options import PublishOptions, stream_state
@@ -34,7 +34,7 @@ from dcr_daemon.store.probe import probe
 CREATION = 7200.0  #: seconds that members wait for a stream: rank 0 reads the whole base before it creates one
 
 
-async def open_session(options: PublishOptions, store: Store, emit: Emit, rank: Rank | None = None) -> Session:
+async def open_session(options: PublishOptions, store: Store, emit: Emit, rank: Rank | None = None) -> Leader:
     """Claim the stream in `store`, or create it, as rank 0 (must P5).
 
     A group of one holds all of the layout, and its baseline is brought to the head here; a rank of many does that when
@@ -44,8 +44,8 @@ async def open_session(options: PublishOptions, store: Store, emit: Emit, rank: 
         Fenced: another publisher holds the stream and has not released it; `take_over` is needed.
         NotFound: there is no stream and `create` was not asked for, or nothing to build the baseline from.
         Incompatible: the store, the base or the layout does not fit.
-        Misuse: options that do not go together, or a state directory in use.
-        Exhausted: no room for the baseline.
+        UsageError: options that do not go together, or a state directory in use.
+        ResourceExhausted: no room for the baseline.
     """
     rank = rank or Rank()
     async with _Opening(options, store, emit, rank) as opening:
@@ -58,7 +58,7 @@ async def open_session(options: PublishOptions, store: Store, emit: Emit, rank: 
             await _create(opening)
         bench = await opening.bench()
         await _claim(ledger, opening.state, options)
-        session = Session(options, bench, emit)
+        session = Leader(options, bench, emit)
         if rank.world == 1:
             bench.hold(opening.baseline or Share.whole(bench.layout, block_bytes(options.chunk_bytes)))
             await bench.restore()
@@ -113,7 +113,7 @@ class _Opening:
         self.ledger = Ledger(store, memory=self.state.mark, emit=emit)
         self.baseline: Baseline | None = None
 
-    async def bench(self) -> Bench:
+    async def bench(self) -> RankContext:
         """For a ledger that was read."""
         ledger = self.ledger
         objects = Objects(
@@ -121,7 +121,7 @@ class _Opening:
         )  # fmt: skip
         layout = await objects.read_layout(ledger.stream)
         _check_base(self.options, layout, self.store.url)
-        return Bench(self.options, ledger, objects, layout, self.rank, self.state, self.workers, self.emit)
+        return RankContext(self.options, ledger, objects, layout, self.rank, self.state, self.workers, self.emit)
 
     async def __aenter__(self) -> Self:
         return self
@@ -164,7 +164,7 @@ async def _create(opening: _Opening) -> None:
             f"there is no stream at {ledger.store.url}", hint="make it with --create and --base, or correct the URL"
         )
     if options.base is None:
-        raise Misuse("a stream is created from a base checkpoint", hint="give --base DIR with --create")
+        raise UsageError("a stream is created from a base checkpoint", hint="give --base DIR with --create")
     with Checkpoint(options.base) as checkpoint:
         layout, baseline = checkpoint.layout, None
         if opening.rank.world == 1:

@@ -19,7 +19,7 @@ from dcr_daemon.codec.chunk import Codec
 from dcr_daemon.ledger import names
 from dcr_daemon.projection import host
 from dcr_daemon.publish.baseline.blocks import Share
-from dcr_daemon.publish.group.leader import Session
+from dcr_daemon.publish.group.leader import Leader
 from dcr_daemon.publish.group.member import Member
 from dcr_daemon.publish.group.projected import Projected
 from dcr_daemon.publish.inputs.sources import TensorSource, settle_devices
@@ -32,7 +32,7 @@ _READY = b"ready"
 Steps = Generator[Coroutine[Any, Any, Any], Any, Attempt]
 
 
-def steps(session: Session | Member, projected: Projected, weights: Any, *, step: int | None, call: int) -> Steps:
+def steps(session: Leader | Member, projected: Projected, weights: Any, *, step: int | None, call: int) -> Steps:
     """Diff what this rank holds of `weights`; ends with the finished attempt, which is to be sealed.
 
     Each value is work for the session's loop; its result is to be sent in, what it raises to be thrown in.
@@ -59,7 +59,7 @@ def steps(session: Session | Member, projected: Projected, weights: Any, *, step
     return attempt
 
 
-async def _hold(session: Session | Member, share: Share) -> None:
+async def _hold(session: Leader | Member, share: Share) -> None:
     session.bench.hold(share)
 
 

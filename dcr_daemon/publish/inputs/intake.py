@@ -14,7 +14,7 @@ import numpy as np
 from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.codec.chunk import SEGMENT_BYTES
-from dcr_daemon.projection.mismatches import Misfits, listed
+from dcr_daemon.projection.mismatches import LayoutMismatches, listed
 from dcr_daemon.projection.values import castable, rounds
 from dcr_daemon.publish.inputs.sources import Source
 
@@ -22,7 +22,7 @@ from dcr_daemon.publish.inputs.sources import Source
 ReadBits = Callable[[int, int, int], Bits]
 
 
-class Intake:
+class UpdateValidator:
     """The inputs of one update, checked as they come.
 
     Args:
@@ -31,7 +31,7 @@ class Intake:
     """
 
     def __init__(self, what: str, layout: Layout, ignore: Sequence[str] = ()) -> None:
-        self._layout, self._misfits = layout, Misfits(what, layout, ignore)
+        self._layout, self._misfits = layout, LayoutMismatches(what, layout, ignore)
         self._seen: set[int] = set()
         self._unfit: set[int] = set()
         self._extras: list[Source] = []

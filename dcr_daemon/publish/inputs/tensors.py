@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
-from dcr_daemon.errors import Misuse
+from dcr_daemon.errors import UsageError
 from dcr_daemon.projection.sharding.named import plain, unwrapped
 from dcr_daemon.publish.inputs.sources import TensorSource
 
@@ -37,7 +37,7 @@ def as_shards(weights: Any) -> Any:
     """What a rank of many hands over: named pairs as a table, since none of them is made anew for each name.
 
     Raises:
-        Misuse: neither a module, a table, pairs nor a list of modules.
+        UsageError: neither a module, a table, pairs nor a list of modules.
     """
     if callable(getattr(weights, "state_dict", None)) or isinstance(weights, Mapping):
         return weights
@@ -57,7 +57,7 @@ def needs_projection(weights: Any, known: Container[str]) -> bool:
 
 
 def check_kind(weights: Any) -> None:
-    """`Misuse` for something that cannot be weights at all."""
+    """`UsageError` for something that cannot be weights at all."""
     if not callable(getattr(weights, "state_dict", None)) and not isinstance(weights, Iterable):
         raise _misuse(weights)
 
@@ -68,8 +68,8 @@ def _pair(item: Any) -> tuple[str, Any]:
     return item[0], item[1]
 
 
-def _misuse(value: Any) -> Misuse:
-    return Misuse(
+def _misuse(value: Any) -> UsageError:
+    return UsageError(
         f"publish() was given a {type(value).__name__}",
         hint="give a module, a state_dict, or an iterable of (name, tensor)",
     )

@@ -26,7 +26,7 @@ from dcr_daemon.codec.chunk import ChunkId, Codec, Segment
 from dcr_daemon.codec.decode import open_chunk
 from dcr_daemon.codec.encode import ChunkEncoder, EncodedChunk
 from dcr_daemon.codec.undo import undo_chunk
-from dcr_daemon.errors import DcrError, Exhausted
+from dcr_daemon.errors import DcrError, ResourceExhausted
 from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.records import ChunkRef, ObjectRef, Open, Part
 from dcr_daemon.publish.baseline.baseline import Baseline
@@ -37,8 +37,8 @@ from dcr_daemon.publish.version.spool import Spool
 from dcr_daemon.publish.version.uploads import Uploads
 from dcr_daemon.runtime import Workers
 from dcr_daemon.store.port import Store
-from dcr_daemon.store.put_if_absent import create_once
-from dcr_daemon.store.retry import Patience
+from dcr_daemon.store.put_if_absent import put_if_absent
+from dcr_daemon.store.retry import RetryPolicy
 
 Batch = list[tuple[int, Callable[[], Bits]]]  #: numbers of blocks, and what reads their new lanes
 
@@ -94,7 +94,7 @@ class Attempt:
             codec: of their changes; by default that of the attempt.
 
         Raises:
-            Exhausted: the spool's disk is full.
+            ResourceExhausted: the spool's disk is full.
             StoreUnavailable, Corrupt: an upload failed; the attempt is to be cancelled and undone.
         """
         share, layout = self._baseline.share, self._baseline.layout
@@ -238,11 +238,11 @@ class Attempt:
         undone = False
         try:
             await self.cancel()
-            with contextlib.suppress(Exhausted):  # the spool holds such a chunk all the same
+            with contextlib.suppress(ResourceExhausted):  # the spool holds such a chunk all the same
                 await self.finish()
             for n in self._spool.numbers:
                 data, old = await self._spool.data(n), await self._spool.undo(n)
-                await self._workers.run_whole(self._undo, data, old)
+                await self._workers.run_uncancellable(self._undo, data, old)
             undone = not self._torn and await self._baseline.restored()
         except (DcrError, OSError, ValueError, MemoryError):
             pass  # whatever the undo lacks, the bytes can be had again from anchor and chain
@@ -266,5 +266,5 @@ def _contents(chunks: Sequence[Sequence[Segment]]) -> bytes | None:
 
 async def put(store: Store, key: str, body: bytes, patience: float) -> ObjectRef:
     """An object that a record will name."""
-    await create_once(store, key, body, patience=Patience(patience))
+    await put_if_absent(store, key, body, patience=RetryPolicy(patience))
     return ObjectRef(key, len(body), records.digest(body))

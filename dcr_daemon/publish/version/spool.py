@@ -1,8 +1,8 @@
 """Chunks of the undecided attempt, with what is needed to undo them, until the fate is known (musts P3, P7).
 
 In memory up to a budget, then in files of the state directory. An entry that was admitted can be read until
-`clear`, whatever became of its upload. A full disk is `Exhausted`, and the entry in question is then kept in memory
-all the same: the attempt is over, but its undo is not.
+`clear`, whatever became of its upload. A full disk raises `ResourceExhausted`; the entry in question is then kept in
+memory, because the attempt is over, but its undo is not.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from dcr_daemon import runtime
 from dcr_daemon.codec.encode import EncodedChunk
 from dcr_daemon.disk import exhausted
-from dcr_daemon.errors import Exhausted
+from dcr_daemon.errors import ResourceExhausted
 from dcr_daemon.runtime import Workers
 
 
@@ -42,13 +42,13 @@ class Spool:
         return list(self._numbers)
 
     async def put(self, chunk: EncodedChunk) -> None:
-        """Admit a finished chunk. Raises `Exhausted` if the memory is used up and the disk is full."""
+        """Admit a finished chunk. Raises `ResourceExhausted` if the memory is used up and the disk is full."""
         n, size = chunk.id.n, len(chunk.data) + len(chunk.undo)
         self._numbers.append(n)
         if self._bytes + size > self._memory:
             try:
                 return await self._workers.run(self._write, n, chunk)
-            except Exhausted:
+            except ResourceExhausted:
                 self._hold(n, chunk)
                 raise
         return self._hold(n, chunk)
@@ -67,12 +67,12 @@ class Spool:
                 raise exhausted(error, path) from error
 
     async def data(self, n: int) -> bytes:
-        """The chunk object. Raises `Exhausted` if the disk does not give it back."""
+        """The chunk object. Raises `ResourceExhausted` if the disk does not give it back."""
         held = self._held.get(n)
         return held[0] if held else await self._workers.run(self._read, self._path(n, "dcr"))
 
     async def undo(self, n: int) -> bytes:
-        """Old bits of its overwritten elements. Raises `Exhausted` likewise."""
+        """Old bits of its overwritten elements. Raises `ResourceExhausted` likewise."""
         held = self._held.get(n)
         return held[1] if held else await self._workers.run(self._read, self._path(n, "old"))
 

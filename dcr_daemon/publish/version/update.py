@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from dcr_daemon.errors import DcrError, Fenced, Misuse
+from dcr_daemon.errors import DcrError, Fenced, UsageError
 from dcr_daemon.publish.version.versions import SealedVersion
 
 
@@ -32,12 +32,12 @@ class Update:
 
         Raises:
             TimeoutError: not within `timeout` seconds; it may still be.
-            Misuse: this process is a fork of the publisher's, and will not hear of it.
+            UsageError: this process is a fork of the publisher's, and will not hear of it.
             Fenced, StoreUnavailable, ...: it does not exist and never will, unless the message says that this is not
                 known; publish again.
         """
         if not self._fate.done() and not self._here():
-            raise Misuse(
+            raise UsageError(
                 f"the fate of version {self._version} is not told to a fork of the publisher's process",
                 hint="wait in the process that published, before it forks if the fork depends on it",
             )

@@ -13,8 +13,8 @@ from dcr_daemon import runtime
 from dcr_daemon.events import ChunkPut, Emit, Waiting
 from dcr_daemon.ledger.records import ChunkRef
 from dcr_daemon.store.port import Store
-from dcr_daemon.store.put_if_absent import create_once
-from dcr_daemon.store.retry import Patience
+from dcr_daemon.store.put_if_absent import put_if_absent
+from dcr_daemon.store.retry import RetryPolicy
 
 
 class Uploads:
@@ -68,7 +68,7 @@ class Uploads:
             self._raise()
             data, started = await body(), runtime.monotonic()
             runtime.failpoint("publish.chunk.begun")
-            await create_once(self.store, chunk.key, data, patience=Patience(self._patience))
+            await put_if_absent(self.store, chunk.key, data, patience=RetryPolicy(self._patience))
         runtime.failpoint("publish.chunk.put")
         self._done[n] = chunk
         took = runtime.monotonic() - started

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from dcr_daemon.errors import Misuse
+from dcr_daemon.errors import UsageError
 from dcr_daemon.ledger.records import Seal
 
 METADATA_LIMIT = 64 << 10  #: bytes of user metadata in a seal
@@ -35,30 +35,34 @@ class SealedVersion:
 
 
 def checked_metadata(metadata: Any) -> dict[str, Any]:
-    """User metadata as a record can carry it; `Misuse` if it cannot."""
+    """User metadata as a record can carry it; `UsageError` if it cannot."""
     if metadata is not None and not isinstance(metadata, Mapping):
-        raise Misuse(f"metadata is a {type(metadata).__name__}", hint="give a mapping, such as {'loss': 0.5}")
+        raise UsageError(f"metadata is a {type(metadata).__name__}", hint="give a mapping, such as {'loss': 0.5}")
     try:
         body = msgspec.json.encode(dict(metadata or {}))
         plain: dict[str, Any] = msgspec.json.decode(body, type=dict[str, Any])
     except (TypeError, ValueError, msgspec.MsgspecError, RecursionError) as error:
-        raise Misuse(
+        raise UsageError(
             f"metadata cannot be written as JSON: {error}",
             hint="give plain numbers, strings, lists and mappings; loss.item(), not a tensor",
         ) from error
     if len(body) > METADATA_LIMIT:
-        raise Misuse(f"metadata of {len(body)} bytes is over the limit of {METADATA_LIMIT}")
+        raise UsageError(f"metadata of {len(body)} bytes is over the limit of {METADATA_LIMIT}")
     return plain
 
 
 def checked_step(step: Any) -> int | None:
-    """The trainer's label as a record can carry it: any integer of 64 bits, numpy's and torch's too; else `Misuse`."""
+    """The trainer's label as a record can carry it: any integer of 64 bits, also numpy's and torch's.
+
+    Raises:
+        UsageError: it is no integer, or too large.
+    """
     if step is None:
         return None
     try:
         number = operator.index(step)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise Misuse(f"step is a {type(step).__name__}", hint="give an integer or None") from error
+        raise UsageError(f"step is a {type(step).__name__}", hint="give an integer or None") from error
     if not -(1 << 63) <= number < 1 << 63:
-        raise Misuse(f"step {number} does not fit into 64 bits")
+        raise UsageError(f"step {number} does not fit into 64 bits")
     return number

@@ -17,8 +17,8 @@ from dcr_daemon.checkpoint.safetensors import SafetensorsFile
 from dcr_daemon.errors import DcrError, Incompatible
 from dcr_daemon.events import Emit, Rounded, ShardTaken
 from dcr_daemon.projection.files.piece_map import METADATA
-from dcr_daemon.publish.group.leader import Session
-from dcr_daemon.publish.inputs.intake import Intake
+from dcr_daemon.publish.group.leader import Leader
+from dcr_daemon.publish.inputs.intake import UpdateValidator
 from dcr_daemon.publish.inputs.sources import FileSource, Source, SourceChanged
 from dcr_daemon.publish.version.attempt import Attempt
 from dcr_daemon.publish.version.versions import SealedVersion
@@ -28,13 +28,13 @@ from dcr_daemon.publish.watch.history import Source as PublishedSource
 from dcr_daemon.publish.watch.pieces import PiecedSource
 
 
-class Taking:
+class CheckpointIngest:
     """An attempt whose input is the checkpoint at `relative`. Its files stay open until it ends."""
 
-    def __init__(self, session: Session, attempt: Attempt, relative: str, ignore: tuple[str, ...], emit: Emit) -> None:
+    def __init__(self, session: Leader, attempt: Attempt, relative: str, ignore: tuple[str, ...], emit: Emit) -> None:
         self.relative = relative
         self._session, self._attempt, self._emit = session, attempt, emit
-        self._intake = Intake(relative, session.layout, ignore)
+        self._intake = UpdateValidator(relative, session.layout, ignore)
         self._taken: dict[Path, FileIdentity] = {}
         self._open: list[SafetensorsFile] = []
 
@@ -139,7 +139,7 @@ def check_headers(found: Found, layout: Layout, ignore: tuple[str, ...]) -> None
         given = [tensor.given for tensor in found.pieces.fit.tensors]
     else:
         given = [spec for file in found.files.values() if file.header for spec in file.header.specs]
-    intake = Intake(found.relative, layout, ignore)
+    intake = UpdateValidator(found.relative, layout, ignore)
     for spec in given:
         intake.take(_HeaderSource(spec))
     intake.check_complete()

@@ -18,18 +18,18 @@ from watchdog.events import (
 )
 from watchdog.observers import Observer
 
-from dcr_daemon.errors import Exhausted
-from dcr_daemon.publish.watch.scanner import Survey
+from dcr_daemon.errors import ResourceExhausted
+from dcr_daemon.publish.watch.scanner import CheckpointScanner
 
 
-class Notices:
+class InotifyWatcher:
     """An event handler for watchdog; `changed` is set, on the loop, after each notice.
 
     Raises:
-        Exhausted: the kernel has no inotify watches left.
+        ResourceExhausted: the kernel has no inotify watches left.
     """
 
-    def __init__(self, root: Path, survey: Survey, changed: asyncio.Event) -> None:
+    def __init__(self, root: Path, survey: CheckpointScanner, changed: asyncio.Event) -> None:
         self._survey, self._changed = survey, changed
         self._loop = asyncio.get_running_loop()
         self._observer = Observer()
@@ -37,7 +37,7 @@ class Notices:
             self._observer.schedule(self, str(root), recursive=True)
             self._observer.start()
         except OSError as error:
-            raise Exhausted(
+            raise ResourceExhausted(
                 f"{root} cannot be watched by inotify: {error.strerror}",
                 hint="raise fs.inotify.max_user_watches and max_user_instances, or use --poll SECONDS",
             ) from error

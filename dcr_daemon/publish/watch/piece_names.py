@@ -67,7 +67,7 @@ class Fit:
 Target = tuple[tuple[int, ...], list[Region]]  #: shape of a whole tensor of the checkpoint, and where it leads
 
 
-class Naming:
+class PieceNames:
     """Fits checkpoints to one layout. May take seconds, and import transformers, where names are not the layout's.
 
     Args:

@@ -13,7 +13,7 @@ from dcr_daemon.checkpoint.safetensors import Header
 from dcr_daemon.errors import Corrupt, Incompatible, NotFound
 from dcr_daemon.projection.files.piece_map import METADATA, Piece, dcp_pieces, pieces_of
 from dcr_daemon.publish.watch.file_identity import FileIdentity, identity_of
-from dcr_daemon.publish.watch.piece_names import Fit, Naming
+from dcr_daemon.publish.watch.piece_names import Fit, PieceNames
 
 STALLED = 30  #: timed looks after which files that are newer than their table count as copied, not as being rewritten
 
@@ -30,12 +30,12 @@ class Tables:
     """Remembers what was read and judged, by the identity of what it was read from. Used by one thread at a time.
 
     Args:
-        ignore, config: of `Naming`.
+        ignore, config: of `PieceNames`.
     """
 
     def __init__(self, ignore: Sequence[str], config: Mapping[str, Any] | None) -> None:
         self._ignore, self._config = ignore, config
-        self._naming: tuple[Layout, Naming] | None = None
+        self._naming: tuple[Layout, PieceNames] | None = None
         self._tables: dict[tuple[Path, FileIdentity], Table] = {}
         self._fits: dict[Path, tuple[frozenset[FileIdentity], Fit]] = {}
         self._still: dict[Path, tuple[frozenset[FileIdentity], int]] = {}
@@ -80,7 +80,7 @@ class Tables:
         except Corrupt as error:
             return Fit(refusal=error.message)
         if self._naming is None or self._naming[0] is not layout:
-            self._naming = layout, Naming(layout, self._ignore, self._config)
+            self._naming = layout, PieceNames(layout, self._ignore, self._config)
         return self._naming[1].fit(pieces, ended=ended)
 
     def files(

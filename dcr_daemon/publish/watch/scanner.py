@@ -41,7 +41,7 @@ LOOKS_AT_WRITTEN = 30  #: the same for one that was written to and never closed:
 SHARDED = "sharded"  #: where torch's writer leaves the pieces from which it makes the checkpoint one level up
 
 
-class Survey:
+class CheckpointScanner:
     """Remembers what earlier looks saw. `look` is blocking and cheap when little has changed.
 
     Args:

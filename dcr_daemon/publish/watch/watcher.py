@@ -19,7 +19,7 @@ from urllib.parse import unquote, urlsplit
 from dcr_daemon import runtime
 from dcr_daemon.errors import DcrError, NotFound, StoreUnavailable
 from dcr_daemon.events import Emit, Waiting
-from dcr_daemon.publish.group.leader import Session
+from dcr_daemon.publish.group.leader import Leader
 from dcr_daemon.publish.group.opening import open_session
 from dcr_daemon.publish.inputs.model_config import read_config
 from dcr_daemon.publish.inputs.sources import SourceChanged
@@ -27,10 +27,10 @@ from dcr_daemon.publish.options import PublishOptions
 from dcr_daemon.publish.watch.candidate import Found
 from dcr_daemon.publish.watch.file_identity import FileIdentity, number_in
 from dcr_daemon.publish.watch.history import read_published
-from dcr_daemon.publish.watch.ingest import Taking, check_headers
-from dcr_daemon.publish.watch.inotify import Notices
+from dcr_daemon.publish.watch.ingest import CheckpointIngest, check_headers
+from dcr_daemon.publish.watch.inotify import InotifyWatcher
 from dcr_daemon.publish.watch.pieces import NotAsPromised
-from dcr_daemon.publish.watch.scanner import Survey
+from dcr_daemon.publish.watch.scanner import CheckpointScanner
 from dcr_daemon.store.port import Store
 
 LOOK = 1.0  #: seconds between two timed looks beside inotify
@@ -62,8 +62,8 @@ async def run_watch(options: WatchOptions, store: Store, emit: Emit) -> None:
         Fenced: another publisher owns the stream; do not restart.
         Incompatible: base, layout or store do not fit; the names are listed.
         NotFound: no stream there and `create` not given, or no such directory.
-        Misuse: options that do not go together.
-        Exhausted: the state directory's disk is full.
+        UsageError: options that do not go together.
+        ResourceExhausted: the state directory's disk is full.
     """
     if not options.watch.is_dir():
         raise NotFound(f"there is no directory {options.watch}", hint="make it before the publisher starts")
@@ -81,27 +81,27 @@ async def run_watch(options: WatchOptions, store: Store, emit: Emit) -> None:
 class Watcher:
     """The loop around one session: look, decide, take up, seal."""
 
-    def __init__(self, options: WatchOptions, session: Session, emit: Emit) -> None:
+    def __init__(self, options: WatchOptions, session: Leader, emit: Emit) -> None:
         self._options, self._session, self._emit = options, session, emit
         self._interval = options.poll or LOOK
         self._survey = self._new_survey(None)
         self._changed = asyncio.Event()
         self._last_look = float("-inf")
-        self._current: Taking | None = None
+        self._current: CheckpointIngest | None = None
         self._dying: str | None = None
         self._setbacks: dict[str, int] = {}
         self._newest = -1
         self._published: set[str] = set()
         self._given_up: dict[str, frozenset[FileIdentity]] = {}
         self._said: dict[str, str] = {}
-        self._notices: Notices | None = None
+        self._notices: InotifyWatcher | None = None
         self._watched: tuple[int, int] | None = None
         self._damaged = False
 
-    def _new_survey(self, config: Mapping[str, Any] | None) -> Survey:
+    def _new_survey(self, config: Mapping[str, Any] | None) -> CheckpointScanner:
         options = self._options
         excluded = _excluded(options, self._session.ledger.store.url)
-        return Survey(options.watch, excluded, options.marker, options.ignore, config)
+        return CheckpointScanner(options.watch, excluded, options.marker, options.ignore, config)
 
     async def run(self) -> None:
         """Until cancelled; with `once`, until what was complete at the start is published."""
@@ -133,7 +133,7 @@ class Watcher:
             self._notices.close()
             self._notices = None
         if place and not self._options.poll:
-            self._notices = Notices(self._options.watch, self._survey, self._changed)
+            self._notices = InotifyWatcher(self._options.watch, self._survey, self._changed)
 
     def _place(self) -> tuple[int, int] | None:
         """Device and inode of the watched directory; None while it is not there."""
@@ -255,7 +255,7 @@ class Watcher:
     def _is_new(self, checkpoint: Found) -> bool:
         return checkpoint.number is None or checkpoint.number > self._newest
 
-    def _void(self, current: Taking, checkpoint: Found | None, complete: list[Found]) -> str:
+    def _void(self, current: CheckpointIngest, checkpoint: Found | None, complete: list[Found]) -> str:
         """Why the attempt under way must not go on; empty if it may."""
         if checkpoint is None:
             return f"{current.relative} vanished"
@@ -270,13 +270,13 @@ class Watcher:
             return f"{complete[0].relative} {how} {current.relative}"
         return ""
 
-    async def _begin(self, checkpoint: Found) -> Taking:
+    async def _begin(self, checkpoint: Found) -> CheckpointIngest:
         if checkpoint in self._complete({checkpoint.relative: checkpoint}):
             check_headers(checkpoint, self._session.layout, self._options.ignore)
         attempt = await self._session.begin(step=checkpoint.number)
-        return Taking(self._session, attempt, checkpoint.relative, self._options.ignore, self._emit)
+        return CheckpointIngest(self._session, attempt, checkpoint.relative, self._options.ignore, self._emit)
 
-    async def _seal(self, current: Taking) -> None:
+    async def _seal(self, current: CheckpointIngest) -> None:
         await current.seal()
         self._current, self._setbacks = None, {}
         current.close()

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dcr_daemon.engine import messages
-from dcr_daemon.engine.port import Hop, Prepared, Swapped, Transaction, Verdict
+from dcr_daemon.engine.port import Prepared, Swapped, Transaction, Verdict, VersionDelta
 from dcr_daemon.engine.staged import read_vector
 from dcr_daemon.errors import DcrError, EngineRefused
 from dcr_daemon.vllm_plugin import calls
@@ -165,7 +165,7 @@ class Changes:
         self._prepared = _Change(txn.id, txn.base, hops[-1].version, label, ranks, reached)
         return Prepared(txn=txn.id, changed=changed, fits=fits)
 
-    def _held(self, txn: Transaction) -> JobSteps[tuple[list[PreparedRank], list[Hop]]]:
+    def _held(self, txn: Transaction) -> JobSteps[tuple[list[PreparedRank], list[VersionDelta]]]:
         """Every rank holds the same number of hops: as many as fit on the fullest."""
         core, hops = self._core, list(txn.hops)
         while True:
@@ -425,7 +425,7 @@ class Changes:
         self._begun = None
 
 
-def _files(hop: Hop) -> calls.HopFiles:
+def _files(hop: VersionDelta) -> calls.HopFiles:
     return calls.HopFiles(
         version=hop.version, base=hop.base, attempt=hop.attempt, chunks=hop.chunks, loaded=hop.loaded, after=hop.after
     )

@@ -22,7 +22,7 @@ from dcr_daemon.vllm_plugin import calls
 from dcr_daemon.vllm_plugin.calls import AttachedRank, FingerprintRank, JobKind, JobRef, JobState, JobStatus, Op
 from dcr_daemon.vllm_plugin.core import judge
 from dcr_daemon.vllm_plugin.core.judge import Live, Placement
-from dcr_daemon.vllm_plugin.core.operations import Flow, JobSteps, Steps
+from dcr_daemon.vllm_plugin.core.operations import JobSteps, Operation, Steps
 from dcr_daemon.vllm_plugin.core.worker_group import Ranks, kind_of, raise_for
 from dcr_daemon.vllm_plugin.settings import Settings
 
@@ -88,8 +88,8 @@ class Core:
         self.proved: int | None = None
         self.begun: str | None = None
         self.moving = ""  #: "swap" or "load" while one has the engine paused
-        self.flow: Flow | None = None
-        self._gave_way: Flow | None = None
+        self.flow: Operation | None = None
+        self._gave_way: Operation | None = None
         self.outcomes: dict[str, Swapped] = {}
         self.changes = Changes(self)
         self._generations: list[int] | None = None
@@ -162,7 +162,7 @@ class Core:
         scrub = Scrub(self, call)
         if self.flow is not None and self.flow.live:
             return messages.done(call.id, scrub.so_far())
-        self.flow = Flow(call.id, "scrub", scrub.steps(), scrub.so_far)
+        self.flow = Operation(call.id, "scrub", scrub.steps(), scrub.so_far)
         return self.flow.advance()
 
     def _give_way(self) -> None:
@@ -177,7 +177,7 @@ class Core:
             self.ranks.token = max(self.ranks.token + 1, after_raising)
             self._give_way()
             self._supersede("a newer owner attached")
-        self.flow = Flow(call.id, type(call).__name__.lower(), steps)
+        self.flow = Operation(call.id, type(call).__name__.lower(), steps)
         return self.flow.advance()
 
     def _supersede(self, why: str, *, only: str | None = None) -> None:

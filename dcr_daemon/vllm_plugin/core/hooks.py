@@ -18,7 +18,7 @@ from typing import Any
 
 from dcr_daemon.engine import messages
 from dcr_daemon.engine.messages import Answer
-from dcr_daemon.errors import Misuse
+from dcr_daemon.errors import UsageError
 from dcr_daemon.vllm_plugin import calls, compat
 from dcr_daemon.vllm_plugin.compat import UnsupportedVllm
 from dcr_daemon.vllm_plugin.core.engine_core import Core
@@ -68,7 +68,7 @@ def dcr_core(engine: Any, record: bytes) -> bytes | Future[bytes]:
     """One call of the engine's socket as a utility call of EngineCore: a record in, a record out."""
     try:
         call = messages.decode_call(record)
-    except Misuse as error:
+    except UsageError as error:
         return messages.encode(messages.refused("", error))
     answer = engine.dcr.handle(call)
     if not isinstance(answer, Future):

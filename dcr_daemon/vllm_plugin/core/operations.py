@@ -20,7 +20,7 @@ JobSteps = Generator[Future[Any] | None, None, T]
 Steps = JobSteps[Any]
 
 
-class Flow:
+class Operation:
     """One running call. `kind` is its operation's name, for messages. With `so_far` it gives way to any other call and
     then answers that."""
 

@@ -20,14 +20,14 @@ from dcr_daemon.canonical.fingerprint import Vector
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.codec.decode import open_chunk
 from dcr_daemon.codec.format import Table
-from dcr_daemon.engine.port import Hop
+from dcr_daemon.engine.port import VersionDelta
 from dcr_daemon.engine.staged import read_staged, read_vector
 from dcr_daemon.errors import Corrupt
 from dcr_daemon.vllm_plugin.core.judge import HopTable
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Promise:
+class StagedSummary:
     """Of each hop in order: its table, and its version's vectors before and after."""
 
     tables: list[HopTable]
@@ -35,15 +35,15 @@ class Promise:
     after: list[Vector]
 
 
-def read_promise(hops: Sequence[Hop], layout: Layout) -> Promise:
+def read_promise(hops: Sequence[VersionDelta], layout: Layout) -> StagedSummary:
     """All tables and vectors of a transaction. Raises `Corrupt` or `EngineRefused`, naming the file."""
     tables = [read_table(hop, layout) for hop in hops]
-    return Promise(
+    return StagedSummary(
         tables, [read_vector(hop.before, layout) for hop in hops], [read_vector(hop.after, layout) for hop in hops]
     )
 
 
-def read_table(hop: Hop, layout: Layout) -> HopTable:
+def read_table(hop: VersionDelta, layout: Layout) -> HopTable:
     """The segments of one version, in the order in which workers number them."""
     tables = [_table(path, hop, layout) for path in hop.chunks]
 
@@ -59,7 +59,7 @@ def read_table(hop: Hop, layout: Layout) -> HopTable:
     )
 
 
-def _table(path: str, hop: Hop, layout: Layout) -> Table:
+def _table(path: str, hop: VersionDelta, layout: Layout) -> Table:
     chunk = open_chunk(read_staged(path), layout)
     found = (chunk.id.version, chunk.id.base, chunk.id.attempt)
     if found != (hop.version, hop.base, hop.attempt):
@@ -77,7 +77,7 @@ class Reader:
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="dcr-tables", initializer=_step_back)
 
-    def start(self, hops: Sequence[Hop], layout: Layout) -> Future[Promise]:
+    def start(self, hops: Sequence[VersionDelta], layout: Layout) -> Future[StagedSummary]:
         return self._pool.submit(read_promise, hops, layout)
 
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, Exhausted, Fenced
+from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, Fenced, ResourceExhausted
 from dcr_daemon.vllm_plugin import calls
 from dcr_daemon.vllm_plugin.calls import Code, Op, Reply
 
@@ -31,7 +31,7 @@ _KINDS: dict[str, type[DcrError]] = {
     Code.REFUSED: EngineRefused,
     Code.UNPROVED: EngineRefused,
     Code.CORRUPT: Corrupt,
-    Code.EXHAUSTED: Exhausted,
+    Code.EXHAUSTED: ResourceExhausted,
     Code.FAILED: EngineRefused,
 }
 

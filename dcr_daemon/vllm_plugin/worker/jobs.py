@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from dcr_daemon.errors import Corrupt, DcrError, Exhausted
+from dcr_daemon.errors import Corrupt, DcrError, ResourceExhausted
 from dcr_daemon.vllm_plugin.calls import Code, JobKind, JobState, JobStatus
 
 log = logging.getLogger("dcr.worker")
@@ -148,6 +148,6 @@ def code_of(error: Exception) -> Code:
     """What the caller is to do about an error."""
     if isinstance(error, (Corrupt, OSError)):
         return Code.CORRUPT  # a staged file that cannot be read is fetched again, as a damaged one is
-    if isinstance(error, Exhausted):
+    if isinstance(error, ResourceExhausted):
         return Code.EXHAUSTED
     return Code.REFUSED

@@ -20,7 +20,7 @@ from dcr_daemon.canonical.dtypes import lane_dtype
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.codec.chunk import Changes
 from dcr_daemon.codec.decode import Chunk, open_chunk
-from dcr_daemon.errors import CorruptChunk, EngineRefused, Exhausted
+from dcr_daemon.errors import CorruptChunk, EngineRefused, ResourceExhausted
 from dcr_daemon.vllm_plugin.calls import HopFiles, PreparedRank, SegmentSums, Sums
 from dcr_daemon.vllm_plugin.loader.computed import Fed, Values, write_fed
 from dcr_daemon.vllm_plugin.weights import faults
@@ -139,7 +139,7 @@ class Preparation:
 
         Raises:
             CorruptChunk: a chunk is damaged or not of its hop.
-            Exhausted: the first hop alone is over the arena.
+            ResourceExhausted: the first hop alone is over the arena.
             EngineRefused: tensors that share memory would differ.
             OSError: a file cannot be read.
         """
@@ -157,7 +157,7 @@ class Preparation:
                 # again with the hops that are known to fit.
                 fits = len(done)
                 if fits == 0:
-                    raise Exhausted(
+                    raise ResourceExhausted(
                         f"version {hops[0].version} alone needs more than the {self._arena.size} bytes reserved",
                         hint="raise DCR_STAGE_CAP where the engine is started",
                     ) from None

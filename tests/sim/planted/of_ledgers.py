@@ -15,7 +15,7 @@ from dcr_daemon.ledger import ledger as ledgers
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.records import Epoch
 from dcr_daemon.publish.baseline.restore import Restorer
-from dcr_daemon.publish.group.leader import Session
+from dcr_daemon.publish.group.leader import Leader
 from dcr_daemon.store.port import Outcome
 
 
@@ -49,9 +49,9 @@ def writer_appends_without_reading(put: Put) -> None:
 def no_answer_is_taken_for_a_failure(put: Put) -> None:
     """A seal whose answer is lost is given up and its update undone, though it may still arrive; and the baseline is
     then believed to be whatever the ledger says."""
-    right = Session.settle
+    right = Leader.settle
 
-    async def settle(self: Session, reason: str, **options: Any) -> Any:
+    async def settle(self: Leader, reason: str, **options: Any) -> Any:
         if self.ledger.undecided and self.bench.attempt:
             attempt, self.ledger._sent = self.bench.attempt, None
             await attempt.cancel()
@@ -68,7 +68,7 @@ def no_answer_is_taken_for_a_failure(put: Put) -> None:
 
     right_restore = Restorer.restore
     put(ledgers, "TRIES", 1)
-    put(Session, "settle", settle)
+    put(Leader, "settle", settle)
     put(Restorer, "restore", restore)
 
 
@@ -109,9 +109,9 @@ def anybody_may_claim(put: Put) -> None:
 @bug("T1", "rolled_back_bucket")
 def nothing_is_remembered(put: Put) -> None:
     """No high-water mark is kept: a bucket that was rolled back is believed."""
-    from dcr_daemon.ledger.high_water_mark import Memory
+    from dcr_daemon.ledger.high_water_mark import HighWaterMark
 
-    put(Memory, "_load", lambda self: None)
+    put(HighWaterMark, "_load", lambda self: None)
 
 
 @bug("L8", "intruder")

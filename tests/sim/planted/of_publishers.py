@@ -11,7 +11,7 @@ from dcr_daemon.codec.encode import ChunkEncoder
 from dcr_daemon.ledger import names
 from dcr_daemon.publish.baseline.baseline import Baseline
 from dcr_daemon.publish.group import anchors, opening
-from dcr_daemon.publish.group.context import Bench
+from dcr_daemon.publish.group.context import RankContext
 from dcr_daemon.publish.version import attempt
 from dcr_daemon.publish.version.attempt import Attempt
 from dcr_daemon.publish.version.uploads import Uploads
@@ -78,13 +78,13 @@ def undo_forgets_a_chunk(put: Put) -> None:
 def other_bytes_under_my_name_are_mine(put: Put) -> None:
     """A name that is taken counts as written, whatever lies there."""
 
-    async def create_once(store: Any, key: str, body: Any, **_: Any) -> None:
+    async def put_if_absent(store: Any, key: str, body: Any, **_: Any) -> None:
         await store.create(key, body)
 
     from dcr_daemon.publish.version import uploads
 
-    put(uploads, "create_once", create_once)
-    put(attempt, "create_once", create_once)
+    put(uploads, "put_if_absent", put_if_absent)
+    put(attempt, "put_if_absent", put_if_absent)
 
 
 @bug("P5 (elsewhere: pages that a crash lost went unnoticed)", "power_cut", "publisher_dies")
@@ -103,10 +103,10 @@ def cache_is_believed(put: Put) -> None:
 def anchor_of_a_damaged_baseline(put: Put) -> None:
     """An anchor is written from memory without asking whether it is still the version."""
 
-    async def prove(self: Bench, *_: Any, **__: Any) -> None:
+    async def prove(self: RankContext, *_: Any, **__: Any) -> None:
         return None
 
-    put(Bench, "prove", prove)
+    put(RankContext, "prove", prove)
     put(anchors, "check_vector", lambda *_, **__: None)
 
 

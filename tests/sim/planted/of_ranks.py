@@ -6,13 +6,13 @@ from typing import Any
 
 from sim.planted.bug import Put, bug
 
-from dcr_daemon.errors import Missing, Misuse
+from dcr_daemon.errors import KeyNotFound, UsageError
 from dcr_daemon.ledger import names
 from dcr_daemon.ledger.records import Open
 from dcr_daemon.publish.baseline.baseline import Baseline
 from dcr_daemon.publish.group import anchors, join, leader
-from dcr_daemon.publish.group.collect import Muster
-from dcr_daemon.publish.group.context import Bench
+from dcr_daemon.publish.group.collect import ObjectCollector
+from dcr_daemon.publish.group.context import RankContext
 from dcr_daemon.publish.group.join import Joined
 from dcr_daemon.publish.group.member import Member
 from dcr_daemon.publish.version import attempt, uploads
@@ -43,11 +43,11 @@ def ranks_have_no_nonce(put: Put) -> None:
 
         put(names, what, named)
 
-    async def create_once(store: Any, key: str, body: Any, **_: Any) -> None:
+    async def put_if_absent(store: Any, key: str, body: Any, **_: Any) -> None:
         await store.create(key, body)
 
-    put(uploads, "create_once", create_once)
-    put(attempt, "create_once", create_once)
+    put(uploads, "put_if_absent", put_if_absent)
+    put(attempt, "put_if_absent", put_if_absent)
 
 
 def _without_a_step(put: Put) -> None:
@@ -56,7 +56,7 @@ def _without_a_step(put: Put) -> None:
     async def open_(self: Member, **options: Any) -> Any:
         try:
             return await right(self, **options)
-        except Misuse:
+        except UsageError:
             return self._answered
 
     put(Member, "open", open_)
@@ -109,14 +109,14 @@ def sums_are_not_compared(put: Put) -> None:
 @bug("P3", "rank_is_damaged")
 def a_rank_diffs_from_whatever_it_holds(put: Put) -> None:
     """A baseline of an older version is taken for the newest one, and rank 0 believes it."""
-    right = Bench.restore
+    right = RankContext.restore
 
-    async def restore(self: Bench) -> None:
+    async def restore(self: RankContext) -> None:
         if self.baseline.version is None:
             await right(self)
         self.baseline.version = self.ledger.state.seal.version
 
-    put(Bench, "restore", restore)
+    put(RankContext, "restore", restore)
     put(Joined, "missed", lambda *_: [])
 
 
@@ -149,10 +149,10 @@ def a_rank_undoes_before_the_abort(put: Put) -> None:
 def what_a_rank_says_is_not_heard(put: Put) -> None:
     """Rank 0 waits for a rank that has given up, and says why."""
 
-    async def failed(self: Muster, *_: Any) -> None:
+    async def failed(self: ObjectCollector, *_: Any) -> None:
         return None
 
-    put(Muster, "_failed", failed)
+    put(ObjectCollector, "_failed", failed)
 
 
 @bug("P7", "rank_disagrees")
@@ -178,7 +178,7 @@ def one_read_is_believed(put: Put) -> None:
         while True:
             try:
                 return await store.get(key, limit=limit)
-            except Missing:
+            except KeyNotFound:
                 continue
 
     put(join, "read_listed", read_listed)

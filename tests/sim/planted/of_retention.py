@@ -63,16 +63,16 @@ def whatever_is_not_sealed_is_rubbish(put: Put) -> None:
 @bug("L5 (elsewhere: a full copy was not whole)", "late_replica", "publisher_dies", "operator")
 def anchor_record_before_its_files(put: Put) -> None:
     """The anchor is recorded, and its last file is put afterwards."""
-    right = anchors.create_once
+    right = anchors.put_if_absent
     late: list[Any] = []
 
-    async def create_once(store: Any, key: str, body: Any, **options: Any) -> None:
+    async def put_if_absent(store: Any, key: str, body: Any, **options: Any) -> None:
         if key.startswith("anchors/") and key.endswith(".safetensors"):
             late.append((store, key, body))
             return
         await right(store, key, body, **options)
 
-    put(anchors, "create_once", create_once)
+    put(anchors, "put_if_absent", put_if_absent)
 
 
 @bug("L5", "take_over", "fenced_collector")

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dcr_daemon.errors import Misuse
+from dcr_daemon.errors import UsageError
 from dcr_daemon.projection.frameworks.megatron.parameter import Parameter, Place
 
 HINT = "the degrees are those of the training run: --tp, --pp, --vpp, --cp, --ep, --etp, --dp"
@@ -52,9 +52,9 @@ class Grid:
 
     def __post_init__(self) -> None:
         if min(self.tp, self.pp, self.vpp, self.cp, self.dp, self.ep, self.etp) < 1:
-            raise Misuse("a degree of parallelism is at least 1", hint=HINT)
+            raise UsageError("a degree of parallelism is at least 1", hint=HINT)
         if self.stage % (self.ep * self.etp):
-            raise Misuse(
+            raise UsageError(
                 f"{self.stage} ranks of a stage (tp · cp · dp) cannot hold ep · etp = {self.ep * self.etp} shares of "
                 "experts",
                 hint=f"--dp {self.ep * self.etp // math.gcd(self.ep * self.etp, self.tp * self.cp)} would fit",
@@ -73,13 +73,13 @@ class Grid:
         """Layers of every chunk in model order: chunk c lies on stage c % pp, as its virtual stage c // pp.
 
         Raises:
-            Misuse: the layers cannot be divided so.
+            UsageError: the layers cannot be divided so.
         """
         count = self.pp * self.vpp
         sizes: Sequence[int] = self.stage_layers or [layers // count] * count
         if len(sizes) != count or sum(sizes) != layers:
             fair = [layers // count + (i < layers % count) for i in range(count)]
-            raise Misuse(
+            raise UsageError(
                 f"{layers} layers do not divide into {count} pipeline chunks"
                 + (f" of {list(sizes)}" if self.stage_layers else ""),
                 hint=f"say how they do, e.g. --stage-layers {','.join(map(str, fair))}",
@@ -100,7 +100,7 @@ class Grid:
         if parameter.expert is None:
             return None
         if experts % self.ep:
-            raise Misuse(f"{experts} experts do not divide over {self.ep} ranks", hint="choose another --ep")
+            raise UsageError(f"{experts} experts do not divide over {self.ep} ranks", hint="choose another --ep")
         return divmod(parameter.expert, experts // self.ep)
 
     def replicas(self, parameter: Parameter, stage: int, expert_rank: int, share: int) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dcr_daemon.errors import Incompatible, Misuse
+from dcr_daemon.errors import Incompatible, UsageError
 from dcr_daemon.projection.frameworks.megatron.configuration import check_configuration
 from dcr_daemon.projection.frameworks.megatron.grid import Grid
 from dcr_daemon.projection.frameworks.megatron.shards import Spot, shard, spots
@@ -68,7 +68,8 @@ def shards_of(model: Any, architecture: Architecture, grid: Grid, rank: int) -> 
 
     Raises:
         Incompatible: the model was built from another architecture.
-        Misuse: the degrees do not divide the architecture, or the chunks are not as many as the grid's virtual stages.
+        UsageError: the degrees do not divide the architecture, or the number of chunks is not
+            the grid's number of virtual stages.
     """
     check_configuration(_listed(model), architecture)
     chunks = _chunks(model, grid.vpp)
@@ -121,7 +122,7 @@ def _listed(model: Any) -> Sequence[Any]:
 def _chunks(model: Any, chunks: int) -> list[dict[str, Any]]:
     found = [_tensors(chunk) for chunk in _listed(model)]
     if len(found) != chunks:
-        raise Misuse(f"{len(found)} model chunks for {chunks} virtual stages", hint="pass the list of all chunks")
+        raise UsageError(f"{len(found)} model chunks for {chunks} virtual stages", hint="pass the list of all chunks")
     return found
 
 
@@ -177,14 +178,14 @@ def grid_of_process(layers: Sequence[int] | None = None) -> tuple[Grid, int]:
         layers: of every pipeline chunk, where they are not equal.
 
     Raises:
-        Misuse: megatron-core is not installed, or its groups do not exist yet.
+        UsageError: megatron-core is not installed, or its groups do not exist yet.
     """
     try:
         from megatron.core import parallel_state
     except ImportError:
-        raise Misuse("megatron-core is not installed here", hint="give the grid's degrees instead") from None
+        raise UsageError("megatron-core is not installed here", hint="give the grid's degrees instead") from None
     if not parallel_state.model_parallel_is_initialized():
-        raise Misuse("Megatron's process groups do not exist yet", hint="initialize_model_parallel comes first")
+        raise UsageError("Megatron's process groups do not exist yet", hint="initialize_model_parallel comes first")
     grid = Grid(
         tp=parallel_state.get_tensor_model_parallel_world_size(),
         pp=parallel_state.get_pipeline_model_parallel_world_size(),

@@ -8,7 +8,7 @@ from typing import Literal
 
 from dcr_daemon.canonical.layout import TensorSpec
 from dcr_daemon.canonical.region import Region
-from dcr_daemon.errors import Misuse
+from dcr_daemon.errors import UsageError
 from dcr_daemon.projection.frameworks.megatron.splits import Held, Split, Uneven, held
 
 Part = Literal["first", "decoder", "last", "prediction"]  #: of the model; a pipeline's stages follow from it
@@ -50,13 +50,13 @@ class Parameter:
         """The share of one tensor-parallel rank.
 
         Raises:
-            Misuse: so many ranks cannot share it.
+            UsageError: so many ranks cannot share it.
         """
         try:
             split = held(self.split, rank, ranks)
         except Uneven as error:
             what = "expert tensor" if self.expert is not None else "tensor"
-            raise Misuse(
+            raise UsageError(
                 f"{self.targets[0].spec.name} cannot be split {ranks} ways: {error}",
                 hint=f"choose a degree of {what} parallelism that divides it",
             ) from None

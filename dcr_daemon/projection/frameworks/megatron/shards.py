@@ -43,7 +43,7 @@ def of_rank(
         dtype: of the parameters in memory; the canonical tensors' own by default.
 
     Raises:
-        Misuse: the degrees do not divide the model.
+        UsageError: the degrees do not divide the model.
     """
     shards = []
     for spot in spots(architecture, grid, rank, vocabulary_multiple=vocabulary_multiple):

@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from dcr_daemon.errors import Incompatible, Misuse, NotFound
+from dcr_daemon.errors import Incompatible, NotFound, UsageError
 from dcr_daemon.projection.frameworks.models.architecture import (
     Architecture,
     Attention,
@@ -40,7 +40,7 @@ class Fields:
         value = next((self.values[key] for key in keys if self.values.get(key) is not None), default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0 or (value == 0 and default != 0):
             said = "is missing" if value is None else f"cannot be {value!r}"
-            raise Misuse(f"{self.origin}: {keys[0]} {said}", hint="CONFIG is a model's complete config.json")
+            raise UsageError(f"{self.origin}: {keys[0]} {said}", hint="CONFIG is a model's complete config.json")
         return value
 
     def flag(self, key: str, *, default: bool = False) -> bool:
@@ -61,7 +61,7 @@ def read_architecture(config: str | Path | Mapping[str, Any], *, prediction: boo
 
     Raises:
         NotFound: neither a file nor a shipped name.
-        Misuse: it does not parse, or a field is missing.
+        UsageError: it does not parse, or a field is missing.
         Incompatible: a family or a variant that is not known.
     """
     fields = _read(config)
@@ -76,7 +76,7 @@ def read_architecture(config: str | Path | Mapping[str, Any], *, prediction: boo
     if prediction is False:
         architecture = replace(architecture, prediction=None)
     elif prediction and architecture.prediction is None:
-        raise Misuse(f"{fields.origin} has no multi-token prediction", hint="leave --mtp away")
+        raise UsageError(f"{fields.origin} has no multi-token prediction", hint="leave --mtp away")
     if fields.get("quantization_config"):
         note = "the checkpoint is quantised; what is planned is its unquantised export"
         architecture = replace(architecture, notes=(*architecture.notes, note))
@@ -105,9 +105,11 @@ def _read(config: str | Path | Mapping[str, Any]) -> Fields:
             text = path.read_text() if path.is_file() else (_SHIPPED / f"{known}.json").read_text()
             values = json.loads(text)
         except (OSError, ValueError) as error:
-            raise Misuse(f"{origin} cannot be read as JSON: {error}", hint="CONFIG is a model's config.json") from error
+            raise UsageError(
+                f"{origin} cannot be read as JSON: {error}", hint="CONFIG is a model's config.json"
+            ) from error
         if not isinstance(values, dict):
-            raise Misuse(f"{origin} is not a JSON object", hint="CONFIG is a model's config.json")
+            raise UsageError(f"{origin} is not a JSON object", hint="CONFIG is a model's config.json")
     return Fields(values, origin)
 
 
@@ -131,7 +133,7 @@ def _attention(fields: Fields, **more: Any) -> Attention:
     groups = fields.count("num_key_value_heads", default=heads)
     head = fields.count("head_dim", default=fields.count("hidden_size") // heads)
     if heads % groups:
-        raise Misuse(f"{fields.origin}: {heads} heads in {groups} groups", hint="CONFIG is a model's config.json")
+        raise UsageError(f"{fields.origin}: {heads} heads in {groups} groups", hint="CONFIG is a model's config.json")
     return Attention(heads, groups, head, **more)
 
 
@@ -247,7 +249,7 @@ def _nemotron_h(fields: Fields) -> Architecture:
         letters = pattern or "".join(_LETTERS.get(kind, "?") for kind in kinds or [])
         layers = [layer.get(letter) for letter in letters if letter != "|"]
         if not layers or None in layers:
-            raise Misuse(f"{fields.origin}: the layer pattern {letters!r} is not made of M, E, * and -", hint="")
+            raise UsageError(f"{fields.origin}: the layer pattern {letters!r} is not made of M, E, * and -", hint="")
         return [found for found in layers if found]
 
     modules = fields.count("num_nextn_predict_layers", default=0)
