@@ -25,7 +25,7 @@ from dcr_daemon.events import Committed, Serving
 from dcr_daemon.ledger.records import Floor
 from dcr_daemon.vllm_plugin.core import hooks
 from dcr_daemon.vllm_plugin.endpoint import Engines, SocketServer
-from dcr_daemon.vllm_plugin.loader import loading
+from dcr_daemon.vllm_plugin.loader import place_model
 
 # -- a reader that is slower than retention -------------------------------------------------------------------------
 
@@ -139,7 +139,7 @@ class Served:
 
 @pytest.fixture
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Served:
-    monkeypatch.setattr(loading, "attach_model", attach_model)  # vLLM's loader is another test's
+    monkeypatch.setattr(place_model, "attach_model", attach_model)  # vLLM's loader is another test's
     return Served(tmp_path)
 
 

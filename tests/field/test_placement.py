@@ -22,13 +22,13 @@ from dcr_daemon.engine import messages
 from dcr_daemon.engine.port import Swapped, Verdict
 from dcr_daemon.errors import DcrError, EngineRefused
 from dcr_daemon.events import Waiting
-from dcr_daemon.vllm_plugin.loader import loading
+from dcr_daemon.vllm_plugin.loader import place_model
 
 
 @pytest.fixture
 def field_loader(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers attach to the models of this room without vLLM, whose own loader other tests have."""
-    monkeypatch.setattr(loading, "attach_model", attach_model)
+    monkeypatch.setattr(place_model, "attach_model", attach_model)
 
 
 @pytest.mark.usefixtures("field_loader")

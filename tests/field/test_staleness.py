@@ -26,7 +26,7 @@ from dcr_daemon.observe.health import Health
 from dcr_daemon.observe.metrics import Metrics
 from dcr_daemon.observe.server import ProbeServer
 from dcr_daemon.vllm_plugin.core import hooks
-from dcr_daemon.vllm_plugin.loader import loading
+from dcr_daemon.vllm_plugin.loader import place_model
 from dcr_daemon.vllm_plugin.settings import Settings
 
 
@@ -155,7 +155,7 @@ class Stubborn(ToyHost):
 
 @pytest.fixture
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FieldEngine:
-    monkeypatch.setattr(loading, "attach_model", attach_model)  # vLLM's loader is another test's
+    monkeypatch.setattr(place_model, "attach_model", attach_model)  # vLLM's loader is another test's
     engine = FieldEngine(tmp_path / "e").ready()
     engine.host = engine.core.host = Stubborn()
     engine.host.guard = engine.core.why_not_resume

@@ -27,7 +27,7 @@ from dcr_daemon.vllm_plugin.calls import JobKind, Op
 from dcr_daemon.vllm_plugin.core import promises
 from dcr_daemon.vllm_plugin.core.engine_core import Core
 from dcr_daemon.vllm_plugin.core.worker_group import Ranks
-from dcr_daemon.vllm_plugin.loader import loading
+from dcr_daemon.vllm_plugin.loader import place_model
 from dcr_daemon.vllm_plugin.settings import Settings
 from dcr_daemon.vllm_plugin.weights import faults
 from dcr_daemon.vllm_plugin.worker import session as rank_module
@@ -273,12 +273,12 @@ def toy_workers() -> Iterator[None]:
         placement, homes = placed(model)
         return placement, homes.live
 
-    before = loading.attach_model, rank_module.Background
-    loading.attach_model, rank_module.Background = attach, InlineBackground  # type: ignore[misc]
+    before = place_model.attach_model, rank_module.Background
+    place_model.attach_model, rank_module.Background = attach, InlineBackground  # type: ignore[misc]
     faults.ENABLED = True
     try:
         yield
     finally:
-        loading.attach_model, rank_module.Background = before  # type: ignore[misc]
+        place_model.attach_model, rank_module.Background = before  # type: ignore[misc]
         faults.ENABLED = False
         faults.plant("apply", times=0)

@@ -36,7 +36,7 @@ from dcr_daemon.events import (
 )
 from dcr_daemon.ledger import names
 from dcr_daemon.observe.health import Health
-from dcr_daemon.vllm_plugin.loader import loading
+from dcr_daemon.vllm_plugin.loader import place_model
 
 
 class Watched(Events):
@@ -80,7 +80,7 @@ def make_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
         placement, homes = placed(model)
         return placement, homes.live
 
-    monkeypatch.setattr(loading, "attach_model", attach)  # vLLM's loader is another test's
+    monkeypatch.setattr(place_model, "attach_model", attach)  # vLLM's loader is another test's
 
     async def make(count: int = 0, *, at: int | None = 0, **options: Any) -> Live:
         stream = await toy_stream(tmp_path / "toy", count)

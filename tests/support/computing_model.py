@@ -8,7 +8,7 @@ import torch
 from worker_rig import Lanes
 
 from dcr_daemon.canonical.layout import Layout, TensorSpec
-from dcr_daemon.vllm_plugin.loader import loading
+from dcr_daemon.vllm_plugin.loader import place_model
 from dcr_daemon.vllm_plugin.loader.computed import record_alone
 from dcr_daemon.vllm_plugin.loader.recorder import DTYPES, record
 from dcr_daemon.vllm_plugin.weights.placement import Placement
@@ -92,9 +92,9 @@ def state(model: torch.nn.Module) -> dict[str, bytes]:
 
 def place(model: Computing, *, cap: int = 1 << 20) -> tuple[Placement, dict[str, torch.Tensor]]:
     """What attach finds out about a model, without vLLM's load format."""
-    blank, live = type(model)(device="meta"), loading.named(model)
-    form = loading.named(blank)
+    blank, live = type(model)(device="meta"), place_model.named(model)
+    form = place_model.named(blank)
     recording = record(blank.load_weights, form.items, LAYOUT)
     alone = record_alone(blank.load_weights, form.items, LAYOUT, recording, cap)
-    placement = loading.place(recording, loading.LoadFormat(live, form, {}, {}, frozenset(), alone), LAYOUT)
+    placement = place_model.place(recording, place_model.LoadFormat(live, form, {}, {}, frozenset(), alone), LAYOUT)
     return placement, {name: live[name] for name in {*placement.forms, *(row.parameter for row in placement.rows)}}

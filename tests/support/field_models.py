@@ -12,7 +12,7 @@ from toy_engine import ToyEngine, ToyWorker
 from worker_rig import Lanes, random_lanes, step
 
 from dcr_daemon.canonical.layout import Layout, TensorSpec
-from dcr_daemon.vllm_plugin.loader import loading
+from dcr_daemon.vllm_plugin.loader import place_model
 from dcr_daemon.vllm_plugin.loader.recorder import DTYPES, record
 from dcr_daemon.vllm_plugin.weights.placement import Placement, Repack
 
@@ -113,13 +113,13 @@ def loaded(kind: type[Model], lanes: Lanes, rank: int = 0, of: int = 1, layout: 
     return model
 
 
-def attach_model(model: Model, config: Any, layout: Layout, platform: str) -> tuple[Placement, loading.Named]:
+def attach_model(model: Model, config: Any, layout: Layout, platform: str) -> tuple[Placement, place_model.Named]:
     """What attach finds out about a rank, without vLLM's load format; in place of `loading.attach_model`."""
-    blank, live = type(model)(model.rank, model.of, device="meta"), loading.named(model)
-    form = loading.named(blank)
+    blank, live = type(model)(model.rank, model.of, device="meta"), place_model.named(model)
+    form = place_model.named(blank)
     recording = record(blank.load_weights, form.items, layout)
     saved = frozenset(model.state_dict())
-    placement = loading.place(recording, loading.LoadFormat(live, form, type(model).repacks, {}, saved), layout)
+    placement = place_model.place(recording, place_model.LoadFormat(live, form, type(model).repacks, {}, saved), layout)
     return placement, {row.parameter: live[row.parameter] for row in placement.rows}
 
 

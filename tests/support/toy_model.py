@@ -13,7 +13,7 @@ import torch
 
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.vllm_plugin.calls import Held
-from dcr_daemon.vllm_plugin.loader.loading import LoadFormat, place
+from dcr_daemon.vllm_plugin.loader.place_model import LoadFormat, place
 from dcr_daemon.vllm_plugin.loader.recorder import DTYPES, record
 from dcr_daemon.vllm_plugin.weights.memory import Homes, holders_of
 from dcr_daemon.vllm_plugin.weights.placement import Placement, Repack

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from toy_model import placed
 
-from dcr_daemon.vllm_plugin.loader import loading
+from dcr_daemon.vllm_plugin.loader import place_model
 from dcr_daemon.vllm_plugin.weights import faults
 
 
@@ -17,7 +17,7 @@ def toy_loader(monkeypatch: pytest.MonkeyPatch) -> Any:
         placement, homes = placed(model)
         return placement, homes.live
 
-    monkeypatch.setattr(loading, "attach_model", attach)  # vLLM's loader is another test's
+    monkeypatch.setattr(place_model, "attach_model", attach)  # vLLM's loader is another test's
     monkeypatch.setattr(faults, "ENABLED", True)
     yield
     for name in faults.NAMES:

@@ -20,7 +20,7 @@ from dcr_daemon.canonical.coverage import exactly_once
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.canonical.region import Region
 from dcr_daemon.engine.port import Verdict
-from dcr_daemon.vllm_plugin.loader import loading
+from dcr_daemon.vllm_plugin.loader import place_model
 from dcr_daemon.vllm_plugin.weights.placement import Placement
 
 SHARES = (0.02, 0.4)
@@ -36,7 +36,7 @@ def test_what_is_drawn_here_covers_every_tensor_once(cut: Cut) -> None:
     assert exactly_once(as_regions(LAYOUT, cut), LAYOUT) == []
 
 
-def attach_toy(model: Toy, *_: Any) -> tuple[Placement, loading.Named]:
+def attach_toy(model: Toy, *_: Any) -> tuple[Placement, place_model.Named]:
     placement, homes = placed(model)
     return placement, homes.live
 
@@ -63,7 +63,7 @@ def follow(engine: ToyEngine, drawn: list[Cut], share: float) -> None:
 @given(st.lists(cuts(), min_size=1, max_size=4), st.sampled_from([1, 2]), st.sampled_from(SHARES))
 def test_versions_of_changing_worlds_arrive_on_another_one(drawn: list[Cut], ranks: int, share: float) -> None:
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as home:
-        patch.setattr(loading, "attach_model", attach_toy)
+        patch.setattr(place_model, "attach_model", attach_toy)
         follow(ToyEngine(Path(home), ranks=ranks), drawn, share)
 
 
@@ -72,5 +72,5 @@ def test_versions_of_changing_worlds_arrive_on_another_one(drawn: list[Cut], ran
 def test_boxes_over_many_experts_reach_each_where_it_was_laid_out_anew(drawn: list[Cut], share: float) -> None:
     """One box spans the experts of both ranks, and of each rank hundreds of blocks that a kernel wants permuted."""
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as home:
-        patch.setattr(loading, "attach_model", attach_model)
+        patch.setattr(place_model, "attach_model", attach_model)
         follow(FieldEngine(Path(home), LaidOut), drawn, share)

@@ -22,7 +22,7 @@ from dcr_daemon.codec.chunk import Codec
 from dcr_daemon.demo.models import copy_side_files, write_tiny
 from dcr_daemon.vllm_plugin import calls
 from dcr_daemon.vllm_plugin.calls import Code, Held, JobState, Op, TxnState
-from dcr_daemon.vllm_plugin.loader import eligibility, loading
+from dcr_daemon.vllm_plugin.loader import eligibility, place_model
 from dcr_daemon.vllm_plugin.weights import faults
 
 pytestmark = pytest.mark.vllm
@@ -290,7 +290,7 @@ def test_configurations_that_cannot_be_updated_are_refused(served: Served) -> No
 
 
 def test_a_refused_model_takes_no_job(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading.eligibility, "model_refusals", lambda config: ["it is quantised"])
+    monkeypatch.setattr(place_model.eligibility, "model_refusals", lambda config: ["it is quantised"])
     driver = served.driver()
     attached = driver.attach(served.layout, tmp_path)
     assert attached.refusals == {"": "it is quantised"}

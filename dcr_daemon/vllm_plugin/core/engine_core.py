@@ -76,7 +76,7 @@ class Core:
     """
 
     def __init__(self, host: Host, ranks: Ranks, settings: Settings) -> None:
-        from dcr_daemon.vllm_plugin.core.changes import Changes
+        from dcr_daemon.vllm_plugin.core.coordinator import Changes
 
         self.host = host
         self.ranks = ranks

@@ -18,7 +18,7 @@ from dcr_daemon.canonical.region import box
 from dcr_daemon.codec.warm import compile_kernels
 from dcr_daemon.errors import Corrupt, EngineRefused
 from dcr_daemon.vllm_plugin.calls import FingerprintRank, Held, HopFiles, Start
-from dcr_daemon.vllm_plugin.loader import loading
+from dcr_daemon.vllm_plugin.loader import place_model
 from dcr_daemon.vllm_plugin.loader.computed import Feeder, Values, read_values, write_fed
 from dcr_daemon.vllm_plugin.weights import faults
 from dcr_daemon.vllm_plugin.weights.dense import DenseFiles
@@ -166,7 +166,7 @@ def attach(
     """
     if before is not None and before.memory is not None and before.layout == layout and before.memory.moved() is None:
         return Attachment(layout, before.placement, before.memory, generation, before.feeder)
-    placement, live = loading.attach_model(model, config, layout, platform)
+    placement, live = place_model.attach_model(model, config, layout, platform)
     if placement.refusals:
         return Attachment(layout, placement, None, generation)
     try:
@@ -183,6 +183,6 @@ def open_memory(placement: Placement, homes: Homes, layout: Layout, device: torc
     """The memory for a device; compiles its kernels."""
     if device.type == "cpu":
         return HostMemory(placement, homes, layout)
-    from dcr_daemon.vllm_plugin.weights.device import TorchMemory
+    from dcr_daemon.vllm_plugin.weights.torch_memory import TorchMemory
 
     return TorchMemory(placement, homes, layout, device)

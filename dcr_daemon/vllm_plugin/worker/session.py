@@ -19,8 +19,8 @@ from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.vllm_plugin import calls
 from dcr_daemon.vllm_plugin.calls import Code, JobKind, JobState, TxnState
 from dcr_daemon.vllm_plugin.weights import faults
-from dcr_daemon.vllm_plugin.weights.device import flip_bit
 from dcr_daemon.vllm_plugin.weights.memory import lanes_of
+from dcr_daemon.vllm_plugin.weights.torch_memory import flip_bit
 from dcr_daemon.vllm_plugin.worker.attachment import Attachment, attach
 from dcr_daemon.vllm_plugin.worker.jobs import Background, Job
 from dcr_daemon.vllm_plugin.worker.transaction import Arena, Transaction

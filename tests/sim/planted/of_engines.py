@@ -10,8 +10,8 @@ from sim.planted.bug import Put, bug
 from dcr_daemon.engine.port import Verdict
 from dcr_daemon.subscribe import driver
 from dcr_daemon.vllm_plugin.calls import TxnState
-from dcr_daemon.vllm_plugin.core import changes, engine_core, judge
-from dcr_daemon.vllm_plugin.core.changes import Changes
+from dcr_daemon.vllm_plugin.core import coordinator, engine_core, judge
+from dcr_daemon.vllm_plugin.core.coordinator import Changes
 from dcr_daemon.vllm_plugin.core.engine_core import Core
 from dcr_daemon.vllm_plugin.weights.memory import Side
 from dcr_daemon.vllm_plugin.worker.session import Rank
@@ -73,12 +73,14 @@ def every_rank_judges_for_itself(put: Put) -> None:
 @bug("E5", "rank_fails_again", "rank_fails")
 def nobody_looks_after_the_write(put: Put) -> None:
     """A rank that did not write is believed to have written."""
-    put(changes, "_faults", lambda replies: "")
+    put(coordinator, "_faults", lambda replies: "")
     put(judge, "judge_written", lambda *_: "")
     put(
         Changes,
         "_written",
-        lambda self, change: (self._core.ranks.replies(changes.Op.APPLY, changes.TxnRef(txn=change.txn)), "")[1],
+        lambda self, change: (self._core.ranks.replies(coordinator.Op.APPLY, coordinator.TxnRef(txn=change.txn)), "")[
+            1
+        ],
     )
 
 

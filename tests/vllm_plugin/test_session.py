@@ -19,7 +19,7 @@ from dcr_daemon.checkpoint.safetensors import write_safetensors
 from dcr_daemon.codec.chunk import Codec
 from dcr_daemon.vllm_plugin import calls
 from dcr_daemon.vllm_plugin.calls import EXIT_DIRTY, Code, JobState, Op, TxnState
-from dcr_daemon.vllm_plugin.loader import loading
+from dcr_daemon.vllm_plugin.loader import place_model
 from dcr_daemon.vllm_plugin.weights import faults
 from dcr_daemon.vllm_plugin.worker import extension
 from dcr_daemon.vllm_plugin.worker.session import Rank
@@ -42,7 +42,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Toy:
         placement, homes = placed(model)
         return placement, homes.live
 
-    monkeypatch.setattr(loading, "attach_model", attach)  # how vLLM's loader is recorded has its own tests
+    monkeypatch.setattr(place_model, "attach_model", attach)  # how vLLM's loader is recorded has its own tests
     monkeypatch.setattr(faults, "ENABLED", True)
     yield loaded(LANES)
     for name in faults.NAMES:

@@ -21,7 +21,7 @@ from dcr_daemon.checkpoint.safetensors import write_safetensors
 from dcr_daemon.demo.models import copy_side_files, write_tiny
 from dcr_daemon.vllm_plugin import calls
 from dcr_daemon.vllm_plugin.calls import Held, Op
-from dcr_daemon.vllm_plugin.loader import loading
+from dcr_daemon.vllm_plugin.loader import place_model
 from dcr_daemon.vllm_plugin.loader.computed import Feeder, write_fed
 from dcr_daemon.vllm_plugin.weights.memory import Side
 
@@ -123,7 +123,7 @@ def test_a_composed_loader_makes_of_new_bytes_what_a_fresh_load_does(family: str
     with Checkpoint(path) as found:
         layout, values = found.layout, {s.name: found.bits(s.name).reshape(-1).copy() for s in found.layout}
     model, config = vllm_inprocess.load(path, **options)
-    placement, live = loading.attach_model(model, config, layout, "cpu")
+    placement, live = place_model.attach_model(model, config, layout, "cpu")
     assert all("conv1d" in name for name in placement.refusals)
     assert {layout[tensor].name.rpartition(".")[2] for tensor in placement.loaded} == {"A_log"}
     for tensor in placement.loaded:

@@ -15,9 +15,9 @@ from dcr_daemon.canonical.fingerprint import sum_at
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.canonical.region import Region, normalise
 from dcr_daemon.vllm_plugin.calls import Held
-from dcr_daemon.vllm_plugin.weights.device import TorchMemory
 from dcr_daemon.vllm_plugin.weights.memory import Group, Homes, HostMemory, Side, holders_of
 from dcr_daemon.vllm_plugin.weights.placement import Copy, Placement, Repack
+from dcr_daemon.vllm_plugin.weights.torch_memory import TorchMemory
 
 CPU = torch.device("cpu")
 

@@ -20,7 +20,7 @@ from dcr_daemon.engine.port import Swapped, TensorClass, Verdict
 from dcr_daemon.errors import Corrupt, EngineRefused
 from dcr_daemon.vllm_plugin import calls
 from dcr_daemon.vllm_plugin.calls import Code, Held, HopFiles, Op, TxnState
-from dcr_daemon.vllm_plugin.loader import loading
+from dcr_daemon.vllm_plugin.loader import place_model
 from dcr_daemon.vllm_plugin.settings import Settings
 from dcr_daemon.vllm_plugin.weights import faults
 
@@ -66,7 +66,7 @@ class Case:
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Case]]:
-    monkeypatch.setattr(loading, "attach_model", lambda model, *rest: place(model))
+    monkeypatch.setattr(place_model, "attach_model", lambda model, *rest: place(model))
     monkeypatch.setattr(faults, "ENABLED", True)
     yield lambda kind=Computing: Case(tmp_path, kind)
     for name in faults.NAMES:
