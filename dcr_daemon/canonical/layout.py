@@ -22,6 +22,7 @@ import numpy.typing as npt
 from dcr_daemon.canonical.dtypes import item_size
 from dcr_daemon.errors import Corrupt, Incompatible
 from dcr_daemon.untrusted import decode_json
+from dcr_daemon.wording import shorten
 
 MAX_AXES = 64
 MAX_ELEMENTS = (1 << 46) - 1  #: of one tensor
@@ -72,7 +73,7 @@ class Layout:
         if len(self._index) != len(self.specs):
             names = [spec.name for spec in self.specs]
             twice = sorted(name for name, count in Counter(names).items() if count > 1)
-            raise Incompatible(f"tensors named twice: {', '.join(twice[:20])}")
+            raise Incompatible(f"tensors named twice: {shorten(twice)}")
         for spec in self.specs:
             item_size(spec.dtype)
             if not countable(spec.shape):

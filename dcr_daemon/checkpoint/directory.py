@@ -19,6 +19,7 @@ from dcr_daemon.checkpoint.safetensors import HEADER_LIMIT, SafetensorsFile, wri
 from dcr_daemon.disk import exhausted, starved, sync_directory, sync_file
 from dcr_daemon.errors import Corrupt, DcrError, Incompatible, NotFound
 from dcr_daemon.untrusted import load_json
+from dcr_daemon.wording import shorten
 
 INDEX = "model.safetensors.index.json"
 DIRTY = ".dcr/dirty"  #: the mark of a directory that an engine is changing in place
@@ -111,7 +112,7 @@ class Checkpoint:
         named, found = read_index(index), {name: file.path.name for name, file in self._home.items()}
         if named != found:
             wrong = sorted(name for name in named.keys() | found.keys() if named.get(name) != found.get(name))
-            raise Corrupt(f"{index} disagrees with its files about {', '.join(wrong[:20])}", hint="write it again")
+            raise Corrupt(f"{index} disagrees with its files about {shorten(wrong)}", hint="write it again")
 
     def bits(self, name: str) -> Bits:
         """Unsigned lanes [elements] of one tensor, a view over its file. `NotFound` for a strange name."""

@@ -23,14 +23,14 @@ from dcr_daemon.engine.directory.journal import Patched
 from dcr_daemon.engine.port import VersionDelta
 from dcr_daemon.engine.staged import read_vector
 from dcr_daemon.errors import CorruptChunk, EngineRefused
+from dcr_daemon.wording import shorten
 
 Places = list[tuple[Chunk, int]]
 
 
-def name_differences(layout: Layout, one: Vector, other: Vector, limit: int = 8) -> str:
+def name_differences(layout: Layout, one: Vector, other: Vector) -> str:
     """Names of tensors whose sums differ, the first few of them."""
-    wrong = [layout[int(i)].name for i in np.flatnonzero(one != other)]
-    return ", ".join(wrong[:limit]) + (f" and {len(wrong) - limit} more" if len(wrong) > limit else "")
+    return shorten(layout[int(i)].name for i in np.flatnonzero(one != other))
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from dcr_daemon.ledger.objects import BelowFloor, ObjectPending, Objects
 from dcr_daemon.ledger.records import Anchor, AnchorIndex, ObjectRef, Part, Seal, Stream
 from dcr_daemon.ledger.repairs import SPARE, Damage
 from dcr_daemon.store.port import Store
+from dcr_daemon.wording import shorten
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -94,11 +95,11 @@ class Check:
             return
         reached = before[1] + changes
         if vector is not None and not np.array_equal(reached, vector):
-            tensors = [self._layout[int(i)].name for i in np.flatnonzero(reached != vector)[:3]]
+            tensors = [self._layout[int(i)].name for i in np.flatnonzero(reached != vector)]
             self._damage(
                 place,
                 seal.version,
-                f"its chunks do not lead from version {seal.base} to its fingerprint: {', '.join(tensors)}",
+                f"its chunks do not lead from version {seal.base} to its fingerprint: {shorten(tensors)}",
             )
         if vector is None and records.show_u64(total(reached)) == seal.after:
             self._known = (seal.version, reached)
@@ -160,7 +161,7 @@ class Check:
             differ = set() if records.show_u64(sum(vector) & MASK) == anchor.total else {"some tensor"}
         else:
             differ = {s.name for s, ours, theirs in zip(self._layout, vector, want, strict=True) if ours != int(theirs)}
-        return ", ".join(sorted(short | differ)[:3])
+        return shorten(sorted(short | differ))
 
     async def _changes(self, seal: Seal, parts: Iterable[Part]) -> Vector | None:
         """What the chunks add to the vector (mod 2^64); None if one of them cannot be read."""

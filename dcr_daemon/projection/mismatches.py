@@ -8,11 +8,12 @@ from fnmatch import fnmatchcase
 
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.errors import Incompatible
+from dcr_daemon.wording import shorten
 
 SAVED = (
     "give what it would save, in transformers `core_model_loading.revert_weight_conversion(model, model.state_dict())`"
 )
-LISTED = 100  #: names of one kind in an error
+MISMATCHES = 100  #: names of one kind in an error
 
 
 class LayoutMismatches:
@@ -43,7 +44,7 @@ class LayoutMismatches:
             raise self._error()
 
     def _error(self) -> Incompatible:
-        texts = [f"{kind}: {listed(sorted(names))}" for kind, names in sorted(self._kinds.items())]
+        texts = [f"{kind}: {shorten(sorted(names), limit=MISMATCHES)}" for kind, names in sorted(self._kinds.items())]
         hint = "nothing of it is published; correct it, or start a new stream from a base that has this layout"
         added = self._kinds.get("added", [])
         if why := _adapted(added) or _prefixed(added, self._layout) or _fused(added, self._layout, self._instead):
@@ -85,9 +86,3 @@ def _fused(added: list[str], layout: Layout, instead: str) -> str:
 
 def _dots(name: str) -> Iterable[int]:
     return (i for i, c in enumerate(name) if c == ".")
-
-
-def listed(names: list[str]) -> str:
-    """The first hundred, and how many more."""
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return ", ".join(names[:LISTED]) + more

@@ -31,6 +31,7 @@ from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.records import Seal
 from dcr_daemon.subscribe.files import write_staged
 from dcr_daemon.subscribe.locate import record_of
+from dcr_daemon.wording import shorten
 
 BESIDE = 64 << 20  #: bytes of files written beside the hops of one transaction, from which on it takes no more hops
 
@@ -165,7 +166,7 @@ class Loaded:
             if not any(left.values()):
                 return values
         names = [self._layout[tensor].name for tensor, missing in left.items() if missing]
-        raise Corrupt(f"the files given do not hold all of {', '.join(names[:8])}")
+        raise Corrupt(f"the files given do not hold all of {shorten(names)}")
 
     # What is lost is built again.
 

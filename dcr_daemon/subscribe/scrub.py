@@ -14,10 +14,10 @@ from dcr_daemon.engine.port import Engine, EngineGone, Scrubbed
 from dcr_daemon.errors import EngineRefused, Fenced, ResourceExhausted
 from dcr_daemon.events import Alarm, Damaged, Emit, ScrubEnded
 from dcr_daemon.subscribe.status import Reporter
+from dcr_daemon.wording import shorten
 
 REST = 1.0  #: seconds before another try where one came to nothing
 FASTEST = 6  #: times that the rate is doubled at most
-NAMED = 8  #: tensors named in one sentence
 
 
 class Scrub:
@@ -97,10 +97,10 @@ class Scrub:
 
     def _damaged(self, seen: Scrubbed) -> None:
         names = [_place(found.tensor, found.ranks, found.engine, found.replica) for found in seen.differing]
-        listed = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
-        self._what = f"the live weights are no longer those of version {seen.version}: {listed}"
-        self._reporter.set(scrubbed_at=runtime.now().isoformat(timespec="seconds"), scrub=f"differed: {listed}")
-        self._emit(Damaged(version=seen.version, tensors=[found.tensor for found in seen.differing], what=listed))
+        tensors = shorten(names)
+        self._what = f"the live weights are no longer those of version {seen.version}: {tensors}"
+        self._reporter.set(scrubbed_at=runtime.now().isoformat(timespec="seconds"), scrub=f"differed: {tensors}")
+        self._emit(Damaged(version=seen.version, tensors=[found.tensor for found in seen.differing], what=tensors))
         self._emit(Alarm(must="F1", what=f"{self._what}: failing memory or disk, or something wrote there"))
         self.forbid()
         self._differs.set()

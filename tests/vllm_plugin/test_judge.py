@@ -115,10 +115,6 @@ def test_a_refusal_without_a_tensor_refuses_the_model() -> None:
         judge.join_placement(LAYOUT, [rank])
 
 
-def test_a_long_list_of_names_is_cut_and_counted() -> None:
-    assert judge.name_some(f"t{i}" for i in range(15)).endswith("t11 and 3 more")
-
-
 def table(*rows: tuple[int, int, int, int]) -> judge.HopTable:
     """Rows of (tensor, changed, before, after)."""
     columns = list(zip(*rows, strict=True)) if rows else [[], [], [], []]

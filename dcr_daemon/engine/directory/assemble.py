@@ -21,6 +21,7 @@ from dcr_daemon.checkpoint.directory import Checkpoint, read_extras, write_check
 from dcr_daemon.checkpoint.pieces import read_pieces
 from dcr_daemon.checkpoint.safetensors import SafetensorsFile
 from dcr_daemon.errors import EngineRefused
+from dcr_daemon.wording import shorten
 
 SLICE_BYTES = 32 << 20
 Piece = tuple[Box | None, Bits]
@@ -58,8 +59,7 @@ def _check_whole(layout: Layout, pieces: Mapping[int, list[Piece]]) -> None:
         if sum(bits.size for _, bits in pieces.get(tensor, ())) != spec.elements  # no rank owns an empty tensor
     ]
     if absent:
-        more = f" and {len(absent) - 8} more" if len(absent) > 8 else ""
-        raise EngineRefused(f"the files given do not hold all of {', '.join(absent[:8])}{more}")
+        raise EngineRefused(f"the files given do not hold all of {shorten(absent)}")
 
 
 def _join(layout: Layout, tensor: int, pieces: Mapping[int, list[Piece]]) -> Bits:

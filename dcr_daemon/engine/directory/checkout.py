@@ -33,6 +33,7 @@ from dcr_daemon.engine.directory.journal import Install, Journal, Patch, read_jo
 from dcr_daemon.engine.port import EngineGone
 from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, ResourceExhausted
 from dcr_daemon.untrusted import decode_json
+from dcr_daemon.wording import shorten
 
 FORMAT = 1
 CONFIG = "config.json"
@@ -288,7 +289,7 @@ class _Shards:
         self._opened.close()
 
 
-def describe_difference(found: Layout, wanted: Layout, limit: int = 8) -> str:
+def describe_difference(found: Layout, wanted: Layout) -> str:
     """How a checkpoint differs from the stream's layout, tensor by tensor; empty if it does not."""
     ours, theirs = {spec.name: spec for spec in found}, {spec.name: spec for spec in wanted}
     parts = []
@@ -298,9 +299,7 @@ def describe_difference(found: Layout, wanted: Layout, limit: int = 8) -> str:
         ("of another dtype or shape", {n for n in ours.keys() & theirs.keys() if ours[n] != theirs[n]}),
     ):
         if names:
-            shown = sorted(names)[:limit]
-            more = f" and {len(names) - limit} more" if len(names) > limit else ""
-            parts.append(f"{title}: {', '.join(shown)}{more}")
+            parts.append(f"{title}: {shorten(sorted(names))}")
     return "; ".join(parts)
 
 

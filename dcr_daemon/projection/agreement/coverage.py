@@ -17,6 +17,7 @@ from dcr_daemon.canonical.coverage import Finding, exactly_once
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.canonical.region import Region
 from dcr_daemon.projection.agreement.declaration import Declaration, Form
+from dcr_daemon.wording import shorten_ranks
 
 STRIPE = 1 << 20  #: boxes judged at a time
 _START_BITS = 46  #: of a canonical element; 17 are left for the number of a tensor within its stripe
@@ -48,13 +49,13 @@ class Fault:
     def __str__(self) -> str:
         parts = []
         if self.outside:
-            parts.append(f"boxes beyond its {self.elements:,} elements ({ranks_of(self.doubles)})")
+            parts.append(f"boxes beyond its {self.elements:,} elements ({shorten_ranks(self.doubles)})")
         if self.missing:
-            rest = f" (the others: {ranks_of(self.holders)})" if self.missing < self.elements else ""
+            rest = f" (the others: {shorten_ranks(self.holders)})" if self.missing < self.elements else ""
             parts.append(f"{self.missing:,} of {self.elements:,} elements have no source{rest}")
         if self.double:
             held = f"{self.double:,} of {self.elements:,} elements have several sources"
-            parts.append(f"{held} ({ranks_of(self.doubles)})")
+            parts.append(f"{held} ({shorten_ranks(self.doubles)})")
         return "; ".join(parts)
 
 
@@ -65,19 +66,6 @@ class Census:
     faults: tuple[Fault, ...]
     boxes: int
     nbytes: int
-
-
-def ranks_of(ranks: Sequence[int]) -> str:
-    """Ranks for people: rank 5; ranks 0-3, 7, 9."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    shown = [f"{lo}" if lo == hi else f"{lo}-{hi}" for lo, hi in runs]
-    more = f" and {len(shown) - 16} more" if len(shown) > 16 else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(shown[:16])}{more}"
 
 
 @dataclass(frozen=True, slots=True)

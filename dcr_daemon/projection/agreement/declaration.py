@@ -21,6 +21,7 @@ from dcr_daemon.canonical.region import MAX_AXES, merge
 from dcr_daemon.errors import Incompatible
 from dcr_daemon.projection.region_map import Map
 from dcr_daemon.untrusted import decode, unpack
+from dcr_daemon.wording import shorten
 
 MAX_BOXES = 1 << 22  #: of one rank
 MAX_WORLD = 1 << 20
@@ -131,7 +132,7 @@ def declare(
     """
     residual = {name: why[:REASON_LIMIT] for name, why in {**made.residual, **(probed or {})}.items()}
     if strangers := sorted(name for name in residual if name not in layout):
-        raise Incompatible(f"residual tensors that the layout does not have: {', '.join(strangers[:20])}")
+        raise Incompatible(f"residual tensors that the layout does not have: {shorten(strangers)}")
     forms, columns = _boxes(made, layout, residual)
     meshes, together = _meshes(layout, partners) if export and partners else ((), b"")
     can = np.array([bool(export) and (buildable is None or buildable(spec.name)) for spec in layout], np.bool_)

@@ -21,7 +21,7 @@ import zstandard
 
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.errors import Incompatible
-from dcr_daemon.projection.agreement.coverage import Fault, count, ranks_of
+from dcr_daemon.projection.agreement.coverage import Fault, count
 from dcr_daemon.projection.agreement.declaration import (
     MAX_WORLD,
     Declaration,
@@ -30,6 +30,7 @@ from dcr_daemon.projection.agreement.declaration import (
     encode_declaration,
 )
 from dcr_daemon.untrusted import decode, unpack
+from dcr_daemon.wording import shorten, shorten_ranks
 
 __all__ = [
     "Declaration", "Verdict", "declare", "decode_declaration", "decode_verdict", "encode_declaration", "encode_verdict",
@@ -38,7 +39,6 @@ __all__ = [
 
 PACKED_LIMIT = 64 << 20  #: bytes of an encoded verdict
 UNPACKED_LIMIT = 512 << 20
-LISTED = 12  #: tensors that an error names
 
 _Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_WORLD)]
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
@@ -104,17 +104,12 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         lines.append(f"residual  {_share(self.residual_bytes, total)}, {len(self.residues):,} tensors")
         sizes = {name: layout[layout.index(name)].nbytes for name in self.residues}
         for why, names in sorted(by_reason.items(), key=lambda item: -sum(sizes[name] for name in item[1])):
-            lines.append(f"          {_share(sum(sizes[n] for n in names), total)} {why}: {_listed(names)}")
+            lines.append(f"          {_share(sum(sizes[n] for n in names), total)} {why}: {shorten(names)}")
         return "\n".join(lines)
 
 
 def _share(part: int, whole: int) -> str:
     return f"{part / whole:.3%}" if whole else "-"
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return ", ".join(names[:LISTED]) + more
 
 
 def encode_verdict(verdict: Verdict) -> bytes:
@@ -188,9 +183,9 @@ def _check_group(ranks: Sequence[Declaration], layout: Layout) -> None:
     times = Counter(declaration.rank for declaration in ranks)
     wrong = []
     if absent := sorted(set(range(world)) - times.keys()):
-        wrong.append(f"no word of {ranks_of(absent)} of {world}")
+        wrong.append(f"no word of {shorten_ranks(absent)} of {world}")
     if twice := sorted(rank for rank, n in times.items() if n > 1):
-        wrong.append(f"two declarations of {ranks_of(twice)}")
+        wrong.append(f"two declarations of {shorten_ranks(twice)}")
     for what in ("world", "group", "call", "attempt"):
         wrong += _odd(ranks, what, f"another {what}")
     if wrong:
@@ -200,7 +195,7 @@ def _check_group(ranks: Sequence[Declaration], layout: Layout) -> None:
         )
     if other := [d.rank for d in ranks if d.layout != layout.digest]:
         raise Incompatible(
-            f"another layout than the stream's ({layout.digest[:12]}…) on {ranks_of(other)}",
+            f"another layout than the stream's ({layout.digest[:12]}…) on {shorten_ranks(other)}",
             hint="give every rank the same stream and base checkpoint",
         )
     if wrong := _odd(ranks, "export", "another way to export"):
@@ -216,7 +211,7 @@ def _odd(ranks: Sequence[Declaration], what: str, words: str) -> list[str]:
     """Ranks that differ from the most in one attribute, in words."""
     common = Counter(getattr(declaration, what) for declaration in ranks).most_common(1)[0][0]
     odd = [declaration.rank for declaration in ranks if getattr(declaration, what) != common]
-    return [f"{words} on {ranks_of(odd)}"] if odd else []
+    return [f"{words} on {shorten_ranks(odd)}"] if odd else []
 
 
 def _check_columns(declaration: Declaration, layout: Layout) -> None:
@@ -225,7 +220,7 @@ def _check_columns(declaration: Declaration, layout: Layout) -> None:
     if strange or (tensors.size and int(tensors[-1]) >= len(layout)):
         raise Incompatible(
             f"rank {declaration.rank} declares tensors that the layout does not have: "
-            f"{_listed(strange) or f'number {int(tensors[-1])} of {len(layout)}'}",
+            f"{shorten(strange) or f'number {int(tensors[-1])} of {len(layout)}'}",
             hint="run the same version of dcr on every rank",
         )
     if 8 * len(declaration.buildable) < len(layout) or len(declaration.together) not in (0, 2 * len(layout)):
@@ -244,18 +239,17 @@ def _reasons(ranks: Sequence[Declaration]) -> dict[str, str]:
 def _joined(by_reason: Mapping[str, list[int]], world: int) -> str:
     if len(by_reason) == 1:
         ((why, ranks),) = by_reason.items()
-        return why if len(ranks) == world else f"{why} ({ranks_of(ranks)})"
-    return "; ".join(f"{ranks_of(ranks)}: {why}" for why, ranks in by_reason.items())
+        return why if len(ranks) == world else f"{why} ({shorten_ranks(ranks)})"
+    return "; ".join(f"{shorten_ranks(ranks)}: {why}" for why, ranks in by_reason.items())
 
 
 def _check_faults(faults: Sequence[Fault], layout: Layout) -> None:
     """Raise for tensors that are not exactly once and that nobody can export."""
     if not faults:
         return
-    shown = "; ".join(f"{layout[fault.tensor].name}: {fault}" for fault in faults[:LISTED])
-    more = f" and {len(faults) - LISTED} more" if len(faults) > LISTED else ""
+    shown = shorten((f"{layout[fault.tensor].name}: {fault}" for fault in faults), separator="; ")
     raise Incompatible(
-        f"{len(faults):,} of {len(layout):,} tensors do not have exactly one source over all ranks: {shown}{more}",
+        f"{len(faults):,} of {len(layout):,} tensors do not have exactly one source over all ranks: {shown}",
         hint=_advice(faults),
     )
 
@@ -298,10 +292,9 @@ class _Builders:
 def _check_buildable(reasons: Mapping[str, str], builders: _Builders, layout: Layout) -> None:
     lost = [name for name in sorted(reasons, key=layout.index) if not builders.of(layout.index(name)).size]
     if lost:
-        shown = "; ".join(f"{name}: {reasons[name]}" for name in lost[:LISTED])
-        more = f" and {len(lost) - LISTED} more" if len(lost) > LISTED else ""
+        shown = shorten((f"{name}: {reasons[name]}" for name in lost), separator="; ")
         raise Incompatible(
-            f"{len(lost):,} tensors cannot be projected, and no rank can export them: {shown}{more}",
+            f"{len(lost):,} tensors cannot be projected, and no rank can export them: {shown}",
             hint="give Trainer(export=...) that constructs them",
         )
 

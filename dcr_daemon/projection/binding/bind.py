@@ -19,12 +19,13 @@ from dcr_daemon.projection.binding.attribution import Attribution, of_chunks, of
 from dcr_daemon.projection.frameworks import transformers_v5
 from dcr_daemon.projection.frameworks.megatron.live import Megatron, named_chunks
 from dcr_daemon.projection.frameworks.torchtitan import adapter_conversion
-from dcr_daemon.projection.mismatches import LayoutMismatches, listed
+from dcr_daemon.projection.mismatches import LayoutMismatches
 from dcr_daemon.projection.region_map import Map
 from dcr_daemon.projection.sharding.copies import Copies
 from dcr_daemon.projection.sharding.local import Signature, changes, is_tensor, local, memory, signature
 from dcr_daemon.projection.sharding.named import COMPILED, is_module, shared_prefix, table, unwrapped
 from dcr_daemon.projection.tracing import FOREIGN, Conversion, Convert
+from dcr_daemon.wording import shorten
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ class Live:
         tensors = self.handover.tensors(weights)
         if changed := self._changes(tensors):
             raise Incompatible(
-                f"the weights are not laid out as when publishing began: {listed(changed)}",
+                f"the weights are not laid out as when publishing began: {shorten(changed)}",
                 hint="names, dtypes and placements stay through a run; after a change of the mesh make a new Publisher",
             )
         return replace(self, tensors={name: local(tensors[name]) for name in self.tensors}, handed=tensors)

@@ -24,9 +24,9 @@ from dcr_daemon.projection.agreement.declaration import Export
 from dcr_daemon.projection.agreement.gate import Verdict
 from dcr_daemon.projection.tracing import Conversion, Convert
 from dcr_daemon.projection.values import Cast, apply, castable, dtype_names
+from dcr_daemon.wording import shorten
 
 ExportHook = Callable[[Sequence[str]], Iterable[tuple[str, Any]]]
-LISTED = 20  #: faults that an error names
 
 
 class Exporter(Protocol):
@@ -85,7 +85,7 @@ class Residual:
 
 def _chosen(residual: Sequence[str], names: set[str]) -> tuple[str, ...]:
     if strangers := sorted(names.difference(residual)):
-        raise Incompatible(f"not residual by the verdict: {', '.join(strangers[:LISTED])}")
+        raise Incompatible(f"not residual by the verdict: {shorten(strangers)}")
     return tuple(name for name in residual if name in names)
 
 
@@ -263,8 +263,7 @@ class _Faults:
     def absent(self, due: Iterator[str]) -> None:
         """What should still have come, unless the order was lost before."""
         if not self._lost and (missing := list(due)):
-            more = f" and {len(missing) - LISTED} more" if len(missing) > LISTED else ""
-            self.note(f"nothing for {', '.join(missing[:LISTED])}{more}")
+            self.note(f"nothing for {shorten(missing)}")
 
     def fits(self, name: str, tensor: Any) -> bool:
         """Whether shape and dtype are the layout's; a dtype may round to it or widen to it, as everywhere."""
@@ -277,9 +276,8 @@ class _Faults:
 
     def check(self, what: str) -> None:
         if self.found:
-            more = f"; and {len(self.found) - LISTED} more" if len(self.found) > LISTED else ""
             raise Incompatible(
-                f"{what} does not give what the checkpoint has: {'; '.join(self.found[:LISTED])}{more}",
+                f"{what} does not give what the checkpoint has: {shorten(self.found, separator='; ')}",
                 hint="an export gives exactly the tensors that it is asked for, whole, in that order, on every rank",
             )
 

@@ -41,6 +41,7 @@ from dcr_daemon.publish.inputs.intake import differences
 from dcr_daemon.runtime import Workers
 from dcr_daemon.store.task_limiter import TaskLimiter
 from dcr_daemon.untrusted import decode_json
+from dcr_daemon.wording import shorten
 
 ALIGNMENT = 64  #: bytes; every block begins on a cache line of its own
 
@@ -293,5 +294,4 @@ def check_vector(want: Vector, have: Vector, layout: Layout, what: str, hint: st
     """Raise `Corrupt` that names the tensors in which two fingerprints differ."""
     wrong = [layout[int(i)].name for i in np.flatnonzero(want != have)]
     if wrong:
-        more = f" and {len(wrong) - 10} more" if len(wrong) > 10 else ""
-        raise Corrupt(f"{what}: the fingerprint differs in {', '.join(wrong[:10])}{more}", hint=hint)
+        raise Corrupt(f"{what}: the fingerprint differs in {shorten(wrong)}", hint=hint)

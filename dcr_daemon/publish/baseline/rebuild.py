@@ -25,6 +25,7 @@ from dcr_daemon.ledger.records import Anchor, AnchorIndex, ChunkRef, ObjectRef, 
 from dcr_daemon.publish.baseline.baseline import Baseline
 from dcr_daemon.runtime import Workers
 from dcr_daemon.store.task_limiter import TaskLimiter
+from dcr_daemon.wording import shorten
 
 AT_ONCE = 16  #: objects under way
 ROOM = 1 << 30  #: bytes that they may have together: of anchor files, which are the large ones, four
@@ -68,7 +69,7 @@ class Rebuild:
                 return
             if files is wanted and rest:
                 self._emit(Waiting(what=f"{what}: it holds {short[0]} elsewhere than it says; all of it is read"))
-        raise Corrupt(f"{what} does not hold all of {', '.join(short[:10])}")
+        raise Corrupt(f"{what} does not hold all of {shorten(short)}")
 
     async def _files(self, index: AnchorIndex) -> tuple[list[ObjectRef], list[ObjectRef]]:
         """Files of an anchor that may hold something of the share, and the others."""

@@ -8,7 +8,7 @@ its next call, a missing rank whose objects have stopped coming is given up.
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 
 from dcr_daemon import runtime
 from dcr_daemon.errors import Corrupt, KeyNotFound, StoreUnavailable, UpdateAborted
@@ -17,6 +17,7 @@ from dcr_daemon.ledger import records
 from dcr_daemon.ledger.records import PART_LIMIT
 from dcr_daemon.publish.rank import Rank
 from dcr_daemon.store.port import Store
+from dcr_daemon.wording import shorten_ranks
 
 TELL_EVERY = 5.0  #: seconds
 FEW = 8  #: missing ranks up to which each is listed by itself, without the chunks of those that are there
@@ -69,7 +70,7 @@ class ObjectCollector:
             self._check_lag(missing, what)
             if runtime.monotonic() - told > TELL_EVERY:
                 told = runtime.monotonic()
-                self._emit(Waiting(what=f"{what} of {_named(missing)}"))
+                self._emit(Waiting(what=f"{what} of {shorten_ranks(missing)}"))
                 await self._check()
             await runtime.sleep(pause)
             pause = min(2 * pause, _LAST)
@@ -118,8 +119,8 @@ class ObjectCollector:
         pressed = self._pressed()
         if pressed is not None and runtime.monotonic() - max(pressed, self._moved) > self._lag:
             raise UpdateAborted(
-                f"{what} of {_named(missing)} did not come, nothing else of theirs for {self._lag:g} s, and the next "
-                "update has begun",
+                f"{what} of {shorten_ranks(missing)} did not come, nothing else of theirs for {self._lag:g} s, and "
+                "the next update has begun",
                 hint="the next version brings what this one would have; a rank that is dead has to be started anew",
             )
 
@@ -163,9 +164,3 @@ async def _wait_for(store: Store, key: str, limit: int, patience: float) -> byte
                 raise StoreUnavailable(f"{key} is listed, and not there after {patience:g} s", hint=hint) from None
         await runtime.sleep(pause)
         pause = min(2 * pause, _LAST)
-
-
-def _named(ranks: Iterable[int]) -> str:
-    numbers = list(ranks)
-    more = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
-    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:8]))}{more}"

@@ -37,6 +37,7 @@ from dcr_daemon.publish.timeouts import within
 from dcr_daemon.publish.version.attempt import Attempt, Contribution, put
 from dcr_daemon.publish.version.versions import SealedVersion
 from dcr_daemon.store.task_limiter import run_limited
+from dcr_daemon.wording import shorten
 
 T = TypeVar("T")
 
@@ -229,7 +230,7 @@ class Leader:
             self._mismatch = True
             raise Corrupt(
                 f"what the ranks hold does not add up to version {open_.base} in {len(missed)} tensors: "
-                f"{', '.join(missed[:10])}",
+                f"{shorten(missed)}",
                 hint="every rank builds its baseline anew; if it stays so, elements have no rank or several",
             )
         return joined

@@ -14,9 +14,10 @@ import numpy as np
 from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.codec.chunk import SEGMENT_BYTES
-from dcr_daemon.projection.mismatches import LayoutMismatches, listed
+from dcr_daemon.projection.mismatches import MISMATCHES, LayoutMismatches
 from dcr_daemon.projection.values import castable, rounds
 from dcr_daemon.publish.inputs.sources import Source
+from dcr_daemon.wording import shorten
 
 #: `(layout index, first element, elements)` -> lanes of the canonical dtype, as this update has them
 ReadBits = Callable[[int, int, int], Bits]
@@ -132,4 +133,4 @@ def differences(want: Layout, have: Layout) -> str:
         "added": [name for name in found if name not in wanted],
         "retyped or reshaped": [name for name in wanted if name in found and wanted[name] != found[name]],
     }
-    return "; ".join(f"{kind}: {listed(list(names))}" for kind, names in groups.items() if names)
+    return "; ".join(f"{kind}: {shorten(names, limit=MISMATCHES)}" for kind, names in groups.items() if names)

@@ -13,6 +13,7 @@ from dcr_daemon.projection.files.piece_map import METADATA, SHARDING_INFO
 from dcr_daemon.publish.watch.file_identity import FileIdentity, number_in, together
 from dcr_daemon.publish.watch.piece_names import Fit
 from dcr_daemon.publish.watch.pieces import PieceFiles
+from dcr_daemon.wording import shorten
 
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
 
@@ -92,7 +93,7 @@ class Found:
         if self.in_pieces:
             return self.pieces.fit.lacks if self.pieces else "its pieces"
         if missing := self.missing(layout):
-            return f"tensors {', '.join(missing[:5])}" + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+            return f"tensors {shorten(missing)}"
         return ""
 
     def missing(self, layout: Layout) -> list[str]:
@@ -117,6 +118,6 @@ class Found:
         homes = {name: file.path.name for file in self.files.values() for name in file.names}
         if wrong := sorted(n for n in self.index.keys() | homes.keys() if self.index.get(n) != homes.get(n)):
             raise Incompatible(
-                f"the index of {self.path} disagrees with its files about {', '.join(wrong[:20])}",
+                f"the index of {self.path} disagrees with its files about {shorten(wrong)}",
                 hint="nothing of it is published; write the checkpoint again, or remove it",
             )

@@ -21,10 +21,10 @@ from dcr_daemon.canonical.region import Region, slab, whole
 from dcr_daemon.errors import Incompatible
 from dcr_daemon.projection.files.piece_map import Piece
 from dcr_daemon.projection.frameworks.library import library
-from dcr_daemon.projection.mismatches import listed
+from dcr_daemon.projection.mismatches import MISMATCHES
 from dcr_daemon.projection.sharding.named import plain
+from dcr_daemon.wording import shorten
 
-SAID = 5  #: names of one kind in a sentence
 OPTIMIZERS = ("optim", "opt_state")  #: how the top-level keys of optimizer states begin, in all trainers that we know
 
 
@@ -209,22 +209,26 @@ class _Judge:
             return Fit(refusal=refusal)
         missing = sorted({*self._short, *short, *(name for name in self._targets if name not in self._own)})
         if missing and not self._ended:
-            return Fit(lacks=f"pieces of {_some(missing)}" + (f"; {why.message}" if why else ""))
+            return Fit(lacks=f"pieces of {shorten(missing)}" + (f"; {why.message}" if why else ""))
         if missing:
             self._problems |= {"missing": missing, "added": sorted(self._own.keys() - self._targets.keys())}
         return Fit(misfit=self._misfit(why)) if self._problems else Fit(tuple(self._tensors()))
 
     def _misfit(self, why: Incompatible | None) -> Incompatible:
-        texts = [f"{kind}: {listed(sorted(names))}" for kind, names in sorted(self._problems.items()) if names]
+        texts = [
+            f"{kind}: {shorten(sorted(names), limit=MISMATCHES)}"
+            for kind, names in sorted(self._problems.items())
+            if names
+        ]
         hint = why.hint if why else "nothing of it is published; write it again, or correct --base"
         return Incompatible("; ".join([*texts, *([why.message] if why else [])]), hint=hint)
 
     def _contradiction(self) -> str:
         mixed = [name for name, found in self._own.items() if len({piece.dtype for piece in found}) > 1]
         if mixed:
-            return f"pieces of {_some(sorted(mixed))} have several dtypes"
+            return f"pieces of {shorten(sorted(mixed))} have several dtypes"
         if packed := sorted(name for name, found in self._own.items() if any(piece.packed for piece in found)):
-            return f"{_some(packed)} are packed by {self._own[packed[0]][0].packed}: write without extensions"
+            return f"{shorten(packed)} are packed by {self._own[packed[0]][0].packed}: write without extensions"
         return ""
 
     def _place(self, name: str, found: list[Piece]) -> None:
@@ -259,8 +263,7 @@ class _Judge:
         findings = exactly_once((part.region for parts in self._parts.values() for part in parts), shapes)
         wrong = [finding for finding in findings if self._ended or finding.kind != "missing"]
         if wrong:
-            more = f" and {len(wrong) - SAID} more" if len(wrong) > SAID else ""
-            return [], "its pieces do not make whole tensors: " + "; ".join(map(str, wrong[:SAID])) + more
+            return [], f"its pieces do not make whole tensors: {shorten(wrong, separator='; ')}"
         return [finding.name for finding in findings], ""
 
     def _tensors(self) -> Iterable[InPieces]:
@@ -271,8 +274,3 @@ class _Judge:
             if parts:
                 parts.sort(key=lambda part: part.region.dst)
                 yield InPieces(TensorSpec(name, parts[0].piece.dtype, self._shape(name)), tuple(parts))
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - SAID} more" if len(names) > SAID else ""
-    return ", ".join(names[:SAID]) + more

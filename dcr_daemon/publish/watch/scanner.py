@@ -34,6 +34,7 @@ from dcr_daemon.publish.watch.file_identity import (
 from dcr_daemon.publish.watch.piece_names import Fit
 from dcr_daemon.publish.watch.piece_tables import Tables
 from dcr_daemon.publish.watch.pieces import PieceFiles
+from dcr_daemon.wording import shorten
 
 DEPTH = 4  #: levels below the watched directory at which checkpoints are looked for
 LOOKS = 2  #: timed looks that must find a file unchanged, if nobody was seen writing to it
@@ -232,7 +233,7 @@ class CheckpointScanner:
         found.in_pieces = True
         whole = sorted(name for name, file in found.files.items() if not file.in_pieces)
         if whole:
-            found.refusal = f"{', '.join(whole[:5])} hold whole tensors, its other files hold pieces"
+            found.refusal = f"{shorten(whole)} hold whole tensors, its other files hold pieces"
         elif found.index is not None:
             found.refusal = "its files hold pieces, and its index names one file for each tensor"
         elif not found.waiting and found.marked:

@@ -44,6 +44,7 @@ from dcr_daemon.vllm_plugin.core import judge, promises
 from dcr_daemon.vllm_plugin.core.data_parallel import HELD
 from dcr_daemon.vllm_plugin.core.judge import Live
 from dcr_daemon.vllm_plugin.core.operations import JobSteps, Steps
+from dcr_daemon.wording import shorten
 
 if TYPE_CHECKING:
     from dcr_daemon.vllm_plugin.core.engine_core import Core
@@ -109,18 +110,18 @@ class Changes:
         placement, live = core.require_live()
         if wrong := judge.differing(placement, live.vector, read_vector(call.vector, placement.layout)):
             raise EngineRefused(
-                f"the live weights are not version {call.version}: {judge.name_some(wrong)}",
+                f"the live weights are not version {call.version}: {shorten(wrong)}",
                 hint="serve the checkpoint the stream was made from, or let an anchor repair this engine",
             )
         if placement.loaded:
             if not call.loaded:
-                names = judge.name_some(placement.loaded)
+                names = shorten(placement.loaded)
                 raise EngineRefused(f"the loader computes with {names}: their bytes are needed to prove a version")
             start = Start(id=call.id, kind=JobKind.COMPARE, loaded=call.loaded, vector=call.vector)
             ranks = yield from core.job(start, ComparedRank)
             core.require_live()
             if differ := sorted({name for rank in ranks for name in rank.differ}):
-                log.warning("dcr: version %s is loaded into %s", call.version, judge.name_some(differ))
+                log.warning("dcr: version %s is loaded into %s", call.version, shorten(differ))
                 start = Start(id=f"{call.id}-feed", kind=JobKind.LOAD, loaded=call.loaded, vector=call.vector)
                 ended: Swapped = yield from self._load(_Load(f"load-{call.id}", start, call.version, call.label))
                 if ended.verdict is not Verdict.COMMITTED:
@@ -404,7 +405,7 @@ class Changes:
         yield from core.job(start, calls.JobStatus)
         live = yield from core.fingerprint(f"{start.id}-sums", placement)
         if wrong := judge.differing(placement, live.vector, vector):
-            reason = f"the loaded weights are not version {version}: {judge.name_some(wrong)}"
+            reason = f"the loaded weights are not version {version}: {shorten(wrong)}"
             self._begun = None  # these files do not serve
             self._give_up_after(reason)
             return self._still_begun(txn, reason, 1, started)

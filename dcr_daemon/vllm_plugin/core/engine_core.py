@@ -25,6 +25,7 @@ from dcr_daemon.vllm_plugin.core.judge import Live, Placement
 from dcr_daemon.vllm_plugin.core.operations import JobSteps, Operation, Steps
 from dcr_daemon.vllm_plugin.core.worker_group import Ranks, kind_of, raise_for
 from dcr_daemon.vllm_plugin.settings import Settings
+from dcr_daemon.wording import shorten
 
 log = logging.getLogger("vllm.dcr")
 T = TypeVar("T")
@@ -265,7 +266,7 @@ class Core:
         if left_out := [
             s.name for s, kind in zip(placement.layout, placement.classes, strict=True) if kind is TensorClass.ABSENT
         ]:
-            log.info("dcr: no loader reads these, they are left out: %s", judge.name_some(left_out))
+            log.info("dcr: no loader reads these, they are left out: %s", shorten(left_out))
         self.facts, self.placement, self.live, self._generations = facts, placement, live, generations
 
     def _attached(self, vector: bytes, adopted: str | None) -> Attached:
@@ -291,7 +292,7 @@ class Core:
         live = yield from self.fingerprint(call.id, placement)
         if wrong := judge.differing(placement, live.vector, known.vector):
             self.live = live
-            self.unprove(f"the live weights changed: {judge.name_some(wrong)}")
+            self.unprove(f"the live weights changed: {shorten(wrong)}")
         held = [placement.held(rank) for rank in range(len(placement.local))]
         reports = [
             TensorReport(

@@ -10,7 +10,7 @@ A verdict names tensors, never only a total.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,8 @@ from dcr_daemon.engine.port import Difference, TensorClass
 from dcr_daemon.errors import EngineRefused
 from dcr_daemon.vllm_plugin.calls import AttachedRank, FingerprintRank, Held, PreparedRank, SegmentSums, Sums
 from dcr_daemon.vllm_plugin.settings import LOADED_CAP
+from dcr_daemon.wording import shorten
 
-NAMED = 12  #: names in one message, at most
 Ints = npt.NDArray[np.int64]
 
 
@@ -100,13 +100,6 @@ class Live:
         return Live(boxes, vector * placement.exact)
 
 
-def name_some(names: Iterable[str]) -> str:
-    """A bounded enumeration: the first `NAMED`, then how many more."""
-    listed = list(names)
-    more = f" and {len(listed) - NAMED} more" if len(listed) > NAMED else ""
-    return ", ".join(listed[:NAMED]) + more
-
-
 def join_placement(layout: Layout, ranks: Sequence[AttachedRank], loaded_cap: int = LOADED_CAP) -> Placement:
     """One placement from all ranks' answers to attach.
 
@@ -147,8 +140,7 @@ def join_placement(layout: Layout, ranks: Sequence[AttachedRank], loaded_cap: in
     reasons += _over_cap(layout, classes, loaded_cap)
     if reasons:
         raise EngineRefused(
-            f"this engine cannot be kept up to date in place: {'; '.join(reasons[:100])}"
-            + (f"; and {len(reasons) - 100} more" if len(reasons) > 100 else ""),
+            f"this engine cannot be kept up to date in place: {shorten(reasons, limit=100, separator='; ')}",
             hint="docs/VLLM.md lists what is refused and why",
         )
     return Placement(layout, tuple(classes), tuple(local), tensor, elements, holders)
@@ -160,7 +152,7 @@ def _over_cap(layout: Layout, classes: Sequence[TensorClass], cap: int) -> list[
     size = sum(spec.nbytes for spec in loaded)
     if size <= cap:
         return []
-    names = name_some(spec.name for spec in loaded)
+    names = shorten(spec.name for spec in loaded)
     return [f"{names}: the loader computes with these {size} bytes, the cap is {cap} (DCR_LOADED_CAP)"]
 
 
@@ -174,7 +166,7 @@ def _refusals(ranks: Sequence[AttachedRank]) -> list[str]:
     for (name, reason), who in by_reason.items():
         where = "" if len(who) == len(ranks) else f" (rank {', '.join(map(str, who))})"
         names.setdefault(reason + where, []).append(name)
-    return [(f"{name_some(who)}: " if any(who) else "") + reason for reason, who in names.items()]
+    return [(f"{shorten(who)}: " if any(who) else "") + reason for reason, who in names.items()]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -233,7 +225,7 @@ def _fold_torn(
 
 def _names(placement: Placement, boxes: Ints) -> str:
     tensors = sorted(set(placement.tensor[boxes].tolist()))
-    return name_some(placement.layout[t].name for t in tensors)
+    return shorten(placement.layout[t].name for t in tensors)
 
 
 def join_fingerprint(placement: Placement, ranks: Sequence[FingerprintRank]) -> Live:
@@ -295,7 +287,7 @@ def judge_chain(
     layout = placement.layout
     if wrong := differing(placement, live, before[0]):
         raise EngineRefused(
-            f"the live weights are not the base of version {tables[0].version}: {name_some(wrong)}",
+            f"the live weights are not the base of version {tables[0].version}: {shorten(wrong)}",
             hint="attach again to find out which version is live",
         )
     for index, table in enumerate(tables):
@@ -305,7 +297,7 @@ def judge_chain(
         wrong = [layout[int(t)].name for t in np.flatnonzero(reached != after[index])]
         if wrong:
             raise EngineRefused(
-                f"the chunks of version {table.version} do not lead from its base to its seal: {name_some(wrong)}",
+                f"the chunks of version {table.version} do not lead from its base to its seal: {shorten(wrong)}",
                 hint="a chunk is missing or not the seal's: stage the version again",
             )
 
@@ -341,7 +333,7 @@ def judge_hop(placement: Placement, table: HopTable, ranks: Sequence[SegmentSums
     ):
         if (wrong & exact).any():
             tensors = sorted(set(table.tensor[wrong & exact].tolist()))
-            names = name_some(placement.layout[t].name for t in tensors)
+            names = shorten(placement.layout[t].name for t in tensors)
             raise EngineRefused(f"{text.format(table.version)}: {names}", hint=hint)
 
 
@@ -366,7 +358,7 @@ def judge_composed(placement: Placement, tables: Sequence[HopTable], ranks: Sequ
         wanted += table.delta(len(placement.layout))
     if wrong := differing(placement, written, wanted):
         raise EngineRefused(
-            f"the composed change is not the sum of its versions: {name_some(wrong)}", hint="this is a bug: report it"
+            f"the composed change is not the sum of its versions: {shorten(wrong)}", hint="this is a bug: report it"
         )
     return int(count.sum())
 

@@ -20,6 +20,7 @@ from dcr_daemon.vllm_plugin.calls import FingerprintRank, JobKind, Start
 from dcr_daemon.vllm_plugin.core import judge
 from dcr_daemon.vllm_plugin.core.engine_core import Core
 from dcr_daemon.vllm_plugin.core.operations import JobSteps, Steps
+from dcr_daemon.wording import shorten
 
 BATCH = 256 << 20  #: bytes of one job at most, if it has more than one tensor
 PATIENCE = 4.0  #: seconds one job may take at the rate asked for, if it has more than one tensor
@@ -97,4 +98,4 @@ class Scrub:
 
 
 def _described(differing: list[Difference]) -> str:
-    return judge.name_some(f"{one.tensor} (rank {', '.join(map(str, one.ranks))})" for one in differing)
+    return shorten(f"{one.tensor} (rank {', '.join(map(str, one.ranks))})" for one in differing)

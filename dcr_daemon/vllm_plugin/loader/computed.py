@@ -30,6 +30,7 @@ from dcr_daemon.vllm_plugin.loader.recorder import DTYPES, Recording, record
 from dcr_daemon.vllm_plugin.weights import faults
 from dcr_daemon.vllm_plugin.weights.dense import DenseFiles
 from dcr_daemon.vllm_plugin.weights.memory import Bits, Side
+from dcr_daemon.wording import shorten
 
 if TYPE_CHECKING:
     from dcr_daemon.vllm_plugin.weights.placement import Placement
@@ -98,7 +99,7 @@ def read_values(paths: Sequence[str], layout: Layout, tensors: Sequence[int], ve
     """
     files, expected = DenseFiles(paths, layout), read_vector(vector, layout)
     if missing := files.missing(tensors):
-        raise Corrupt(f"{', '.join(paths)} lacks {', '.join(missing[:5])} ({len(missing)} tensors)")
+        raise Corrupt(f"{', '.join(paths)} lacks {shorten(missing)}")
     values = {tensor: np.array(files.lanes(tensor)) for tensor in tensors}
     for tensor, bits in values.items():
         if sum_run(bits, int(layout.keys[tensor])) != int(expected[tensor]):
@@ -186,7 +187,7 @@ class Feeder:
             except DcrError:
                 raise
             except Exception as error:  # a foreign loader may raise anything; nothing was written
-                names = ", ".join(self._layout[tensor].name for tensor in self.tensors[:5])
+                names = shorten(self._layout[tensor].name for tensor in self.tensors)
                 raise EngineRefused(f"the model's loader failed on {names}: {type(error).__name__}: {error}") from error
         return {name: twin.detach() for name, twin in twins.items()}
 
@@ -229,7 +230,7 @@ def write_fed(fed: Sequence[Fed], side: Side) -> None:
                 one.live.data.view(_LANES[one.live.element_size()]).bitwise_xor_(1)
         wrong = [one.name for one in fed if not _same(one.live, one.new if side is Side.NEW else one.old)]
     if wrong:
-        raise DcrError(f"{', '.join(wrong[:5])} did not take what was written", hint="this worker's memory is damaged")
+        raise DcrError(f"{shorten(wrong)} did not take what was written", hint="this worker's memory is damaged")
 
 
 def _twin(form: torch.Tensor, start: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ from dcr_daemon.vllm_plugin.loader.permutation import expert_repacks
 from dcr_daemon.vllm_plugin.loader.recorder import Recording, record
 from dcr_daemon.vllm_plugin.settings import Settings
 from dcr_daemon.vllm_plugin.weights.placement import Copy, Placement, Repack, Unplaceable, coincide
+from dcr_daemon.wording import shorten
 
 Named = dict[str, torch.Tensor]
 
@@ -152,8 +153,7 @@ def place(recording: Recording, form: LoadFormat, layout: Layout) -> Placement:
     skipped = {spec.name for spec, held in zip(layout, placement.held, strict=True) if held is Held.SKIPPED}
     unfilled = _unfilled(recording, form, skipped, placement.forms)
     if unfilled and not placement.refusals:  # a refused tensor explains its own gap
-        listed = ", ".join(unfilled[:5]) + (f" and {len(unfilled) - 5} more" if len(unfilled) > 5 else "")
-        placement.refusals[""] = f"no tensor of this layout fills {listed}: it is another model's"
+        placement.refusals[""] = f"no tensor of this layout fills {shorten(unfilled)}: it is another model's"
     return placement
 
 

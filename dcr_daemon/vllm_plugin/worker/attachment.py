@@ -26,6 +26,7 @@ from dcr_daemon.vllm_plugin.weights.memory import Homes, HostMemory, Memory, Sid
 from dcr_daemon.vllm_plugin.weights.placement import Placement
 from dcr_daemon.vllm_plugin.worker.jobs import Job
 from dcr_daemon.vllm_plugin.worker.transaction import Arena, Preparation, Transaction
+from dcr_daemon.wording import shorten
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class Attachment:
         if last is not None and last.loaded:
             txn.values = self.read_loaded([last.loaded], last.after)
         elif txn.loaded:
-            names = ", ".join(self.layout[tensor].name for tensor in sorted(txn.loaded)[:5])
+            names = shorten(self.layout[tensor].name for tensor in sorted(txn.loaded))
             raise EngineRefused(f"the change comes without the bytes of {names}, which the loader computes with")
         return txn
 
@@ -146,7 +147,7 @@ def require_all(files: DenseFiles, tensors: Sequence[int]) -> None:
     """Raises `Corrupt` unless the files hold all of these tensors."""
     missing = files.missing(tensors)
     if missing:
-        raise Corrupt(f"the anchor lacks {', '.join(missing[:5])} ({len(missing)} tensors)")
+        raise Corrupt(f"the anchor lacks {shorten(missing)}")
 
 
 def attach(
