@@ -18,7 +18,7 @@ T = TypeVar("T")
 TELL_AFTER = 5.0  #: seconds after which somebody who waits wants to know for what
 
 
-async def within(seconds: float, work: Awaitable[T], *, what: str, emit: Emit) -> T:
+async def with_timeout(seconds: float, work: Awaitable[T], *, what: str, emit: Emit) -> T:
     """The result of `work`, which is cancelled after so many seconds; a `Waiting` event names it if it takes long.
 
     Raises:

@@ -33,7 +33,7 @@ from dcr_daemon.publish.group.context import RankContext
 from dcr_daemon.publish.group.join import CONCURRENCY, Joined, join, solo
 from dcr_daemon.publish.group.retention import Retention
 from dcr_daemon.publish.options import PublishOptions
-from dcr_daemon.publish.timeouts import within
+from dcr_daemon.publish.timeouts import with_timeout
 from dcr_daemon.publish.version.attempt import Attempt, Contribution, put
 from dcr_daemon.publish.version.versions import SealedVersion
 from dcr_daemon.store.task_limiter import run_limited
@@ -100,7 +100,7 @@ class Leader:
             group = self.bench.rank.group
             return Open(**header.fields, version=base + 1, base=base, group=group, call=self._call, step=step)
 
-        record = await self._within(self._options.patience, self.ledger.append(make), "room for the next version")
+        record = await self._with_timeout(self._options.patience, self.ledger.append(make), "room for the next version")
         runtime.failpoint("publish.open")
         return record
 
@@ -245,15 +245,15 @@ class Leader:
 
         while True:
             try:
-                return await self._within(max(deadline - runtime.monotonic(), SETTLE_PAUSE), append(), what)
+                return await self._with_timeout(max(deadline - runtime.monotonic(), SETTLE_PAUSE), append(), what)
             except StoreUnavailable as error:
                 if runtime.monotonic() > deadline:
                     raise
                 self._emit(Waiting(what=f"{what}: {error.message}"))
                 await runtime.sleep(SETTLE_PAUSE)
 
-    async def _within(self, seconds: float, work: Awaitable[T], what: str) -> T:
-        return await within(seconds, work, what=f"the ledger of {self.ledger.store.url}: {what}", emit=self._emit)
+    async def _with_timeout(self, seconds: float, work: Awaitable[T], what: str) -> T:
+        return await with_timeout(seconds, work, what=f"the ledger of {self.ledger.store.url}: {what}", emit=self._emit)
 
     async def _seal_of(self, attempt: Attempt) -> Seal | None:
         """The seal of an attempt, if the ledger as read has it."""
@@ -290,7 +290,7 @@ class Leader:
         what = f"the fate of version {attempt.version}" if attempt else "the fate of a record"
         patience = self._options.patience if patience is None else patience
         try:
-            seal = await self._within(patience, self._fate(attempt, reason[:500]), what)
+            seal = await self._with_timeout(patience, self._fate(attempt, reason[:500]), what)
         except Fenced:
             await self._undo("another publisher claimed the stream")
             raise
@@ -355,7 +355,7 @@ class Leader:
             Fenced: another publisher owns the stream.
         """
         if self.ledger.undecided:
-            await self._within(self._options.patience, self.ledger.settle(), "the fate of a record")
+            await self._with_timeout(self._options.patience, self.ledger.settle(), "the fate of a record")
             await self.ledger.read()
         newest = self.ledger.state.anchor
         if self.bench.attempt or (newest and newest.version == self.head):
@@ -427,6 +427,6 @@ class Leader:
             with contextlib.suppress(StoreUnavailable, Fenced):
                 await self.settle("the publisher closed", patience=patience)
                 if self.ledger.epoch is not None:
-                    await self._within(patience, self.ledger.release(), "the release of the stream")
+                    await self._with_timeout(patience, self.ledger.release(), "the release of the stream")
         finally:
             await self.bench.close()

@@ -24,7 +24,7 @@ from dcr_daemon.publish.group.collect import TELL_EVERY, read_listed
 from dcr_daemon.publish.group.context import RankContext
 from dcr_daemon.publish.group.leader import CLOSE_PATIENCE
 from dcr_daemon.publish.options import PublishOptions
-from dcr_daemon.publish.timeouts import within
+from dcr_daemon.publish.timeouts import with_timeout
 from dcr_daemon.publish.version.attempt import Attempt, put
 from dcr_daemon.publish.version.versions import SealedVersion
 
@@ -205,7 +205,7 @@ class Member:
             fate = await self._fate(record)
         else:
             what = f"rank 0's abort of version {record.version}"
-            fate = await within(patience, self._fate(record), what=what, emit=self._emit)
+            fate = await with_timeout(patience, self._fate(record), what=what, emit=self._emit)
         if isinstance(fate, Seal) and attempt:
             return await self._commit(attempt, fate)
         await self._undo(fate if isinstance(fate, Abort) else None)

@@ -26,7 +26,7 @@ from dcr_daemon.publish.inputs.intake import differences
 from dcr_daemon.publish.options import PublishOptions, stream_state
 from dcr_daemon.publish.rank import Rank
 from dcr_daemon.publish.state import StateDirectory
-from dcr_daemon.publish.timeouts import within
+from dcr_daemon.publish.timeouts import with_timeout
 from dcr_daemon.runtime import Workers
 from dcr_daemon.store.port import Store
 from dcr_daemon.store.probe import probe
@@ -134,7 +134,7 @@ class _Opening:
                 with contextlib.suppress(DcrError):  # whoever comes next need not take over from one that never began
                     patience = min(self.options.patience, CLOSE_PATIENCE)
                     what = f"the release of {self.store.url}"
-                    await within(patience, self.ledger.release(), what=what, emit=self.emit)
+                    await with_timeout(patience, self.ledger.release(), what=what, emit=self.emit)
         finally:
             if self.baseline:
                 self.baseline.close()
