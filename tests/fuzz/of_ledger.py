@@ -19,7 +19,7 @@ from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.errors import Incompatible, NotFound, UsageError
 from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.fold import Tip, begin, fold, tip_before
-from dcr_daemon.ledger.high_water_mark import Memory
+from dcr_daemon.ledger.high_water_mark import HighWaterMark
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import ObjectPending, Objects
 from dcr_daemon.store.file import FileStore
@@ -100,7 +100,7 @@ def ledger_inside(data: bytes) -> None:
     memory = scratch() / "seen.json"
     memory.unlink(missing_ok=True)
     if dice.below(2):
-        Memory(memory).saw(stream.tips[dice.below(len(stream.tips))])
+        HighWaterMark(memory).saw(stream.tips[dice.below(len(stream.tips))])
     with contextlib.suppress(*REFUSED, NotFound):
         run(_read_ledger(store, memory))
 

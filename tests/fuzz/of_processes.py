@@ -19,10 +19,10 @@ from dcr_daemon.engine.directory.checkout import Checkout
 from dcr_daemon.engine.directory.journal import read_journal
 from dcr_daemon.engine.port import Attached, EngineStatus, Prepared, Swapped
 from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, UsageError
-from dcr_daemon.ledger.high_water_mark import Memory
+from dcr_daemon.ledger.high_water_mark import HighWaterMark
 from dcr_daemon.publish.baseline.baseline import Baseline
 from dcr_daemon.publish.baseline.blocks import Share
-from dcr_daemon.publish.watch import history
+from dcr_daemon.publish.watch import published
 from dcr_daemon.runtime import Workers
 from dcr_daemon.subscribe.status import decode_report
 from dcr_daemon.vllm_plugin import calls
@@ -118,14 +118,14 @@ def mark(data: bytes) -> None:
     """The high-water mark."""
     path = as_file("seen.json", data)
     with contextlib.suppress(*REFUSED):
-        found = Memory(path).mark
+        found = HighWaterMark(path).mark
         assert found is not None
 
 
 @target
 def published_list(data: bytes) -> None:
     """`published.json` is a shortcut: a value, or nothing."""
-    history._load(as_file("published.json", data), samples.STREAM, scratch())
+    published._load(as_file("published.json", data), samples.STREAM, scratch())
 
 
 @target

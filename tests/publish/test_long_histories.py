@@ -18,7 +18,7 @@ from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.publish.group.anchors import AnchorPolicy, SinceAnchor
 from dcr_daemon.publish.group.opening import open_session
 from dcr_daemon.publish.options import PublishOptions
-from dcr_daemon.publish.watch.history import read_published
+from dcr_daemon.publish.watch.published import read_published
 
 HEAD = 10_000
 CHAIN = 50  #: versions since the newest anchor

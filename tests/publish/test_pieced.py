@@ -20,9 +20,15 @@ from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.canonical.region import Region, row_major
 from dcr_daemon.projection.files.piece_map import SHARDING_INFO, Piece, dcp_pieces, safetensors_pieces
 from dcr_daemon.publish.inputs.sources import SourceChanged
-from dcr_daemon.publish.watch.file_identity import MANY, FileIdentity, identify, stands_for_many, together
-from dcr_daemon.publish.watch.piece_names import Fit, InPieces, Part, PieceNames
-from dcr_daemon.publish.watch.pieces import NotAsPromised, PiecedSource, PieceFiles
+from dcr_daemon.publish.watch.file_identity import (
+    MAX_FILES_LISTED,
+    FileIdentity,
+    checkpoint_identity,
+    identify,
+    is_digest,
+)
+from dcr_daemon.publish.watch.piece_names import Part, PiecedTensor, PieceFit, PieceNames
+from dcr_daemon.publish.watch.piece_reader import ContentMismatch, PiecedSource, PieceFiles
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -82,7 +88,7 @@ def test_an_archive_holds_its_piece_in_any_order_of_axes(tmp_path: Path, order: 
     turned = Region("t", shape, 0, row_major(shape), 0, (60, 1, 40 * 60))  # canonical (70, 40, 60)
     wanted = whole.permute(2, 0, 1).contiguous().reshape(-1)
     for region, values in ((piece.regions[0], whole.reshape(-1)), (turned, wanted)):
-        source = PiecedSource(files, InPieces(TensorSpec("t", "F32", shape), (Part(piece, region),)))
+        source = PiecedSource(files, PiecedTensor(TensorSpec("t", "F32", shape), (Part(piece, region),)))
         for start in range(0, whole.numel(), 50_000):
             part = values[start : start + 50_000]
             assert source.read(start, part.numel(), "F32").tobytes() == part.numpy().tobytes()
@@ -126,8 +132,8 @@ def test_a_file_that_is_replaced_shrinks_or_lies_is_no_source(tmp_path: Path) ->
     path.write_bytes(bytes(path.stat().st_size))
     with pytest.raises(SourceChanged, match="was changed while it was read") as caught:
         PiecedSource(files, fit.tensors[0]).read(0, 8, "F32")
-    assert not isinstance(caught.value, NotAsPromised)
-    with pytest.raises(NotAsPromised, match="does not hold the piece of w"):
+    assert not isinstance(caught.value, ContentMismatch)
+    with pytest.raises(ContentMismatch, match="does not hold the piece of w"):
         PiecedSource(files_of(tmp_path / "c", archives=True), fit.tensors[0]).read(0, 8, "F32")
     path.unlink()
     with pytest.raises(SourceChanged, match="was taken away"):
@@ -148,7 +154,7 @@ def pieces(*names: str, dtype: str = "F32") -> list[Piece]:
     return found
 
 
-def fit(*names: str, ended: bool = True, ignore: tuple[str, ...] = ()) -> Fit:
+def fit(*names: str, ended: bool = True, ignore: tuple[str, ...] = ()) -> PieceFit:
     return PieceNames(LAYOUT, ignore).fit(pieces(*names), ended=ended)
 
 
@@ -156,7 +162,7 @@ def fit(*names: str, ended: bool = True, ignore: tuple[str, ...] = ()) -> Fit:
 def test_a_prefix_is_found_whatever_it_is(prefix: str) -> None:
     given = fit(*(prefix + name for name in SHAPES), "optim.state.model.a.exp_avg", "step.model.x")
     assert {tensor.given.name for tensor in given.tensors} == SHAPES.keys()
-    assert not given.misfit
+    assert not given.mismatch
     assert not given.refusal
 
 
@@ -173,15 +179,15 @@ def test_a_model_beside_its_average_is_the_one_called_so() -> None:
 
 
 def test_optimizer_states_alone_are_nothing_to_speak_of() -> None:
-    assert fit("optimizer.state.model.a.exp_avg", "optim.model.a").alien
-    assert fit().alien
+    assert fit("optimizer.state.model.a.exp_avg", "optim.model.a").no_model
+    assert fit().no_model
 
 
 def test_what_is_missing_is_waited_for_until_nothing_more_comes() -> None:
     assert fit("model.a", "top", ended=False).lacks == "pieces of model.b"
-    misfit = fit("model.a", "top").misfit
-    assert misfit is not None
-    assert "missing: model.b" in misfit.message
+    mismatch = fit("model.a", "top").mismatch
+    assert mismatch is not None
+    assert "missing: model.b" in mismatch.message
 
 
 def test_pieces_of_several_dtypes_or_packed_ones_are_refused() -> None:
@@ -195,12 +201,12 @@ def test_pieces_of_several_dtypes_or_packed_ones_are_refused() -> None:
 
 def test_thousands_of_files_are_recorded_as_one_that_stands_for_all() -> None:
     """A seal has room for some thousands; a restart must know them all the same."""
-    files = [FileIdentity(f"__{n}_0.distcp", n, 10 + n, 7 * n) for n in range(MANY + 1)]
+    files = [FileIdentity(f"__{n}_0.distcp", n, 10 + n, 7 * n) for n in range(MAX_FILES_LISTED + 1)]
     table = FileIdentity(".metadata", 1, 2, 3)
-    known = together([*files, table], ".metadata")
+    known = checkpoint_identity([*files, table], ".metadata")
     assert table in known
     (other,) = known - {table}
-    assert stands_for_many(other)
-    assert together([table, *reversed(files)], ".metadata") == known
+    assert is_digest(other)
+    assert checkpoint_identity([table, *reversed(files)], ".metadata") == known
     files[5] = FileIdentity("__5_0.distcp", 6, 15, 35)
-    assert together([*files, table], ".metadata") != known
+    assert checkpoint_identity([*files, table], ".metadata") != known

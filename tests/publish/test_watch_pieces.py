@@ -32,7 +32,7 @@ from dcr_daemon.errors import Incompatible
 from dcr_daemon.events import Aborted, Opened, Sealed, Waiting
 from dcr_daemon.projection.files.piece_map import SHARDING_INFO
 from dcr_daemon.publish.watch import piece_tables
-from dcr_daemon.publish.watch.pieces import PiecedSource
+from dcr_daemon.publish.watch.piece_reader import PiecedSource
 from dcr_daemon.publish.watch.watcher import WatchOptions, run_watch
 from dcr_daemon.store.file import FileStore
 from dcr_daemon.subscribe.materialize import materialize

@@ -10,9 +10,9 @@ from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.safetensors import Header
 from dcr_daemon.errors import Incompatible
 from dcr_daemon.projection.files.piece_map import METADATA, SHARDING_INFO
-from dcr_daemon.publish.watch.file_identity import FileIdentity, number_in, together
-from dcr_daemon.publish.watch.piece_names import Fit
-from dcr_daemon.publish.watch.pieces import PieceFiles
+from dcr_daemon.publish.watch.file_identity import FileIdentity, checkpoint_identity, number_in
+from dcr_daemon.publish.watch.piece_names import PieceFit
+from dcr_daemon.publish.watch.piece_reader import PieceFiles
 from dcr_daemon.wording import shorten
 
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
@@ -38,34 +38,39 @@ class CompleteFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class CompletePieces:
     """A checkpoint in pieces of which all is there that is known to belong to it. It is taken up at one go."""
 
     files: PieceFiles
-    fit: Fit
+    fit: PieceFit
 
 
 @dataclass(slots=True, eq=False)
-class Found:
+class CheckpointCandidate:
     """One checkpoint directory as the last look saw it.
 
-    `files` are the complete ones by name, `waiting` says by name what the others lack. `index` is the weight map of
-    its index file, `marked` whether the marker is there, `completion` its place among those that became complete.
-    `fresh` means that a file is here that may well be complete, and was not looked at often enough to tell. `in_pieces`
-    means that its tensors lie in pieces, and `pieces` says how once its files are there. `refusal` says why it will not
-    be published before somebody changes it.
+    Attributes:
+        files: complete files by name.
+        unfinished: the other files by name, each with what it lacks.
+        index: the weight map of the index file; None without one.
+        has_marker: whether the marker file is there, or none is asked for.
+        completed_as: the candidate's number among those that became complete, in order.
+        undetermined: a file may be complete, but has not been scanned often enough to tell.
+        in_pieces: its tensors are stored in pieces.
+        pieces: how they are, once all files are there.
+        refusal: why it will not be published until somebody changes it; empty if it may be.
     """
 
     path: Path
     relative: str
     files: dict[str, CompleteFile] = field(default_factory=dict)
-    waiting: dict[str, str] = field(default_factory=dict)
+    unfinished: dict[str, str] = field(default_factory=dict)
     index: dict[str, str] | None = None
-    marked: bool = True
-    completion: int = 0
-    fresh: bool = False
+    has_marker: bool = True
+    completed_as: int = 0
+    undetermined: bool = False
     in_pieces: bool = False
-    pieces: Pieces | None = None
+    pieces: CompletePieces | None = None
     refusal: str = ""
 
     @property
@@ -76,40 +81,40 @@ class Found:
     def order(self) -> tuple[bool, int, str]:
         """Oldest first: by number; without one, by completion."""
         number = self.number
-        return (number is None, self.completion if number is None else number, self.relative)
+        return (number is None, self.completed_as if number is None else number, self.relative)
 
     @property
     def identity(self) -> frozenset[FileIdentity]:
-        return together((file.identity for file in self.files.values()), METADATA)
+        return checkpoint_identity((file.identity for file in self.files.values()), METADATA)
 
     def lacks(self, layout: Layout) -> str:
         """What this checkpoint still waits for, or why it is refused; empty if it is complete."""
         if self.refusal:
             return self.refusal
-        if self.waiting:
-            return "; ".join(f"{name}: {why}" for name, why in sorted(self.waiting.items()))
-        if not self.marked:
+        if self.unfinished:
+            return "; ".join(f"{name}: {why}" for name, why in sorted(self.unfinished.items()))
+        if not self.has_marker:
             return "its marker file"
         if self.in_pieces:
             return self.pieces.fit.lacks if self.pieces else "its pieces"
-        if missing := self.missing(layout):
+        if missing := self.missing_tensors(layout):
             return f"tensors {shorten(missing)}"
         return ""
 
-    def missing(self, layout: Layout) -> list[str]:
+    def missing_tensors(self, layout: Layout) -> list[str]:
         """Layout tensors that no complete file holds."""
         held = {name for file in self.files.values() for name in file.names}
         return [spec.name for spec in layout if spec.name not in held]
 
-    def ended(self, *, marker: bool) -> bool:
+    def is_final(self, *, marker: bool) -> bool:
         """Whether no more files are to come, as far as anything says so: then what is missing is an error."""
-        if self.waiting or not self.files or not self.marked or self.in_pieces or self.refusal:
+        if self.unfinished or not self.files or not self.has_marker or self.in_pieces or self.refusal:
             return False  # what lies in pieces was judged as a whole
         numbered = [match for name in self.files if (match := _SHARD.search(name))]
         all_shards = bool(numbered) and len({m[1] for m in numbered}) == int(numbered[0][2])
         # A marker may be left over from what this directory held before: shards that count themselves know better.
-        marked = marker and not numbered
-        return marked or self.index is not None or all_shards or "model.safetensors" in self.files
+        trusted = marker and not numbered
+        return trusted or self.index is not None or all_shards or "model.safetensors" in self.files
 
     def check_index(self) -> None:
         """Raise `Incompatible` if the index and the (complete) files disagree."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-MANY = 4096  #: files of one checkpoint that are recorded one by one; a seal has room for some thousands
+MAX_FILES_LISTED = 4096  #: files of one checkpoint that are recorded one by one; a seal has room for some thousands
 _MANY_FILES = re.compile(r"\d+ files$")
 _MODEL_INDEX = re.compile(r"/pytorch_model_fsdp_\d+$")
 
@@ -40,10 +40,10 @@ def identity_of(name: str, stat: os.stat_result) -> FileIdentity:
     return FileIdentity(name, stat.st_size, stat.st_mtime_ns, stat.st_ino)
 
 
-def together(files: Iterable[FileIdentity], apart: str = "") -> frozenset[FileIdentity]:
+def checkpoint_identity(files: Iterable[FileIdentity], apart: str = "") -> frozenset[FileIdentity]:
     """The identity of a checkpoint: its files', or of too many one that stands for all but the file called `apart`."""
     known = sorted(files)
-    if len(known) <= MANY:
+    if len(known) <= MAX_FILES_LISTED:
         return frozenset(known)
     alone, rest = [file for file in known if file.name == apart], [file for file in known if file.name != apart]
     times = max(file.mtime_ns for file in rest)
@@ -51,8 +51,8 @@ def together(files: Iterable[FileIdentity], apart: str = "") -> frozenset[FileId
     return frozenset([*alone, FileIdentity(f"{len(rest)} files", sizes, times, _digest([f.inode for f in rest]))])
 
 
-def stands_for_many(file: FileIdentity) -> bool:
-    """Whether it is no file, but what `together` makes of many."""
+def is_digest(file: FileIdentity) -> bool:
+    """Whether it is no file, but what `checkpoint_identity` makes of many."""
     return bool(_MANY_FILES.match(file.name))
 
 
@@ -61,12 +61,12 @@ def _digest(table: list[Any]) -> int:
     return int.from_bytes(hashlib.sha256(msgspec.json.encode(table)).digest()[:8], "little") >> 1
 
 
-def elsewhere(identity: frozenset[FileIdentity]) -> frozenset[FileIdentity]:
+def without_inodes(identity: frozenset[FileIdentity]) -> frozenset[FileIdentity]:
     """What is left of it on another file system."""
     return frozenset(msgspec.structs.replace(file, inode=0) for file in identity)
 
 
-def only_attributes(known: FileIdentity, now: FileIdentity) -> bool:
+def only_attributes_changed(known: FileIdentity, now: FileIdentity) -> bool:
     """Whether a closed file got another mode or an older time, as copying does last: the same notice as for a write."""
     return (known.inode, known.size) == (now.inode, now.size) and now.mtime_ns <= known.mtime_ns
 

@@ -22,10 +22,10 @@ from dcr_daemon.publish.inputs.intake import UpdateValidator
 from dcr_daemon.publish.inputs.sources import FileSource, Source, SourceChanged
 from dcr_daemon.publish.version.attempt import Attempt
 from dcr_daemon.publish.version.versions import SealedVersion
-from dcr_daemon.publish.watch.candidate import CompleteFile, Found, Pieces
-from dcr_daemon.publish.watch.file_identity import FileIdentity, identify, together
-from dcr_daemon.publish.watch.history import Source as PublishedSource
-from dcr_daemon.publish.watch.pieces import PiecedSource
+from dcr_daemon.publish.watch.candidate import CheckpointCandidate, CompleteFile, CompletePieces
+from dcr_daemon.publish.watch.file_identity import FileIdentity, checkpoint_identity, identify
+from dcr_daemon.publish.watch.piece_reader import PiecedSource
+from dcr_daemon.publish.watch.published import PublishedCheckpoint
 
 
 class CheckpointIngest:
@@ -34,21 +34,21 @@ class CheckpointIngest:
     def __init__(self, session: Leader, attempt: Attempt, relative: str, ignore: tuple[str, ...], emit: Emit) -> None:
         self.relative = relative
         self._session, self._attempt, self._emit = session, attempt, emit
-        self._intake = UpdateValidator(relative, session.layout, ignore)
-        self._taken: dict[Path, FileIdentity] = {}
+        self._validator = UpdateValidator(relative, session.layout, ignore)
+        self._ingested: dict[Path, FileIdentity] = {}
         self._open: list[SafetensorsFile] = []
 
-    def wants(self, found: Found) -> list[CompleteFile] | list[Pieces]:
+    def pending(self, found: CheckpointCandidate) -> list[CompleteFile] | list[CompletePieces]:
         """Complete files not taken yet, or the pieces if they are not."""
         if found.in_pieces:
-            return [found.pieces] if found.pieces and not self._taken else []
-        return [file for _, file in sorted(found.files.items()) if file.path not in self._taken]
+            return [found.pieces] if found.pieces and not self._ingested else []
+        return [file for _, file in sorted(found.files.items()) if file.path not in self._ingested]
 
     @property
     def identity(self) -> frozenset[FileIdentity]:
-        return together(self._taken.values(), METADATA)
+        return checkpoint_identity(self._ingested.values(), METADATA)
 
-    async def take(self, what: CompleteFile | Pieces) -> None:
+    async def ingest(self, what: CompleteFile | CompletePieces) -> None:
         """Diff one file, or all pieces; names and shapes are judged before the first byte of weights is read.
 
         Raises:
@@ -56,8 +56,8 @@ class CheckpointIngest:
             SourceChanged: it is not what was found complete any more.
         """
         started = runtime.monotonic()
-        if isinstance(what, Pieces):
-            self._taken = {what.files.directory / name: file for name, file in what.files.identities.items()}
+        if isinstance(what, CompletePieces):
+            self._ingested = {what.files.directory / name: file for name, file in what.files.identities.items()}
             path, sources = self.relative, [PiecedSource(what.files, tensor) for tensor in what.fit.tensors]
             tensors = await self._diff(sources)
         else:
@@ -71,14 +71,14 @@ class CheckpointIngest:
         except DcrError as error:
             raise SourceChanged(f"{complete.path} was taken away or rewritten: {error.message}") from error
         self._open.append(file)
-        self._taken[complete.path] = complete.identity
+        self._ingested[complete.path] = complete.identity
         return [FileSource(file, spec) for spec in file.specs]
 
     async def _diff(self, sources: Sequence[Source]) -> int:
         """How many of the tensors are the layout's."""
         self.check()
-        inputs = [(i, source) for source in sources if (i := self._intake.take(source)) is not None]
-        self._intake.check()
+        inputs = [(i, source) for source in sources if (i := self._validator.take(source)) is not None]
+        self._validator.check()
         await self._attempt.diff(inputs)
         runtime.failpoint("publish.shard.taken")
         self.check()
@@ -86,7 +86,7 @@ class CheckpointIngest:
 
     def check(self) -> None:
         """Raise `SourceChanged` if a file that was read is not the same any more."""
-        for path, known in self._taken.items():
+        for path, known in self._ingested.items():
             now = identify(path, known.name)
             if now != known:
                 what = "is gone" if now is None else "was changed"
@@ -100,13 +100,13 @@ class CheckpointIngest:
             SourceChanged: as `check`.
         """
         await self._attempt.finish()
-        await self._session.workers.run(self._intake.finish, self._session.read)
-        for (given, canonical), tensors in self._intake.rounded.items():
+        await self._session.workers.run(self._validator.finish, self._session.read)
+        for (given, canonical), tensors in self._validator.rounded.items():
             self._emit(Rounded(tensors=tensors, given=given, canonical=canonical))
         return await self._session.seal(self._attempt, source=self._source(), check=self.check)
 
     def _source(self) -> dict[str, Any]:
-        plain: dict[str, Any] = msgspec.to_builtins(PublishedSource(self.relative, sorted(self.identity)))
+        plain: dict[str, Any] = msgspec.to_builtins(PublishedCheckpoint(self.relative, sorted(self.identity)))
         return plain
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ class _HeaderSource:
         raise AssertionError("a header has no bits")
 
 
-def check_headers(found: Found, layout: Layout, ignore: tuple[str, ...]) -> None:
+def check_headers(found: CheckpointCandidate, layout: Layout, ignore: tuple[str, ...]) -> None:
     """Judge a checkpoint whose files are all there by headers and tables alone, before an attempt is opened for it.
 
     Raises:
@@ -132,10 +132,10 @@ def check_headers(found: Found, layout: Layout, ignore: tuple[str, ...]) -> None
     """
     found.check_index()
     if found.pieces:
-        if misfit := found.pieces.fit.misfit:
+        if mismatch := found.pieces.fit.mismatch:
             raise Incompatible(
-                f"{found.relative} does not fit the stream's layout: {misfit.message}", hint=misfit.hint
-            ) from misfit
+                f"{found.relative} does not fit the stream's layout: {mismatch.message}", hint=mismatch.hint
+            ) from mismatch
         given = [tensor.given for tensor in found.pieces.fit.tensors]
     else:
         given = [spec for file in found.files.values() if file.header for spec in file.header.specs]

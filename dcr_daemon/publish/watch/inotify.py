@@ -29,8 +29,8 @@ class InotifyWatcher:
         ResourceExhausted: the kernel has no inotify watches left.
     """
 
-    def __init__(self, root: Path, survey: CheckpointScanner, changed: asyncio.Event) -> None:
-        self._survey, self._changed = survey, changed
+    def __init__(self, root: Path, scanner: CheckpointScanner, changed: asyncio.Event) -> None:
+        self._scanner, self._changed = scanner, changed
         self._loop = asyncio.get_running_loop()
         self._observer = Observer()
         try:
@@ -48,13 +48,13 @@ class InotifyWatcher:
             return  # our own reading is no news
         match event:
             case FileClosedEvent():
-                self._survey.closed(Path(os.fsdecode(event.src_path)))
+                self._scanner.file_closed(Path(os.fsdecode(event.src_path)))
             case FileMovedEvent():
-                self._survey.closed(Path(os.fsdecode(event.dest_path)))
+                self._scanner.file_closed(Path(os.fsdecode(event.dest_path)))
             case FileCreatedEvent():
-                self._survey.created(Path(os.fsdecode(event.src_path)))
+                self._scanner.file_created(Path(os.fsdecode(event.src_path)))
             case FileModifiedEvent():
-                self._survey.touched(Path(os.fsdecode(event.src_path)))
+                self._scanner.file_written(Path(os.fsdecode(event.src_path)))
             case _:
                 pass
         self._loop.call_soon_threadsafe(self._changed.set)

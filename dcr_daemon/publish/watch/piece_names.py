@@ -37,7 +37,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class InPieces:
+class PiecedTensor:
     """One canonical tensor, or a stranger to the layout; `given` is its name and shape in the stream, and the dtype
     that its pieces have."""
 
@@ -46,7 +46,7 @@ class InPieces:
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class PieceFit:
     """What a checkpoint's pieces are to the stream.
 
     Attributes:
@@ -57,11 +57,11 @@ class Fit:
         alien: nothing of it can be a model's: optimizer states by themselves.
     """
 
-    tensors: tuple[InPieces, ...] = ()
+    tensors: tuple[PiecedTensor, ...] = ()
     lacks: str = ""
     refusal: str = ""
-    misfit: Incompatible | None = None
-    alien: bool = False
+    mismatch: Incompatible | None = None
+    no_model: bool = False
 
 
 Target = tuple[tuple[int, ...], list[Region]]  #: shape of a whole tensor of the checkpoint, and where it leads
@@ -80,34 +80,34 @@ class PieceNames:
         self._direct: dict[str, Target] = {spec.name: (spec.shape, whole(spec.name, spec.shape)) for spec in layout}
         self._library: dict[str, Target] | Incompatible | None = None
 
-    def fit(self, pieces: Iterable[Piece], *, ended: bool) -> Fit:
+    def fit(self, pieces: Iterable[Piece], *, ended: bool) -> PieceFit:
         """Judge all pieces of a checkpoint that are there; `ended` if no more are to come."""
         given: dict[str, list[Piece]] = {}
         for piece in pieces:
             given.setdefault(plain(piece.tensor, self._layout), []).append(piece)
-        named = {name: found for name, found in given.items() if not self._beside(name)}
+        named = {name: found for name, found in given.items() if not self._is_beside(name)}
         if not named:
-            return Fit(alien=True)
-        names = _named(named, self._direct)
+            return PieceFit(no_model=True)
+        names = _resolve(named, self._direct)
         why: Incompatible | None = None
-        if not names.clash and names.strange and names.missing:
+        if not names.clash and names.has_unknown and names.missing:
             # Some names are strange and some are missing: they may be what the library calls these tensors.
-            of_library = self._targets()
+            of_library = self._library_targets()
             if isinstance(of_library, Incompatible):
                 why = of_library
             else:
-                names = max(names, _named(named, of_library), key=lambda names: names.share)
+                names = max(names, _resolve(named, of_library), key=lambda names: names.share)
         if names.clash:
-            return Fit(refusal=names.clash)
-        return _Judge(self._layout, names.targets, names.own, ended=ended).fit(why)
+            return PieceFit(refusal=names.clash)
+        return _PieceJudge(self._layout, names.targets, names.own, ended=ended).fit(why)
 
-    def _beside(self, name: str) -> bool:
+    def _is_beside(self, name: str) -> bool:
         top = name.partition(".")[0]
         if any(fnmatchcase(name, glob) for glob in self._ignore):
             return True
         return top.startswith(OPTIMIZERS) and not any(known.partition(".")[0] == top for known in self._direct)
 
-    def _targets(self) -> dict[str, Target] | Incompatible:
+    def _library_targets(self) -> dict[str, Target] | Incompatible:
         """Those of the library's tensors that lead to the layout."""
         if self._library is None:
             try:
@@ -134,7 +134,7 @@ class PieceNames:
 
 
 @dataclass(frozen=True, slots=True)
-class _Names:
+class _Naming:
     """The checkpoint's tensors under one set of names: `own` are the model's, without their prefix."""
 
     targets: Mapping[str, Target]
@@ -146,7 +146,7 @@ class _Names:
         return bool(self.targets.keys() - self.own.keys())
 
     @property
-    def strange(self) -> bool:
+    def has_unknown(self) -> bool:
         return bool(self.own.keys() - self.targets.keys())
 
     @property
@@ -155,9 +155,9 @@ class _Names:
         return len(self.targets.keys() & self.own.keys()) / max(len(self.targets), 1)
 
 
-def _named(named: Mapping[str, list[Piece]], targets: Mapping[str, Target]) -> _Names:
+def _resolve(named: Mapping[str, list[Piece]], targets: Mapping[str, Target]) -> _Naming:
     prefix, clash = _prefix(named, targets)
-    return _Names(targets, _own(named, prefix, targets), clash)
+    return _Naming(targets, _model_tensors(named, prefix, targets), clash)
 
 
 def _prefix(names: Iterable[str], known: Container[str]) -> tuple[str, str]:
@@ -177,7 +177,7 @@ def _prefix(names: Iterable[str], known: Container[str]) -> tuple[str, str]:
     return called[0], ""
 
 
-def _own(named: Mapping[str, list[Piece]], prefix: str, known: Iterable[str]) -> dict[str, list[Piece]]:
+def _model_tensors(named: Mapping[str, list[Piece]], prefix: str, known: Iterable[str]) -> dict[str, list[Piece]]:
     """The model's tensors without their prefix. What has another top-level key than the model lies beside it."""
     if prefix:
         return {name.removeprefix(prefix): found for name, found in named.items() if name.startswith(prefix)}
@@ -186,7 +186,7 @@ def _own(named: Mapping[str, list[Piece]], prefix: str, known: Iterable[str]) ->
     return own or dict(named)
 
 
-class _Judge:
+class _PieceJudge:
     """One checkpoint under settled names."""
 
     def __init__(
@@ -198,21 +198,24 @@ class _Judge:
         self._short: list[str] = []
         self._problems: dict[str, list[str]] = {}
 
-    def fit(self, why: Incompatible | None) -> Fit:
+    def fit(self, why: Incompatible | None) -> PieceFit:
         """`why` the names could not be looked up in the library, if that was tried."""
         if refusal := self._contradiction():
-            return Fit(refusal=refusal)
+            return PieceFit(refusal=refusal)
         for name, found in self._own.items():
             self._place(name, found)
         short, refusal = self._uncovered()
         if refusal:
-            return Fit(refusal=refusal)
+            return PieceFit(refusal=refusal)
         missing = sorted({*self._short, *short, *(name for name in self._targets if name not in self._own)})
         if missing and not self._ended:
-            return Fit(lacks=f"pieces of {shorten(missing)}" + (f"; {why.message}" if why else ""))
+            return PieceFit(lacks=f"pieces of {shorten(missing)}" + (f"; {why.message}" if why else ""))
         if missing:
-            self._problems |= {"missing": missing, "added": sorted(self._own.keys() - self._targets.keys())}
-        return Fit(misfit=self._misfit(why)) if self._problems else Fit(tuple(self._tensors()))
+            self._problems |= {
+                "missing": missing,
+                "added": sorted(self._own.keys() - self._targets.keys()),
+            }
+        return PieceFit(mismatch=self._misfit(why)) if self._problems else PieceFit(tuple(self._tensors()))
 
     def _misfit(self, why: Incompatible | None) -> Incompatible:
         texts = [
@@ -266,11 +269,11 @@ class _Judge:
             return [], f"its pieces do not make whole tensors: {shorten(wrong, separator='; ')}"
         return [finding.name for finding in findings], ""
 
-    def _tensors(self) -> Iterable[InPieces]:
+    def _tensors(self) -> Iterable[PiecedTensor]:
         empty = {name: found for name, found in self._own.items() if name in self._layout and not self._parts.get(name)}
         for name, found in empty.items():  # a tensor without elements has pieces and no regions
-            yield InPieces(TensorSpec(name, found[0].dtype, found[0].whole), ())
+            yield PiecedTensor(TensorSpec(name, found[0].dtype, found[0].whole), ())
         for name, parts in self._parts.items():
             if parts:
                 parts.sort(key=lambda part: part.region.dst)
-                yield InPieces(TensorSpec(name, parts[0].piece.dtype, self._shape(name)), tuple(parts))
+                yield PiecedTensor(TensorSpec(name, parts[0].piece.dtype, self._shape(name)), tuple(parts))

@@ -13,20 +13,20 @@ from dcr_daemon.checkpoint.safetensors import Header
 from dcr_daemon.errors import Corrupt, Incompatible, NotFound
 from dcr_daemon.projection.files.piece_map import METADATA, Piece, dcp_pieces, pieces_of
 from dcr_daemon.publish.watch.file_identity import FileIdentity, identity_of
-from dcr_daemon.publish.watch.piece_names import Fit, PieceNames
+from dcr_daemon.publish.watch.piece_names import PieceFit, PieceNames
 
 STALLED = 30  #: timed looks after which files that are newer than their table count as copied, not as being rewritten
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class PieceTable:
     """`promised`: bytes that each file has at least."""
 
-    fit: Fit
+    fit: PieceFit
     promised: Mapping[str, int]
 
 
-class Tables:
+class PieceTables:
     """Remembers what was read and judged, by the identity of what it was read from. Used by one thread at a time.
 
     Args:
@@ -36,11 +36,11 @@ class Tables:
     def __init__(self, ignore: Sequence[str], config: Mapping[str, Any] | None) -> None:
         self._ignore, self._config = ignore, config
         self._naming: tuple[Layout, PieceNames] | None = None
-        self._tables: dict[tuple[Path, FileIdentity], Table] = {}
-        self._fits: dict[Path, tuple[frozenset[FileIdentity], Fit]] = {}
+        self._tables: dict[tuple[Path, FileIdentity], PieceTable] = {}
+        self._fits: dict[Path, tuple[frozenset[FileIdentity], PieceFit]] = {}
         self._still: dict[Path, tuple[frozenset[FileIdentity], int]] = {}
 
-    def archives(self, directory: Path, identity: FileIdentity, layout: Layout) -> Table:
+    def of_distributed(self, directory: Path, identity: FileIdentity, layout: Layout) -> PieceTable:
         """Of a distributed checkpoint, whose `.metadata` has this identity."""
         key = directory, identity
         if key not in self._tables:
@@ -53,12 +53,12 @@ class Tables:
                 return pieces
 
             try:
-                self._tables[key] = Table(self._fit(read, layout, ended=True), promised)
+                self._tables[key] = PieceTable(self._fit(read, layout, ended=True), promised)
             except (NotFound, Incompatible) as error:  # it cannot be read now: nothing was learnt about it
-                return Table(Fit(refusal=error.message), {})
+                return PieceTable(PieceFit(refusal=error.message), {})
         return self._tables[key]
 
-    def shards(
+    def of_sharded_files(
         self,
         directory: Path,
         identity: frozenset[FileIdentity],
@@ -66,7 +66,7 @@ class Tables:
         layout: Layout,
         *,
         ended: bool,
-    ) -> Fit:
+    ) -> PieceFit:
         """Of the files of a sharded safetensors writer; `ended` if no more are to come."""
         known = self._fits.get(directory)
         if known is None or known[0] != identity:
@@ -74,17 +74,17 @@ class Tables:
             known = self._fits[directory] = identity, fit
         return known[1]
 
-    def _fit(self, read: Callable[[], Sequence[Piece]], layout: Layout, *, ended: bool) -> Fit:
+    def _fit(self, read: Callable[[], Sequence[Piece]], layout: Layout, *, ended: bool) -> PieceFit:
         try:
             pieces = read()
         except Corrupt as error:
-            return Fit(refusal=error.message)
+            return PieceFit(refusal=error.message)
         if self._naming is None or self._naming[0] is not layout:
             self._naming = layout, PieceNames(layout, self._ignore, self._config)
         return self._naming[1].fit(pieces, ended=ended)
 
-    def files(
-        self, directory: Path, table: Table, identity: FileIdentity, *, timed: bool
+    def check_files(
+        self, directory: Path, table: PieceTable, identity: FileIdentity, *, timed: bool
     ) -> tuple[dict[str, FileIdentity], dict[str, str]]:
         """Files that a table names as they are now, and what those that are not there as promised lack.
 
@@ -113,7 +113,7 @@ class Tables:
             lacking[newer[0]] = f"newer than {METADATA}: being rewritten, or copied without its time"
         return there, lacking
 
-    def keep(self, seen: set[Path]) -> None:
+    def forget_except(self, seen: set[Path]) -> None:
         """Forget directories that were not looked at."""
         self._tables = {key: table for key, table in self._tables.items() if key[0] in seen}
         for directories in (self._fits, self._still):

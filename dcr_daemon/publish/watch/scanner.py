@@ -22,28 +22,28 @@ from dcr_daemon.checkpoint.directory import find_index, read_index
 from dcr_daemon.checkpoint.safetensors import Header, read_header
 from dcr_daemon.errors import Corrupt, DcrError, Incompatible
 from dcr_daemon.projection.files.piece_map import METADATA
-from dcr_daemon.publish.watch.candidate import CompleteFile, Found, Pieces
+from dcr_daemon.publish.watch.candidate import CheckpointCandidate, CompleteFile, CompletePieces
 from dcr_daemon.publish.watch.file_identity import (
     FileIdentity,
-    elsewhere,
+    checkpoint_identity,
     identify,
-    only_attributes,
-    stands_for_many,
-    together,
+    is_digest,
+    only_attributes_changed,
+    without_inodes,
 )
-from dcr_daemon.publish.watch.piece_names import Fit
-from dcr_daemon.publish.watch.piece_tables import Tables
-from dcr_daemon.publish.watch.pieces import PieceFiles
+from dcr_daemon.publish.watch.piece_names import PieceFit
+from dcr_daemon.publish.watch.piece_reader import PieceFiles
+from dcr_daemon.publish.watch.piece_tables import PieceTables
 from dcr_daemon.wording import shorten
 
 DEPTH = 4  #: levels below the watched directory at which checkpoints are looked for
-LOOKS = 2  #: timed looks that must find a file unchanged, if nobody was seen writing to it
-LOOKS_AT_WRITTEN = 30  #: the same for one that was written to and never closed: a stalled writer, or a lost notice
+STABLE_SCANS = 2  #: timed looks that must find a file unchanged, if nobody was seen writing to it
+STABLE_SCANS_UNCLOSED = 30  #: the same for one that was written to and never closed: a stalled writer, or a lost notice
 SHARDED = "sharded"  #: where torch's writer leaves the pieces from which it makes the checkpoint one level up
 
 
 class CheckpointScanner:
-    """Remembers what earlier looks saw. `look` is blocking and cheap when little has changed.
+    """Remembers what earlier looks saw. `scan` is blocking and cheap when little has changed.
 
     Args:
         root: the watched directory.
@@ -62,30 +62,30 @@ class CheckpointScanner:
         config: Mapping[str, Any] | None = None,
     ) -> None:
         self._root, self._marker = root, marker
-        self._tables = Tables(ignore, config)
+        self._tables = PieceTables(ignore, config)
         self._exclude = {path.resolve() for path in exclude}
         self._notices: deque[tuple[Path, str]] = deque()
         self._versions: dict[frozenset[FileIdentity], set[str]] = {}
-        self._places: dict[str, frozenset[FileIdentity]] = {}
-        self._closed: dict[Path, FileIdentity] = {}
-        self._looked: dict[Path, tuple[FileIdentity, int]] = {}
-        self._written: dict[Path, None] = {}
-        self._settled: dict[Path, FileIdentity] = {}
+        self._version_paths: dict[str, frozenset[FileIdentity]] = {}
+        self._closed_as: dict[Path, FileIdentity] = {}
+        self._unchanged: dict[Path, tuple[FileIdentity, int]] = {}
+        self._unclosed: dict[Path, None] = {}
+        self._stable: dict[Path, FileIdentity] = {}
         self._headers: dict[tuple[Path, FileIdentity], Header | str] = {}
-        self._completions: dict[tuple[str, frozenset[FileIdentity]], int] = {}
+        self._completed: dict[tuple[str, frozenset[FileIdentity]], int] = {}
         self._by_table: dict[FileIdentity, frozenset[FileIdentity]] = {}
         self._refused: dict[str, tuple[frozenset[FileIdentity], str]] = {}
 
-    def refuse(self, relative: str, identity: frozenset[FileIdentity], why: str) -> None:
+    def mark_refused(self, relative: str, identity: frozenset[FileIdentity], why: str) -> None:
         """The very files of this checkpoint were found not to be what they claim: they are not to be tried again."""
         self._refused[relative] = identity, why
 
-    def published(self, relative: str, identity: frozenset[FileIdentity]) -> None:
+    def mark_published(self, relative: str, identity: frozenset[FileIdentity]) -> None:
         """A checkpoint is a version now, and is not to be found again."""
         self._versions.setdefault(identity, set()).add(relative)
-        self._places[relative] = elsewhere(identity)
+        self._version_paths[relative] = without_inodes(identity)
         table = next((file for file in identity if file.name == METADATA), None)
-        if table and not any(map(stands_for_many, identity)):
+        if table and not any(map(is_digest, identity)):
             self._by_table[table] = identity
 
     def _is_version(self, relative: str, identity: frozenset[FileIdentity]) -> bool:
@@ -95,73 +95,73 @@ class CheckpointScanner:
         places = self._versions.get(identity)
         if not places:
             # Moved to another disk with their times, as `rsync -a` does, files have other inodes and are the same.
-            return bool(identity) and self._places.get(relative) == elsewhere(identity)
+            return bool(identity) and self._version_paths.get(relative) == without_inodes(identity)
         if relative not in places and any((self._root / place).is_dir() for place in places):
             return False
         places.add(relative)
         return True
 
-    def closed(self, path: Path) -> None:
+    def file_closed(self, path: Path) -> None:
         """A writer closed the file, or it was moved in. From any thread."""
         self._notices.append((path, "closed"))
 
-    def created(self, path: Path) -> None:
+    def file_created(self, path: Path) -> None:
         """There is a new file; it may have been closed before anybody watched its directory. From any thread."""
         self._notices.append((path, "created"))
 
-    def touched(self, path: Path) -> None:
+    def file_written(self, path: Path) -> None:
         """The file was written to, so its writer will be seen closing it. From any thread."""
         self._notices.append((path, "written"))
 
-    def _take_notices(self) -> None:
+    def _apply_file_events(self) -> None:
         while self._notices:
             path, what = self._notices.popleft()
-            identity, known = identify(path), self._closed.get(path)
-            if what == "written" and known and identity and only_attributes(known, identity):
-                self._closed[path] = identity
+            identity, known = identify(path), self._closed_as.get(path)
+            if what == "written" and known and identity and only_attributes_changed(known, identity):
+                self._closed_as[path] = identity
                 continue
-            for table in (self._closed, self._looked, self._settled, self._written):
+            for table in (self._closed_as, self._unchanged, self._stable, self._unclosed):
                 table.pop(path, None)
             if what == "closed" and identity:
-                self._closed[path] = identity
+                self._closed_as[path] = identity
             elif what == "written":
-                self._written[path] = None
+                self._unclosed[path] = None
 
-    def look(self, layout: Layout, timed: bool) -> dict[str, Found]:
+    def scan(self, layout: Layout, timed: bool) -> dict[str, CheckpointCandidate]:
         """All checkpoints that are no versions yet, by relative path.
 
         A `timed` look counts for files that nobody was seen closing.
         """
-        self._take_notices()
+        self._apply_file_events()
         found = {}
         seen: set[Path] = set()
         joined: set[str] = set()
         for directory in self._directories(self._root, 0):
             seen.add(directory)  # tables are remembered by their directory
-            checkpoint = self._look_at(directory, timed, seen, layout)
-            if directory.name == SHARDED and self._stands_for_more(directory, checkpoint):
+            checkpoint = self._scan_directory(directory, timed, seen, layout)
+            if directory.name == SHARDED and self._supersedes_parent(directory, checkpoint):
                 joined.add(directory.parent.relative_to(self._root).as_posix())
             if checkpoint:
                 found[checkpoint.relative] = checkpoint
                 refused = self._refused.get(checkpoint.relative)
-                if refused and not checkpoint.waiting and refused[0] == checkpoint.identity:
+                if refused and not checkpoint.unfinished and refused[0] == checkpoint.identity:
                     checkpoint.refusal = refused[1]
                 if not checkpoint.lacks(layout):
                     key = (checkpoint.relative, checkpoint.identity)
-                    checkpoint.completion = self._completions.setdefault(key, len(self._completions))
-        self._tables.keep(seen)
+                    checkpoint.completed_as = self._completed.setdefault(key, len(self._completed))
+        self._tables.forget_except(seen)
         for name in joined & found.keys():
             del found[name]  # the same weights, joined by the writer from pieces that are there already
-        for table in (self._closed, self._looked, self._settled, self._written):
+        for table in (self._closed_as, self._unchanged, self._stable, self._unclosed):
             for path in table.keys() - seen:
                 del table[path]
         self._headers = {key: header for key, header in self._headers.items() if key[0] in seen}
         return found
 
-    def _stands_for_more(self, directory: Path, checkpoint: Found | None) -> bool:
+    def _supersedes_parent(self, directory: Path, checkpoint: CheckpointCandidate | None) -> bool:
         """Whether pieces lie here, new or published, from which a writer makes the checkpoint one level up."""
         if checkpoint is None:
-            published = directory.relative_to(self._root).as_posix() in self._places
+            published = directory.relative_to(self._root).as_posix() in self._version_paths
             return published and next(directory.glob("shard-*.safetensors"), None) is not None
         return checkpoint.in_pieces
 
@@ -180,55 +180,59 @@ class CheckpointScanner:
             if depth + 1 < DEPTH:
                 yield from self._directories(path, depth + 1)
 
-    def _look_at(self, directory: Path, timed: bool, seen: set[Path], layout: Layout) -> Found | None:
+    def _scan_directory(
+        self, directory: Path, timed: bool, seen: set[Path], layout: Layout
+    ) -> CheckpointCandidate | None:
         relative = directory.relative_to(self._root).as_posix()
-        found = Found(directory, _printable(relative))
+        found = CheckpointCandidate(directory, _printable(relative))
         try:
             names = sorted(path.name for path in directory.iterdir())
         except PermissionError as error:  # it may hold what the trainer takes for published
-            found.waiting["directory"] = f"cannot be listed: {error.strerror}"
+            found.unfinished["directory"] = f"cannot be listed: {error.strerror}"
             return found
         except OSError:
             return None  # vanished between two looks
         paths = [directory / name for name in names if name.endswith(".safetensors") and name[0] != "."]
-        in_archives = METADATA in names or any(name.endswith(".distcp") for name in names)
-        if not paths and not in_archives:
+        is_distributed = METADATA in names or any(name.endswith(".distcp") for name in names)
+        if not paths and not is_distributed:
             return None
         for name in (relative, *(path.name for path in paths)):
             if name != _printable(name):
-                found.waiting["name"] = f"{_printable(name)} is not UTF-8, as the name of a source must be: rename it"
+                found.unfinished["name"] = (
+                    f"{_printable(name)} is not UTF-8, as the name of a source must be: rename it"
+                )
                 return found
-        found.marked = self._marker is None or (directory / self._marker).exists()
-        if in_archives:
+        found.has_marker = self._marker is None or (directory / self._marker).exists()
+        if is_distributed:
             if paths:
                 found.refusal = f"it holds {paths[0].name} and a distributed checkpoint: leave one of them"
                 return found
-            return self._look_at_table(found, timed, seen, layout)
-        return self._look_at_files(found, paths, timed, seen, layout)
+            return self._scan_distributed(found, timed, seen, layout)
+        return self._scan_files(found, paths, timed, seen, layout)
 
-    def _look_at_files(
-        self, found: Found, paths: list[Path], timed: bool, seen: set[Path], layout: Layout
-    ) -> Found | None:
+    def _scan_files(
+        self, found: CheckpointCandidate, paths: list[Path], timed: bool, seen: set[Path], layout: Layout
+    ) -> CheckpointCandidate | None:
         """A directory of safetensors files: of whole tensors, or of a sharded writer."""
         try:
             index = find_index(found.path)
             found.index = read_index(index) if index else None
         except (Corrupt, Incompatible) as error:
-            found.waiting["index"] = error.message
+            found.unfinished["index"] = error.message
         if found.index is not None:
             named = set(found.index.values())
             paths = [path for path in paths if path.name in named]
-            found.waiting |= dict.fromkeys(named - {path.name for path in paths}, "not there yet")
-        if self._is_version(found.relative, together(filter(None, map(identify, paths)))):
+            found.unfinished |= dict.fromkeys(named - {path.name for path in paths}, "not there yet")
+        if self._is_version(found.relative, checkpoint_identity(filter(None, map(identify, paths)))):
             return None
         for path in paths:
             seen.add(path)
-            self._look_at_file(path, timed, found)
+            self._scan_file(path, timed, found)
         if any(file.in_pieces for file in found.files.values()):
-            self._look_at_pieces(found, layout)
+            self._judge_pieces(found, layout)
         return found
 
-    def _look_at_pieces(self, found: Found, layout: Layout) -> None:
+    def _judge_pieces(self, found: CheckpointCandidate, layout: Layout) -> None:
         """Files of a sharded writer, of which some are complete."""
         found.in_pieces = True
         whole = sorted(name for name, file in found.files.items() if not file.in_pieces)
@@ -236,76 +240,78 @@ class CheckpointScanner:
             found.refusal = f"{shorten(whole)} hold whole tensors, its other files hold pieces"
         elif found.index is not None:
             found.refusal = "its files hold pieces, and its index names one file for each tensor"
-        elif not found.waiting and found.marked:
+        elif not found.unfinished and found.has_marker:
             headers = {name: file.header for name, file in found.files.items() if file.header}
             ended = self._marker is not None
-            fit = self._tables.shards(found.path, found.identity, headers, layout, ended=ended)
-            self._judged(found, PieceFiles(found.path, _identities(found), archives=False), fit)
+            fit = self._tables.of_sharded_files(found.path, found.identity, headers, layout, ended=ended)
+            self._set_pieces(found, PieceFiles(found.path, _file_identities(found), archives=False), fit)
 
-    def _judged(self, found: Found, files: PieceFiles, fit: Fit) -> None:
-        found.pieces, found.refusal = Pieces(files, fit), fit.refusal
+    def _set_pieces(self, found: CheckpointCandidate, files: PieceFiles, fit: PieceFit) -> None:
+        found.pieces, found.refusal = CompletePieces(files, fit), fit.refusal
 
-    def _look_at_table(self, found: Found, timed: bool, seen: set[Path], layout: Layout) -> Found | None:
+    def _scan_distributed(
+        self, found: CheckpointCandidate, timed: bool, seen: set[Path], layout: Layout
+    ) -> CheckpointCandidate | None:
         """A directory of torch's distributed checkpoint, written or being written."""
         found.in_pieces = True
         path = found.path / METADATA
         seen.add(path)
         identity = identify(path)
         if identity is None:
-            found.waiting[METADATA] = "not there yet"
+            found.unfinished[METADATA] = "not there yet"
             return found
         if (version := self._by_table.get(identity)) is not None:
             now = frozenset(identify(found.path / file.name, file.name) for file in version)
             if now != version:
-                found.waiting[METADATA] = "that of a version, whose files are being rewritten or taken away"
+                found.unfinished[METADATA] = "that of a version, whose files are being rewritten or taken away"
                 return found
             if self._is_version(found.relative, version):
                 return None
-        if not self._is_settled(path, identity, timed, found):
+        if not self._is_stable(path, identity, timed, found):
             return found
-        table = self._tables.archives(found.path, identity, layout)
-        if table.fit.alien:
+        table = self._tables.of_distributed(found.path, identity, layout)
+        if table.fit.no_model:
             return None
         if table.fit.refusal:
             found.refusal = table.fit.refusal
             return found
-        there, lacking = self._tables.files(found.path, table, identity, timed=timed)
+        there, lacking = self._tables.check_files(found.path, table, identity, timed=timed)
         there[METADATA] = identity
         found.files = {name: CompleteFile(found.path / name, file, None) for name, file in there.items()}
         if self._is_version(found.relative, found.identity):
             return None
-        found.waiting |= lacking
-        self._judged(found, PieceFiles(found.path, there, archives=True), table.fit)
+        found.unfinished |= lacking
+        self._set_pieces(found, PieceFiles(found.path, there, archives=True), table.fit)
         return found
 
-    def _look_at_file(self, path: Path, timed: bool, found: Found) -> None:
+    def _scan_file(self, path: Path, timed: bool, found: CheckpointCandidate) -> None:
         identity = identify(path)
-        if identity is None or not self._is_settled(path, identity, timed, found):
+        if identity is None or not self._is_stable(path, identity, timed, found):
             return
         key = (path, identity)
         if key not in self._headers:
-            self._headers[key] = _header(path)
+            self._headers[key] = _read_header(path)
         header = self._headers[key]
         if isinstance(header, str):
-            found.waiting[path.name] = header
+            found.unfinished[path.name] = header
         else:
             found.files[path.name] = CompleteFile(path, identity, header)
 
-    def _is_settled(self, path: Path, identity: FileIdentity, timed: bool, found: Found) -> bool:
+    def _is_stable(self, path: Path, identity: FileIdentity, timed: bool, found: CheckpointCandidate) -> bool:
         """Whether a file is through with being written, as far as looks and notices tell."""
-        if identity not in (self._closed.get(path), self._settled.get(path)):
-            before, looks = self._looked.get(path, (None, 0))
+        if identity not in (self._closed_as.get(path), self._stable.get(path)):
+            before, looks = self._unchanged.get(path, (None, 0))
             looks = timed + (looks if before == identity else 0)
-            self._looked[path] = (identity, looks)
-            if looks < (LOOKS_AT_WRITTEN if path in self._written else LOOKS):
-                found.waiting[path.name] = "still being written"
-                found.fresh |= before in (None, identity) and path not in self._written
+            self._unchanged[path] = (identity, looks)
+            if looks < (STABLE_SCANS_UNCLOSED if path in self._unclosed else STABLE_SCANS):
+                found.unfinished[path.name] = "still being written"
+                found.undetermined |= before in (None, identity) and path not in self._unclosed
                 return False
-        self._settled[path] = identity
+        self._stable[path] = identity
         return True
 
 
-def _identities(found: Found) -> dict[str, FileIdentity]:
+def _file_identities(found: CheckpointCandidate) -> dict[str, FileIdentity]:
     return {name: file.identity for name, file in found.files.items()}
 
 
@@ -314,7 +320,7 @@ def _printable(name: str) -> str:
     return name.encode("utf-8", "backslashreplace").decode()
 
 
-def _header(path: Path) -> Header | str:
+def _read_header(path: Path) -> Header | str:
     """The header, or what is wrong with the file."""
     try:
         return read_header(path)

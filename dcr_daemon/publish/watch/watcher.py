@@ -24,17 +24,17 @@ from dcr_daemon.publish.group.opening import open_session
 from dcr_daemon.publish.inputs.model_config import read_config
 from dcr_daemon.publish.inputs.sources import SourceChanged
 from dcr_daemon.publish.options import PublishOptions
-from dcr_daemon.publish.watch.candidate import Found
+from dcr_daemon.publish.watch.candidate import CheckpointCandidate
 from dcr_daemon.publish.watch.file_identity import FileIdentity, number_in
-from dcr_daemon.publish.watch.history import read_published
 from dcr_daemon.publish.watch.ingest import CheckpointIngest, check_headers
 from dcr_daemon.publish.watch.inotify import InotifyWatcher
-from dcr_daemon.publish.watch.pieces import NotAsPromised
+from dcr_daemon.publish.watch.piece_reader import ContentMismatch
+from dcr_daemon.publish.watch.published import read_published
 from dcr_daemon.publish.watch.scanner import CheckpointScanner
 from dcr_daemon.store.port import Store
 
-LOOK = 1.0  #: seconds between two timed looks beside inotify
-SETBACK_LIMIT = 60.0  #: seconds between two tries at a checkpoint that changes or cannot be read, at most
+SCAN_INTERVAL = 1.0  #: seconds between two timed looks beside inotify
+RETRY_DELAY_LIMIT = 60.0  #: seconds between two tries at a checkpoint that changes or cannot be read, at most
 STORE_PAUSE = 5.0  #: seconds before an unavailable bucket is tried again
 
 
@@ -83,39 +83,39 @@ class Watcher:
 
     def __init__(self, options: WatchOptions, session: Leader, emit: Emit) -> None:
         self._options, self._session, self._emit = options, session, emit
-        self._interval = options.poll or LOOK
-        self._survey = self._new_survey(None)
+        self._interval = options.poll or SCAN_INTERVAL
+        self._scanner = self._new_scanner(None)
         self._changed = asyncio.Event()
-        self._last_look = float("-inf")
+        self._last_scan = float("-inf")
         self._current: CheckpointIngest | None = None
-        self._dying: str | None = None
-        self._setbacks: dict[str, int] = {}
-        self._newest = -1
+        self._abort_reason: str | None = None
+        self._failures: dict[str, int] = {}
+        self._newest_number = -1
         self._published: set[str] = set()
-        self._given_up: dict[str, frozenset[FileIdentity]] = {}
-        self._said: dict[str, str] = {}
+        self._abandoned: dict[str, frozenset[FileIdentity]] = {}
+        self._reported: dict[str, str] = {}
         self._notices: InotifyWatcher | None = None
-        self._watched: tuple[int, int] | None = None
+        self._watched_inode: tuple[int, int] | None = None
         self._damaged = False
 
-    def _new_survey(self, config: Mapping[str, Any] | None) -> CheckpointScanner:
+    def _new_scanner(self, config: Mapping[str, Any] | None) -> CheckpointScanner:
         options = self._options
         excluded = _excluded(options, self._session.ledger.store.url)
         return CheckpointScanner(options.watch, excluded, options.marker, options.ignore, config)
 
     async def run(self) -> None:
         """Until cancelled; with `once`, until what was complete at the start is published."""
-        self._survey = self._new_survey(await read_config(self._session.ledger, self._options.base))
-        kept = self._session.state.path / "published.json"
-        for source in await read_published(self._session.ledger, kept, self._options.watch):
-            self._remember(source.path, source.identity)
+        self._scanner = self._new_scanner(await read_config(self._session.ledger, self._options.base))
+        cache = self._session.state.path / "published.json"
+        for source in await read_published(self._session.ledger, cache, self._options.watch):
+            self._mark_published(source.path, source.identity)
         if self._options.once:
             await self._run_once()
             return
         try:
             while True:
-                self._attend()
-                if not await self._turn():
+                self._ensure_watching()
+                if not await self._act():
                     await self._wait()
         finally:
             if self._notices:
@@ -123,19 +123,19 @@ class Watcher:
             if self._current:
                 self._current.close()
 
-    def _attend(self) -> None:
+    def _ensure_watching(self) -> None:
         """Have notices of the directory that bears the name now: it may have been moved away, and another made."""
-        place = self._place()
-        if place == self._watched:
+        identity = self._watched_identity()
+        if identity == self._watched_inode:
             return
-        self._watched = place
+        self._watched_inode = identity
         if self._notices:
             self._notices.close()
             self._notices = None
-        if place and not self._options.poll:
-            self._notices = InotifyWatcher(self._options.watch, self._survey, self._changed)
+        if identity and not self._options.poll:
+            self._notices = InotifyWatcher(self._options.watch, self._scanner, self._changed)
 
-    def _place(self) -> tuple[int, int] | None:
+    def _watched_identity(self) -> tuple[int, int] | None:
         """Device and inode of the watched directory; None while it is not there."""
         try:
             stat = self._options.watch.stat()
@@ -158,14 +158,14 @@ class Watcher:
             self._damaged = True
 
     async def _run_once(self) -> None:
-        await self._look()
+        await self._scan()
         await runtime.sleep(self._interval)
-        found = await self._look()
+        found = await self._scan()
         for checkpoint in self._complete(found):
-            current = self._current = await self._begin(checkpoint)
+            current = self._current = await self._open_attempt(checkpoint)
             try:
-                for file in current.wants(checkpoint):
-                    await current.take(file)
+                for file in current.pending(checkpoint):
+                    await current.ingest(file)
                 await self._seal(current)
             finally:
                 current.close()
@@ -175,87 +175,89 @@ class Watcher:
         if not found:
             self._emit(Waiting(what=f"nothing to publish: no complete checkpoint below {self._options.watch} is new"))
 
-    async def _look(self) -> dict[str, Found]:
+    async def _scan(self) -> dict[str, CheckpointCandidate]:
         now = runtime.monotonic()
-        timed = now - self._last_look >= self._interval
+        timed = now - self._last_scan >= self._interval
         if timed:
-            self._last_look = now
-        return await self._session.workers.run(self._survey.look, self._session.layout, timed)
+            self._last_scan = now
+        return await self._session.workers.run(self._scanner.scan, self._session.layout, timed)
 
-    async def _turn(self) -> bool:
+    async def _act(self) -> bool:
         """One look and at most one thing done; tells whether it was."""
         try:
-            if self._dying is not None:
-                await self._bury(self._dying)
+            if self._abort_reason is not None:
+                await self._abort_current(self._abort_reason)
             elif self._damaged:
                 await self._session.repair()
                 self._damaged = False
             else:
-                return await self._step(await self._look())
+                return await self._advance(await self._scan())
         except SourceChanged as error:
-            self._dying = error.message
-            if isinstance(error, NotAsPromised) and self._current:
-                self._survey.refuse(self._current.relative, self._current.identity, error.message)
-            await runtime.sleep(self._setback())
+            self._abort_reason = error.message
+            if isinstance(error, ContentMismatch) and self._current:
+                self._scanner.mark_refused(self._current.relative, self._current.identity, error.message)
+            await runtime.sleep(self._retry_delay())
         except StoreUnavailable as error:
             self._emit(Waiting(what=f"the bucket: {error.message}"))
-            self._dying = self._dying or (f"StoreUnavailable: {error.message}" if self._current else None)
+            self._abort_reason = self._abort_reason or (f"StoreUnavailable: {error.message}" if self._current else None)
             await runtime.sleep(STORE_PAUSE)
         return True
 
-    def _setback(self) -> float:
+    def _retry_delay(self) -> float:
         """Seconds until the next try. None where a checkpoint fails for the first time: a trainer that keeps its newest
         few takes away the oldest, and whoever rests then finds the next one gone as well, and never catches up."""
         name = self._current.relative if self._current else ""
-        tries = self._setbacks[name] = self._setbacks.get(name, -1) + 1
-        return min(self._interval * 2 ** min(tries, 10), SETBACK_LIMIT) if tries else 0.0
+        tries = self._failures[name] = self._failures.get(name, -1) + 1
+        return min(self._interval * 2 ** min(tries, 10), RETRY_DELAY_LIMIT) if tries else 0.0
 
-    async def _step(self, found: dict[str, Found]) -> bool:
+    async def _advance(self, found: dict[str, CheckpointCandidate]) -> bool:
         complete = _in_order(self._complete(found), found)
         if self._current is None:
-            choice = complete[0] if complete else self._first_partial(found)
+            choice = complete[0] if complete else self._oldest_partial(found)
             if choice is None:
-                self._say(found)
+                self._report_waiting(found)
                 return False
-            self._current = await self._begin(choice)
+            self._current = await self._open_attempt(choice)
         current, checkpoint = self._current, found.get(self._current.relative)
-        if why := self._void(current, checkpoint, complete):
-            self._dying = why
+        if why := self._why_abort(current, checkpoint, complete):
+            self._abort_reason = why
             return True
         assert checkpoint is not None
-        if wanted := current.wants(checkpoint):
-            await current.take(wanted[0])
+        if wanted := current.pending(checkpoint):
+            await current.ingest(wanted[0])
         elif checkpoint in complete:
             await self._seal(current)
         else:
-            self._say(found)
+            self._report_waiting(found)
             return False
         return True
 
-    def _complete(self, found: dict[str, Found]) -> list[Found]:
+    def _complete(self, found: dict[str, CheckpointCandidate]) -> list[CheckpointCandidate]:
         """Checkpoints to be published as they are, oldest first. One to which nothing will be added counts even if it
         lacks tensors: it is an error that must be told."""
         layout, marker = self._session.layout, self._options.marker is not None
-        ready = [f for f in found.values() if not f.lacks(layout) or f.ended(marker=marker)]
+        ready = [f for f in found.values() if not f.lacks(layout) or f.is_final(marker=marker)]
         ready.sort(key=lambda checkpoint: checkpoint.order)
         if self._options.newest:
             return [f for f in ready if f.relative in self._published or self._is_new(f)][-1:]
         return ready
 
-    def _first_partial(self, found: dict[str, Found]) -> Found | None:
+    def _oldest_partial(self, found: dict[str, CheckpointCandidate]) -> CheckpointCandidate | None:
         """The checkpoint being written, if any of its files is complete. One older than the newest version, or that
         was overtaken, is left alone until it is complete: most such are remains of a crash."""
         partial = [
             f
             for f in found.values()
-            if f.files and not f.in_pieces and self._is_new(f) and self._given_up.get(f.relative) != f.identity
+            if f.files and not f.in_pieces and self._is_new(f) and self._abandoned.get(f.relative) != f.identity
         ]
         return min(_in_order(partial, found), key=lambda checkpoint: checkpoint.order, default=None)
 
-    def _is_new(self, checkpoint: Found) -> bool:
-        return checkpoint.number is None or checkpoint.number > self._newest
+    def _is_new(self, checkpoint: CheckpointCandidate) -> bool:
+        return checkpoint.number is None or checkpoint.number > self._newest_number
 
-    def _void(self, current: CheckpointIngest, checkpoint: Found | None, complete: list[Found]) -> str:
+    def _why_abort(
+        self, current: CheckpointIngest, checkpoint: CheckpointCandidate | None, complete: list[CheckpointCandidate]
+    ) -> str:
         """Why the attempt under way must not go on; empty if it may."""
         if checkpoint is None:
             return f"{current.relative} vanished"
@@ -270,7 +272,7 @@ class Watcher:
             return f"{complete[0].relative} {how} {current.relative}"
         return ""
 
-    async def _begin(self, checkpoint: Found) -> CheckpointIngest:
+    async def _open_attempt(self, checkpoint: CheckpointCandidate) -> CheckpointIngest:
         if checkpoint in self._complete({checkpoint.relative: checkpoint}):
             check_headers(checkpoint, self._session.layout, self._options.ignore)
         attempt = await self._session.begin(step=checkpoint.number)
@@ -278,46 +280,46 @@ class Watcher:
 
     async def _seal(self, current: CheckpointIngest) -> None:
         await current.seal()
-        self._current, self._setbacks = None, {}
+        self._current, self._failures = None, {}
         current.close()
-        self._remember(current.relative, current.identity)
+        self._mark_published(current.relative, current.identity)
         runtime.failpoint("publish.remembered")
         try:
             await self._session.anchor_if_due()
         except StoreUnavailable as error:
             self._emit(Waiting(what=f"an anchor, tried again after the next version: {error.message}"))
 
-    async def _bury(self, why: str) -> None:
+    async def _abort_current(self, why: str) -> None:
         """End the attempt under way. If it turns out to be sealed after all, it is a version like any other."""
         sealed = await self._session.settle(why)
-        current, self._current, self._dying = self._current, None, None
+        current, self._current, self._abort_reason = self._current, None, None
         if current is None:
             return
         current.close()
         if sealed:
-            self._remember(current.relative, current.identity)
+            self._mark_published(current.relative, current.identity)
         else:
-            self._given_up[current.relative] = current.identity
+            self._abandoned[current.relative] = current.identity
 
-    def _remember(self, relative: str, identity: frozenset[FileIdentity]) -> None:
+    def _mark_published(self, relative: str, identity: frozenset[FileIdentity]) -> None:
         """This is a version now, and never taken up again."""
-        self._survey.published(relative, identity)
+        self._scanner.mark_published(relative, identity)
         self._published.add(relative)
         number = number_in(relative)
-        self._newest = max(self._newest, -1 if number is None else number)
+        self._newest_number = max(self._newest_number, -1 if number is None else number)
 
-    def _say(self, found: dict[str, Found]) -> None:
+    def _report_waiting(self, found: dict[str, CheckpointCandidate]) -> None:
         """Tell what is waited for, each thing once."""
         waits = self._lacks(found)
         if not waits:
-            gone = "" if self._watched else ", which is not there any more"
+            gone = "" if self._watched_inode else ", which is not there any more"
             waits = {"": f"a checkpoint below {self._options.watch}{gone}"}
         for name, text in waits.items():
-            if self._said.get(name) != text:
+            if self._reported.get(name) != text:
                 self._emit(Waiting(what=text))
-        self._said = waits
+        self._reported = waits
 
-    def _lacks(self, found: dict[str, Found]) -> dict[str, str]:
+    def _lacks(self, found: dict[str, CheckpointCandidate]) -> dict[str, str]:
         """In a sentence for each checkpoint that is not complete, what it lacks."""
         lacks = {name: (checkpoint, checkpoint.lacks(self._session.layout)) for name, checkpoint in found.items()}
         return {
@@ -327,14 +329,16 @@ class Watcher:
         }
 
 
-def _in_order(candidates: list[Found], found: dict[str, Found]) -> list[Found]:
+def _in_order(
+    candidates: list[CheckpointCandidate], found: dict[str, CheckpointCandidate]
+) -> list[CheckpointCandidate]:
     """Those of the candidates that no older checkpoint may turn out to go before.
 
     A file that was closed before inotify watched its directory is known to be complete two looks later than its
     successors. One of a checkpoint that is really being written holds nobody up.
     """
-    fresh = [other.number for other in found.values() if other.fresh and other.number is not None]
-    return [f for f in candidates if f.number is None or not any(number < f.number for number in fresh)]
+    undetermined = [other.number for other in found.values() if other.undetermined and other.number is not None]
+    return [f for f in candidates if f.number is None or not any(number < f.number for number in undetermined)]
 
 
 def _excluded(options: WatchOptions, url: str) -> list[Path]:

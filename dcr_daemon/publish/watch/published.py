@@ -15,10 +15,10 @@ from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.publish.watch.file_identity import FileIdentity
 from dcr_daemon.untrusted import decode_json
 
-GONE = 64  #: newest sources that are remembered although their directory is gone: it may have been renamed
+MISSING_KEPT = 64  #: newest sources that are remembered although their directory is gone: it may have been renamed
 
 
-class Source(msgspec.Struct, frozen=True):
+class PublishedCheckpoint(msgspec.Struct, frozen=True):
     """`source` of a seal: the checkpoint's path below the watched directory, and its files as they were read."""
 
     path: str
@@ -29,46 +29,48 @@ class Source(msgspec.Struct, frozen=True):
         return frozenset(self.files)
 
 
-class _Kept(msgspec.Struct, frozen=True):
+class _Cache(msgspec.Struct, frozen=True):
     """`version`: the newest one whose source is among `sources`."""
 
     stream: str
     watch: str
     version: int
-    sources: list[Source]
+    sources: list[PublishedCheckpoint]
 
 
-_lists = msgspec.json.Decoder(_Kept)
+_caches = msgspec.json.Decoder(_Cache)
 
 
-async def read_published(ledger: Ledger, kept: Path, watch: Path) -> list[Source]:
-    """Sources of all versions, and the shortcut `kept` brought up to date."""
-    known = _load(kept, ledger.stream.stream, watch)
+async def read_published(ledger: Ledger, cache: Path, watch: Path) -> list[PublishedCheckpoint]:
+    """Sources of all versions, and the shortcut `cache` brought up to date."""
+    known = _load(cache, ledger.stream.stream, watch)
     seals = await ledger.history.between(known.version + 1)
     # A directory that is gone cannot come back with the same inodes and times, but under another name.
-    sources = [source for source in known.sources[:-GONE] if (watch / source.path).exists()] + known.sources[-GONE:]
+    sources = [source for source in known.sources[:-MISSING_KEPT] if (watch / source.path).exists()] + known.sources[
+        -MISSING_KEPT:
+    ]
     sources += [source for seal in seals if (source := _source(seal.source))]
-    _save(kept, msgspec.structs.replace(known, version=ledger.state.seal.version, sources=sources))
+    _save(cache, msgspec.structs.replace(known, version=ledger.state.seal.version, sources=sources))
     return sources
 
 
-def _source(source: dict[str, Any] | None) -> Source | None:
+def _source(source: dict[str, Any] | None) -> PublishedCheckpoint | None:
     """None if a version came from something else than a watched checkpoint."""
     try:
-        return msgspec.convert(source, Source)
+        return msgspec.convert(source, PublishedCheckpoint)
     except msgspec.ValidationError:
         return None
 
 
-def _load(kept: Path, stream: str, watch: Path) -> _Kept:
-    nothing = _Kept(stream, str(watch.resolve()), 0, [])
+def _load(cache: Path, stream: str, watch: Path) -> _Cache:
+    nothing = _Cache(stream, str(watch.resolve()), 0, [])
     try:
-        known = decode_json(_lists, kept.read_bytes())
+        known = decode_json(_caches, cache.read_bytes())
     except (OSError, ValueError):
         return nothing
     return known if (known.stream, known.watch) == (nothing.stream, nothing.watch) else nothing
 
 
-def _save(kept: Path, state: _Kept) -> None:
+def _save(cache: Path, state: _Cache) -> None:
     with contextlib.suppress(OSError):  # without it the next start asks the seals: slower, never wrong
-        write_whole(kept, msgspec.json.encode(state), what="published", durable=False)
+        write_whole(cache, msgspec.json.encode(state), what="published", durable=False)

@@ -26,10 +26,10 @@ from dcr_daemon.projection.files.storage import Stored, archived, plain, read_re
 from dcr_daemon.publish.inputs.cast import cast_lanes
 from dcr_daemon.publish.inputs.sources import SourceChanged
 from dcr_daemon.publish.watch.file_identity import FileIdentity, identity_of
-from dcr_daemon.publish.watch.piece_names import InPieces, Part
+from dcr_daemon.publish.watch.piece_names import Part, PiecedTensor
 
 
-class NotAsPromised(SourceChanged):
+class ContentMismatch(SourceChanged):
     """A file is the one that was found complete, and does not hold what the checkpoint's table promises: to read it
     again is of no use before somebody writes it again."""
 
@@ -86,7 +86,7 @@ class PieceFiles:
             try:
                 known = archived(descriptor, piece, path) if self.archives else plain(piece)
             except Corrupt as error:
-                raise NotAsPromised(error.message, hint="write the checkpoint again") from error
+                raise ContentMismatch(error.message, hint="write the checkpoint again") from error
             self._stored[key] = known
         return known
 
@@ -94,7 +94,7 @@ class PieceFiles:
 class PiecedSource:
     """One tensor in pieces. Every element has exactly one: whoever makes a source has seen to that."""
 
-    def __init__(self, files: PieceFiles, tensor: InPieces) -> None:
+    def __init__(self, files: PieceFiles, tensor: PiecedTensor) -> None:
         self.given: TensorSpec = tensor.given
         self._files, self._parts = files, tensor.parts
 
