@@ -15,7 +15,7 @@ from dcr_daemon.events import Aborted, Alarm, Event, FencedOut, Mapped, Sealed, 
 _logger = logging.getLogger("dcr_daemon")
 
 
-def tell(event: Event) -> None:
+def log_event(event: Event) -> None:
     """An `Emit`."""
     match event:
         case Mapped():

@@ -22,11 +22,11 @@ from typing import Any, Never, Self
 from dcr_daemon.errors import DcrError, Fenced, StoreUnavailable, UsageError
 from dcr_daemon.events import Emit, Rounded, Waiting
 from dcr_daemon.publish.baseline.blocks import block_bytes
-from dcr_daemon.publish.event_log import tell
+from dcr_daemon.publish.event_log import log_event
 from dcr_daemon.publish.group import update_steps
 from dcr_daemon.publish.group.leader import CLOSE_PATIENCE, Leader
 from dcr_daemon.publish.group.member import Member
-from dcr_daemon.publish.group.opening import open_member, open_session
+from dcr_daemon.publish.group.opening import open_leader, open_member
 from dcr_daemon.publish.group.projected import Projected, Trainer
 from dcr_daemon.publish.inputs.intake import UpdateValidator
 from dcr_daemon.publish.inputs.sources import Source, TensorSource, settle_devices
@@ -71,7 +71,7 @@ class Publisher:
         lag: seconds of silence after which rank 0 gives a rank up that the next update finds missing.
         patience: seconds that an unreachable bucket is tried before an update is given up. If the fate of a record
             that was sent is open even then, the error says so, and the next call finds out before it begins (must L1).
-        emit: listens to events, on the publisher's own thread; Python's logging by default (telling.py).
+        emit: listens to events, on the publisher's own thread; Python's logging by default (`publish.event_log`).
 
     Raises:
         Fenced: another publisher holds the stream.
@@ -104,7 +104,7 @@ class Publisher:
         scrub_rate: float = SCRUB_RATE,
         lag: float = 30.0,
         patience: float = 600.0,
-        emit: Emit = tell,
+        emit: Emit = log_event,
     ) -> None:
         self._options = PublishOptions(
             state=Path(state) if state else default_state(),
@@ -132,7 +132,7 @@ class Publisher:
         self._unknown: Update | None = None
         self._behind: Future[None] | None = None
         self._sealing: asyncio.Task[Any] | None = None
-        self._tending: asyncio.Task[None] | None = None
+        self._idle_checks: asyncio.Task[None] | None = None
         self._told: set[tuple[str, str]] = set()
         self._loop: LoopThread | None = LoopThread("dcr-publisher")
 
@@ -140,7 +140,7 @@ class Publisher:
             store = await open_store(stream, endpoint_url=endpoint_url, region=region, profile=profile, emit=emit)
             try:
                 if self._rank.leads:
-                    return store, await open_session(self._options, store, emit, self._rank)
+                    return store, await open_leader(self._options, store, emit, self._rank)
                 return store, await open_member(self._options, store, emit, self._rank)
             except BaseException:
                 await store.close()
@@ -148,7 +148,7 @@ class Publisher:
 
         try:
             self._store, self._session = self._loop.call(open_all())
-            self._loop.call(self._begin_tending())
+            self._loop.call(self._start_idle_checks())
         except BaseException:
             self._loop.close()
             raise
@@ -184,9 +184,9 @@ class Publisher:
         try:
             check_kind(weights)
             step, data = checked_step(step), checked_metadata(metadata)
-            self._session.press()
+            self._session.start_lag_timer()
             self._wait_behind()
-            self._running.call(self._end_tending())
+            self._running.call(self._stop_idle_checks())
             self._settle_unknown()
         except Exception as error:
             self._skip(error)
@@ -307,7 +307,7 @@ class Publisher:
                 await self._session.anchor_if_due()
             except StoreUnavailable as error:
                 self._emit(Waiting(what=f"the anchor of version {attempt.version}, tried again later: {error.message}"))
-        await self._begin_tending()
+        await self._start_idle_checks()
 
     async def _settle_failed(self, update: Update, error: DcrError) -> None:
         """Tell a failure only when the ledger says that it is one (must L1)."""
@@ -328,23 +328,23 @@ class Publisher:
         else:
             update.failed(error)
 
-    async def _begin_tending(self) -> None:
-        self._tending = asyncio.create_task(self._tend())
+    async def _start_idle_checks(self) -> None:
+        self._idle_checks = asyncio.create_task(self._run_idle_checks())
 
-    async def _tend(self) -> None:
+    async def _run_idle_checks(self) -> None:
         """Until the next update begins, or until there is something that only the next update can deal with."""
         try:
             while True:
-                await self._session.tend()
+                await self._session.run_idle_checks()
                 await self._session.repair()
         except Fenced:
             pass  # said by an event; the next call raises it
         except DcrError as error:
             self._emit(Waiting(what=f"the baseline, before the next update begins: {error.message}"))
 
-    async def _end_tending(self) -> None:
-        if self._tending:
-            ended, self._tending = self._tending, None
+    async def _stop_idle_checks(self) -> None:
+        if self._idle_checks:
+            ended, self._idle_checks = self._idle_checks, None
             ended.cancel()
             await asyncio.wait([ended])
             if not ended.cancelled() and (error := ended.exception()):
@@ -404,7 +404,7 @@ class Publisher:
         if self._loop is None or not self._loop.here:
             return
         try:
-            self._session.press()
+            self._session.start_lag_timer()
             with contextlib.suppress(TimeoutError):
                 self._wait_behind(timeout)
         finally:
@@ -420,7 +420,7 @@ class Publisher:
             if self._sealing:
                 self._sealing.cancel()
                 await asyncio.wait([self._sealing])
-            await self._end_tending()
+            await self._stop_idle_checks()
         finally:
             try:
                 await self._session.close()

@@ -33,7 +33,7 @@ async def newest(world: SmallWorld, store: Any) -> Any:
 
 async def tended(session: Leader) -> None:
     """Until the scrub has found something."""
-    await asyncio.wait_for(session.tend(), 60)
+    await asyncio.wait_for(session.run_idle_checks(), 60)
     await session.repair()
 
 
@@ -47,7 +47,7 @@ def test_the_scrub_finds_one_flipped_bit_and_the_baseline_is_rebuilt_and_anchore
         store = SpoiltStore()
         session = await world.open(store, scrub_rate=1e6, anchor_every=None, anchor_share=None)
         await world.publish(session, world.draw(1))
-        session.bench.baseline[spot[0]][spot[1]] ^= 4
+        session.context.baseline[spot[0]][spot[1]] ^= 4
         await tended(session)
         assert await world.proved(session)
         version, weights = await newest(world, store)
@@ -70,7 +70,7 @@ def test_a_scrub_of_a_sound_baseline_finds_nothing_whatever_was_published_or_und
             await world.publish(session, world.draw(seed))
             await world.diff(session, world.draw(90 + seed))
             await session.settle("given up")
-            assert all([await session.bench.baseline.intact(n) for n in range(len(session.bench.baseline.share))])
+            assert all([await session.context.baseline.intact(n) for n in range(len(session.context.baseline.share))])
         await session.close()
         assert alarms(world) == []
 
@@ -88,7 +88,7 @@ def test_damage_that_went_into_a_sealed_version_is_gone_round_by_the_next(
         store = SpoiltStore()
         session = await world.open(store, scrub_rate=1e6, anchor_every=None, anchor_share=None)
         await world.publish(session, world.draw(1))
-        session.bench.baseline[0][7] ^= 0x40
+        session.context.baseline[0][7] ^= 0x40
         await world.publish(session, world.draw(2))  # sealed, with a vector that no bytes have
         assert not await world.proved(session)
         if restart in ("no", "before the anchor"):
@@ -99,9 +99,9 @@ def test_damage_that_went_into_a_sealed_version_is_gone_round_by_the_next(
                 world.forget("one")
             session = await world.open(store, scrub_rate=1e6, anchor_every=None, anchor_share=None)
         assert "P4" in alarms(world)
-        assert session.bench.baseline.stray
+        assert session.context.baseline.stray
         await world.publish(session, world.draw(3))
-        assert not session.bench.baseline.stray
+        assert not session.context.baseline.stray
         if restart == "before the anchor":
             kill(session)
             session = await world.open(store, anchor_every=None, anchor_share=None)
@@ -118,7 +118,7 @@ def test_damage_that_went_into_a_sealed_version_is_gone_round_by_the_next(
         world.forget("one")  # whoever builds the head later goes by the anchor
         session = await world.open(store, anchor_every=None, anchor_share=None)
         assert await world.proved(session)
-        assert not session.bench.baseline.stray
+        assert not session.context.baseline.stray
         await session.close()
 
     run(check())
@@ -131,11 +131,11 @@ def test_an_abort_finds_damage_by_the_fingerprint_and_rebuilds(small_world: Smal
         store = SpoiltStore()
         session = await world.open(store)
         await world.publish(session, world.draw(1))
-        session.bench.baseline[0][7] ^= 0x40
+        session.context.baseline[0][7] ^= 0x40
         await world.diff(session, world.draw(2))
         await session.settle("given up")
         assert alarms(world) == ["P7"]
-        assert session.bench.baseline.version is None
+        assert session.context.baseline.version is None
         await world.publish(session, world.draw(3))
         assert same((await world.versions(store))[2], world.draw(3))
         await session.close()
@@ -191,7 +191,7 @@ def test_an_anchor_of_bytes_that_change_while_they_are_read_is_never_recorded(sm
 
         def flip(number: int, operation: str, key: str) -> None:
             if key == "ledger/0000000000000005.json":  # the read before the anchor: after the proof, before the bytes
-                session.bench.baseline[0][3] ^= 1
+                session.context.baseline[0][3] ^= 1
 
         store.spoil = flip
         await session.anchor_if_due(at_once=True)
@@ -210,7 +210,7 @@ def test_an_anchor_of_bytes_that_change_while_they_are_read_is_never_recorded(sm
 
 def test_a_fleet_ends_bit_equal_to_the_trainer_after_a_poisoned_version(world: Any, toolbox: Any) -> None:
     """A real replica refuses the version made from a damaged baseline, waits, and comes by the anchor of the next."""
-    from dcr_daemon.publish.group.opening import open_session
+    from dcr_daemon.publish.group.opening import open_leader
     from dcr_daemon.publish.inputs.sources import FileSource
     from dcr_daemon.publish.options import PublishOptions
 
@@ -231,14 +231,14 @@ def test_a_fleet_ends_bit_equal_to_the_trainer_after_a_poisoned_version(world: A
 
     async def check() -> None:
         options = PublishOptions(state=world.state, base=world.base, create=True, workers=2, scrub_rate=1e9)
-        session = await open_session(options, world.store(), world.events)
+        session = await open_leader(options, world.store(), world.events)
         async with replica.running() as task:
             await publish(session, 1)
             await replica.until(lambda: [e for e in replica.events.of(Committed) if e.version == 1], task)
-            session.bench.baseline[0][11] ^= 0x10
+            session.context.baseline[0][11] ^= 0x10
             await publish(session, 2)
             await replica.until(lambda: [e for e in replica.events.of(Alarm) if "poisoned" in e.what], task)
-            await asyncio.wait_for(session.tend(), 60)
+            await asyncio.wait_for(session.run_idle_checks(), 60)
             await session.repair()
             await publish(session, 3)
             await session.anchor_if_due()

@@ -16,7 +16,7 @@ from dcr_daemon.events import Alarm
 from dcr_daemon.ledger.history import KEPT
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.publish.group.anchors import AnchorPolicy, SinceAnchor
-from dcr_daemon.publish.group.opening import open_session
+from dcr_daemon.publish.group.opening import open_leader
 from dcr_daemon.publish.options import PublishOptions
 from dcr_daemon.publish.watch.published import read_published
 
@@ -49,7 +49,7 @@ async def start(world: Any, store: MemoryStore, state: Path) -> int:
     """Requests from start to the first attempt's `open`, with all that a watching publisher asks for."""
     store.requests.clear()
     options = PublishOptions(state=state, name="trainer", workers=1)
-    session = await open_session(options, store, world.events)
+    session = await open_leader(options, store, world.events)
     await read_published(session.ledger, session.state.path / "published.json", world.root / "watched")
     await session.begin()
     asked = sum(store.requests.values())
@@ -67,7 +67,7 @@ def test_starting_costs_the_same_however_long_the_history(world: Any, long: Memo
     async def cold(state: Path) -> int:
         """Without any state: by the anchor, and 50 versions with a seal, a vector and a part or none."""
         long.requests.clear()
-        session = await open_session(PublishOptions(state=state, name="trainer", workers=1), long, world.events)
+        session = await open_leader(PublishOptions(state=state, name="trainer", workers=1), long, world.events)
         asked = sum(long.requests.values())
         await session.close()
         return asked

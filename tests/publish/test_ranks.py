@@ -15,7 +15,7 @@ from dcr_daemon.events import AnchorPut, Sealed
 from dcr_daemon.ledger.records import Abort, Seal
 from dcr_daemon.publish.baseline.blocks import Block
 from dcr_daemon.publish.group.collect import UpdateAborted
-from dcr_daemon.publish.group.opening import open_session
+from dcr_daemon.publish.group.opening import open_leader
 from dcr_daemon.publish.options import PublishOptions
 from dcr_daemon.publish.rank import Rank, find_rank
 
@@ -83,9 +83,9 @@ def test_one_process_and_many_take_turns(world: Any, toolbox: Any, ranked: Any) 
 
     async def alone(new: Any) -> None:
         options = PublishOptions(state=world.state, base=world.base, create=True, name="trainer", workers=1)
-        session = await open_session(options, world.store(), world.events)
+        session = await open_leader(options, world.store(), world.events)
         attempt = await session.begin()
-        share = session.bench.baseline.share
+        share = session.context.baseline.share
         reads = (
             (n, lambda b=share[n]: new[session.layout[b.tensor].name][b.box.dst : b.box.dst + b.box.elements])
             for n in range(len(share))
@@ -221,7 +221,7 @@ def test_a_rank_that_is_gone_is_given_up_when_the_next_update_begins(world: Any,
             publishing = asyncio.ensure_future(rank.publish(weights[2], 2))
             await asyncio.sleep(0.5)
             assert not publishing.done()  # no clock ends the wait
-            rank.session.press()
+            rank.session.start_lag_timer()
             return await publishing
 
         results = await group.all(work)
@@ -247,19 +247,19 @@ def test_a_leftover_of_an_older_group_never_gets_into_a_seal(world: Any, toolbox
         starting = [asyncio.ensure_future(rank.start(weights[2], 2)) for rank in old.ranks]
         await asyncio.gather(*starting)
         for rank in old.ranks[:2]:
-            await rank.session.bench.close()
+            await rank.session.context.close()
         new = await ranked(2).open()
         await new.publish(weights[2], 2)
-        attempt = leftover.session.bench.attempt
+        attempt = leftover.session.context.attempt
         assert attempt is not None
         with pytest.raises(Fenced):  # it wakes up
             await leftover.session.seal(attempt)
-        assert leftover.session.bench.baseline.version == 1
+        assert leftover.session.context.baseline.version == 1
         with pytest.raises(Fenced):
             await leftover.publish(weights[3], 3)
         await new.publish(weights[3], 3)
         await new.close()
-        await leftover.session.bench.close()
+        await leftover.session.context.close()
 
     asyncio.run(run())
     check(world, toolbox, weights)
@@ -323,7 +323,7 @@ def test_a_rank_whose_baseline_is_not_the_base_is_found_by_the_sums_and_builds_i
     async def run() -> None:
         group = await ranked(3).open()
         await group.publish(weights[1], 1)
-        baseline = group.ranks[2].session.bench.baseline
+        baseline = group.ranks[2].session.context.baseline
         baseline[0][:] ^= 1
         await baseline.believe(1)  # a lie that its own sums agree with
         results = await group.all(lambda rank: rank.publish(weights[2], 2))
@@ -352,7 +352,7 @@ def test_two_processes_that_are_one_rank_publish_nothing(world: Any, toolbox: An
         # Whether rank 0 sees both before it has what it waits for is a race; what is sealed is of one of them.
         assert all(isinstance(one, DcrError) for one in results) or len(world.events.of(Sealed)) >= 2
         await group.close()
-        await twin.session.bench.close()
+        await twin.session.context.close()
 
     asyncio.run(run())
     found = world.reader.versions()
@@ -379,9 +379,9 @@ def test_a_members_sums_are_its_own(world: Any, toolbox: Any, ranked: Any) -> No
     async def run() -> None:
         group = await ranked(3).open()
         await group.publish(toolbox.step_weights(world.weights, seed=1))
-        vectors = [rank.session.bench.baseline.vector for rank in group.ranks]
+        vectors = [rank.session.context.baseline.vector for rank in group.ranks]
         assert all(v.any() for v in vectors)
-        whole = await group.ranks[0].session.bench.restorer.vector(1)
+        whole = await group.ranks[0].session.context.restorer.vector(1)
         assert np.array_equal(np.sum(vectors, axis=0, dtype=np.uint64), whole)
         await group.close()
 

@@ -19,7 +19,7 @@ from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.retention import RetentionPolicy
 from dcr_daemon.publish.group import retention as module
 from dcr_daemon.publish.group.leader import Leader
-from dcr_daemon.publish.group.opening import open_session
+from dcr_daemon.publish.group.opening import open_leader
 from dcr_daemon.publish.inputs.sources import FileSource
 from dcr_daemon.publish.options import PublishOptions
 from dcr_daemon.publish.publisher import Publisher
@@ -28,7 +28,7 @@ from dcr_daemon.publish.watch.watcher import WatchOptions, run_watch
 
 async def opened(world: Any, store: Any = None, **more: Any) -> Leader:
     defaults: dict[str, Any] = {"state": world.state, "base": world.base, "create": True, "patience": 1.0, "workers": 2}
-    return await open_session(PublishOptions(**defaults | more), store or world.store(), world.events)
+    return await open_leader(PublishOptions(**defaults | more), store or world.store(), world.events)
 
 
 async def publish(session: Leader, weights: Any, world: Any) -> None:

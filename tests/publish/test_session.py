@@ -12,7 +12,7 @@ from dcr_daemon.checkpoint.directory import Checkpoint
 from dcr_daemon.errors import Corrupt, Fenced, Incompatible, NotFound, ResourceExhausted, StoreUnavailable, UsageError
 from dcr_daemon.events import Aborted, Alarm, AnchorPut, ChunkPut, Sealed, Waiting
 from dcr_daemon.publish.group.leader import Leader
-from dcr_daemon.publish.group.opening import open_session
+from dcr_daemon.publish.group.opening import open_leader
 from dcr_daemon.publish.inputs.sources import FileSource
 from dcr_daemon.publish.options import PublishOptions, stream_state
 from dcr_daemon.store.port import Outcome
@@ -24,7 +24,7 @@ def options(world: Any, **more: Any) -> PublishOptions:
 
 
 async def opened(world: Any, store: Any = None, **more: Any) -> Leader:
-    return await open_session(options(world, **more), store or world.store(), world.events)
+    return await open_leader(options(world, **more), store or world.store(), world.events)
 
 
 async def diff(session: Leader, weights: Any, world: Any, step: int | None = None) -> Any:
@@ -97,7 +97,7 @@ def test_an_abort_brings_the_baseline_back_exactly(world: Any, toolbox: Any, cod
 
     async def run() -> None:
         session = await opened(world, codec=Codec[codec], spool_memory=spool_memory)
-        baseline = session.bench.baseline
+        baseline = session.context.baseline
         before, bits = await baseline.fingerprint(), [baseline[n].copy() for n in range(len(baseline.share))]
         for finished in (True, False):
             attempt = await session.begin()
@@ -282,12 +282,12 @@ def test_a_second_publisher_waits_for_release_or_takes_over(world: Any, toolbox:
             await opened(world, **elsewhere)
         attempt = await diff(first, one, world)
         second = await opened(world, **elsewhere, take_over=True)
-        before = first.bench.baseline.vector
+        before = first.context.baseline.vector
         with pytest.raises(Fenced):
             await first.seal(attempt)
         with pytest.raises(Fenced):
             await first.settle("fenced")
-        assert np.array_equal(await first.bench.baseline.fingerprint(), before)
+        assert np.array_equal(await first.context.baseline.fingerprint(), before)
         await publish(second, two, world)
         await first.close()
         await second.close()
@@ -404,18 +404,18 @@ def test_a_full_disk_of_the_spool_ends_the_attempt_and_undoes_it(
 
     async def run() -> None:
         session = await opened(world, spool_memory=0)
-        before = session.bench.baseline.vector
+        before = session.context.baseline.vector
         attempt = await session.begin()
 
         def full(*args: Any) -> None:
             raise spool.exhausted(OSError(errno.ENOSPC, "no space"), Path("spool"))
 
-        monkeypatch.setattr(session.bench._spool, "_write", full)
+        monkeypatch.setattr(session.context._spool, "_write", full)
         with pytest.raises(ResourceExhausted, match="no space"):
             await diff_into(attempt, session, toolbox.make_weights(world.layout, seed=3), world)
         await session.settle("disk full")
-        assert session.bench.baseline.version == 0
-        assert np.array_equal(await session.bench.baseline.fingerprint(), before)
+        assert session.context.baseline.version == 0
+        assert np.array_equal(await session.context.baseline.fingerprint(), before)
         monkeypatch.undo()
         await publish(session, one, world)
         await session.close()
@@ -455,7 +455,7 @@ def test_a_baseline_damaged_in_memory_is_found_before_an_anchor(world: Any, tool
     async def run() -> None:
         session = await opened(world)
         await publish(session, one, world)
-        session.bench.baseline[0][3] ^= 0x40
+        session.context.baseline[0][3] ^= 0x40
         await session.anchor_if_due(at_once=True)
         await session.close()
 

@@ -7,19 +7,21 @@ import logging
 import pytest
 
 from dcr_daemon.events import Alarm, ChunkPut, Mapped
-from dcr_daemon.publish.event_log import tell
+from dcr_daemon.publish.event_log import log_event
 
 
 @pytest.mark.parametrize(("residual", "level"), [(0, logging.INFO), (10, logging.WARNING)])
 def test_residual_tensors_are_a_warning(caplog: pytest.LogCaptureFixture, residual: int, level: int) -> None:
     with caplog.at_level(logging.DEBUG, "dcr_daemon"):
-        tell(Mapped(ranks=4, direct_bytes=90, residual_bytes=residual, regions=3, report="direct 90%", seconds=1.0))
+        log_event(
+            Mapped(ranks=4, direct_bytes=90, residual_bytes=residual, regions=3, report="direct 90%", seconds=1.0)
+        )
     (record,) = caplog.records
     assert (record.levelno, record.getMessage()) == (level, "what 4 ranks publish:\ndirect 90%")
 
 
 def test_alarms_are_errors_and_progress_is_not(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, "dcr_daemon"):
-        tell(Alarm(must="P4", what="the baseline is damaged"))
-        tell(ChunkPut(version=1, attempt=2, n=0, bytes=5, seconds=0.1))
+        log_event(Alarm(must="P4", what="the baseline is damaged"))
+        log_event(ChunkPut(version=1, attempt=2, n=0, bytes=5, seconds=0.1))
     assert [record.levelno for record in caplog.records] == [logging.ERROR, logging.DEBUG]

@@ -17,7 +17,7 @@ from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.checkpoint.safetensors import pack_safetensors, write_safetensors
 from dcr_daemon.errors import Fenced, Incompatible, NotFound
 from dcr_daemon.events import Aborted, ChunkPut, Claimed, Opened, Sealed, ShardTaken, Waiting, discard
-from dcr_daemon.publish.group.opening import open_session
+from dcr_daemon.publish.group.opening import open_leader
 from dcr_daemon.publish.watch import watcher as module
 from dcr_daemon.publish.watch.watcher import WatchOptions, run_watch
 
@@ -533,7 +533,7 @@ def test_a_watcher_with_nothing_to_do_notices_a_newer_claim_and_ends(world: Any)
     async def check() -> None:
         idle = asyncio.create_task(run_watch(options(world, name="a", look=0.1), world.store(), world.events))
         await until(lambda: any("a checkpoint below" in event.what for event in world.events.of(Waiting)))
-        other = await open_session(
+        other = await open_leader(
             options(world, name="b", take_over=True, state=world.root / "b"), world.store(), discard
         )
         with pytest.raises(Fenced, match="publisher b has claimed"):
@@ -557,7 +557,7 @@ def test_a_newer_claim_is_noticed_in_a_bucket_that_is_slower_than_the_looks_at_t
     async def check() -> None:
         idle = asyncio.create_task(run_watch(options(world, name="a", look=0.1), store, world.events))
         await until(lambda: any("a checkpoint below" in event.what for event in world.events.of(Waiting)))
-        other = await open_session(
+        other = await open_leader(
             options(world, name="b", take_over=True, state=world.root / "b"), world.store(), discard
         )
         with pytest.raises(Fenced, match="publisher b has claimed"):
@@ -571,7 +571,7 @@ def test_two_publishers_of_one_name_are_told_so(world: Any) -> None:
     async def check() -> None:
         first = asyncio.create_task(run_watch(options(world, name="a", look=0.1), world.store(), world.events))
         await until(lambda: any("a checkpoint below" in event.what for event in world.events.of(Waiting)))
-        second = await open_session(options(world, name="a", state=world.root / "b"), world.store(), world.events)
+        second = await open_leader(options(world, name="a", state=world.root / "b"), world.store(), world.events)
         with pytest.raises(Fenced, match="two processes run as publisher 'a'"):
             await asyncio.wait_for(first, DEADLINE)
         await second.close()

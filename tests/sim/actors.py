@@ -20,7 +20,7 @@ from dcr_daemon.ledger.collector import collect
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.retention import RetentionPolicy
 from dcr_daemon.publish.group.leader import Leader
-from dcr_daemon.publish.group.opening import open_session
+from dcr_daemon.publish.group.opening import open_leader
 from dcr_daemon.publish.options import PublishOptions
 from dcr_daemon.publish.watch.watcher import WatchOptions, run_watch
 from dcr_daemon.subscribe.daemon import SubscribeOptions, run_subscribe
@@ -127,24 +127,24 @@ class SimPublisher(Actor):
         emit = self.emit(process)
         store = SimStore(self.world, process, emit=emit)
         self.session = None
-        session = self.session = await open_session(PublishOptions(**self.publish_options()), store, emit)
+        session = self.session = await open_leader(PublishOptions(**self.publish_options()), store, emit)
         self.watch.opened(self, process, session)
         try:
             while True:
-                tending = asyncio.ensure_future(self._tend(session))
+                checks = asyncio.ensure_future(self._run_idle_checks(session))
                 await asyncio.sleep(self.pause * self.world.rng.uniform(0.3, 1.5))
-                tending.cancel()
-                await asyncio.wait([tending])
+                checks.cancel()
+                await asyncio.wait([checks])
                 if self.left > 0:
                     await self._publish(process, session, self.trainer.next())
         finally:
             await session.close()
 
-    async def _tend(self, session: Leader) -> None:
+    async def _run_idle_checks(self, session: Leader) -> None:
         """Between updates; what goes wrong is met again by the next one."""
         with contextlib.suppress(DcrError):
             while True:
-                await session.tend()
+                await session.run_idle_checks()
                 await session.repair()
 
     async def _publish(self, process: Process, session: Leader, lanes: Lanes) -> None:

@@ -91,8 +91,8 @@ class Forgetful(SimPublisher):
         def tell(event: Event) -> None:
             right(event)
             if isinstance(event, Sealed) and self.session and not self.world.healed and rng.random() < 0.5:
-                block = rng.randrange(len(self.session.bench.baseline.share))
-                bits = self.session.bench.baseline[block]
+                block = rng.randrange(len(self.session.context.baseline.share))
+                bits = self.session.context.baseline[block]
                 if bits.size:
                     self.world.outcome.faults["baseline bit flipped"] += 1
                     bits[rng.randrange(bits.size)] ^= bits.dtype.type(1 << rng.randrange(8 * bits.itemsize))

@@ -88,10 +88,10 @@ class Watch:
     def holds(self, process: Process, session: Leader | Member, *, newest: bool) -> None:
         """A rank has nothing under way: what it keeps is its share of a version; of the newest that it has read, unless
         others may publish without it."""
-        bench = session.bench
-        if bench.attempt or not bench.holds or session.in_doubt(session.head + 1):
+        context = session.context
+        if context.attempt or not context.holds or session.in_doubt(session.head + 1):
             return
-        baseline = bench.baseline
+        baseline = context.baseline
         if baseline.version is None or baseline.stray:
             return
         if baseline.version > session.head or (newest and baseline.version != session.head):

@@ -32,7 +32,7 @@ from dcr_daemon.publish.baseline.blocks import block_bytes
 from dcr_daemon.publish.group import update_steps
 from dcr_daemon.publish.group.leader import Leader
 from dcr_daemon.publish.group.member import Member
-from dcr_daemon.publish.group.opening import open_member, open_session
+from dcr_daemon.publish.group.opening import open_leader, open_member
 from dcr_daemon.publish.group.projected import Projected
 from dcr_daemon.publish.group.projected import Trainer as Laid
 from dcr_daemon.publish.options import PublishOptions
@@ -158,7 +158,7 @@ class SimRank(Actor):
         rank = Rank(self.of.id, self.number, self.of.ranks)
         store = SimStore(world, process, emit=emit)
         options = PublishOptions(**self.group.publish_options(self.machine))
-        opening = open_session if rank.leads else open_member
+        opening = open_leader if rank.leads else open_member
         session = self.session = await opening(options, store, emit, rank)
         mapped, export = self.of.cut.map(self.number), self._export if self.of.cut.residual else None
         projected = Projected(
@@ -166,10 +166,10 @@ class SimRank(Actor):
         )  # fmt: skip
         try:
             while True:
-                tending = asyncio.ensure_future(self._tend(session))
+                checks = asyncio.ensure_future(self._run_idle_checks(session))
                 await asyncio.sleep(self.group.pause * world.rng.uniform(0.3, 1.5))
-                tending.cancel()
-                await asyncio.wait([tending])
+                checks.cancel()
+                await asyncio.wait([checks])
                 if self.group.wants(self):
                     self.calls += 1
                     await self._publish(process, session, projected)
@@ -178,13 +178,13 @@ class SimRank(Actor):
         finally:
             await self._close(session)
 
-    async def _tend(self, session: Leader | Member) -> None:
+    async def _run_idle_checks(self, session: Leader | Member) -> None:
         """Between updates; what goes wrong is met again by the next one."""
         with contextlib.suppress(DcrError):
             if self._behind:
                 await asyncio.wait([self._behind])
             while True:
-                await session.tend()
+                await session.run_idle_checks()
                 await session.repair()
 
     def emit(self, process: Process) -> Callable[[Event], None]:
@@ -198,7 +198,7 @@ class SimRank(Actor):
                 and not world.healed
                 and self.group.flips > world.rng.random()
             ):
-                self._flip(self.session.bench.baseline)
+                self._flip(self.session.context.baseline)
 
         return tell
 
@@ -217,7 +217,7 @@ class SimRank(Actor):
         """One call of `publish`; the seal goes on behind, as it does there."""
         call = self.calls
         try:
-            session.press()
+            session.start_lag_timer()
             await self._wait_behind()
             if call in self.skipped:
                 raise Skipped(f"call {call} is left out by this trainer")

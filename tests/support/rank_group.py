@@ -20,7 +20,7 @@ from dcr_daemon.ledger.records import Open
 from dcr_daemon.publish.baseline.blocks import Block, Share, gather
 from dcr_daemon.publish.group.leader import Leader
 from dcr_daemon.publish.group.member import Member
-from dcr_daemon.publish.group.opening import open_member, open_session
+from dcr_daemon.publish.group.opening import open_leader, open_member
 from dcr_daemon.publish.options import PublishOptions
 from dcr_daemon.publish.rank import Rank
 from dcr_daemon.publish.version.versions import SealedVersion
@@ -56,7 +56,7 @@ class RankOf:
         self.calls = 0
 
     async def open(self) -> RankOf:
-        make = open_session if self.rank.leads else open_member
+        make = open_leader if self.rank.leads else open_member
         self.session = await make(self.options, self.store, self.emit, self.rank)
         return self
 
@@ -64,12 +64,12 @@ class RankOf:
         """Everything before the seal: opened, agreed, diffed. The attempt."""
         session, self.calls = self.session, self.calls + 1
         record = await session.open(step=step, call=self.calls)
-        if not session.bench.holds:
+        if not session.context.holds:
             await self._agree(record)
             blocks = self.deal(session.layout, self.rank.number, self.rank.world)
-            session.bench.hold(Share(session.layout, blocks))
+            session.context.hold(Share(session.layout, blocks))
         attempt = await session.start(record)
-        share = session.bench.baseline.share
+        share = session.context.baseline.share
         await attempt.diff_blocks((n, partial(self._read, weights, share[n])) for n in range(len(share)))
         await attempt.finish()
         return attempt

@@ -35,7 +35,7 @@ from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.records import AnyRecord
 from dcr_daemon.publish.group.leader import Leader
-from dcr_daemon.publish.group.opening import open_session
+from dcr_daemon.publish.group.opening import open_leader
 from dcr_daemon.publish.options import PublishOptions
 from dcr_daemon.store.port import Outcome, Store
 
@@ -160,7 +160,7 @@ class SmallWorld:
         return PublishOptions(**chosen | more)
 
     async def open(self, store: Store, **more: Any) -> Leader:
-        return await open_session(self.options(**more), store, self.events)
+        return await open_leader(self.options(**more), store, self.events)
 
     def forget(self, *names: str) -> None:
         """Wipe state directories and events."""
@@ -196,8 +196,8 @@ class SmallWorld:
 
     async def proved(self, session: Leader) -> bool:
         """Whether the baseline is the newest sealed version, by its bytes."""
-        return session.bench.baseline.version == session.head and np.array_equal(
-            await session.bench.baseline.fingerprint(), session.bench.baseline.vector
+        return session.context.baseline.version == session.head and np.array_equal(
+            await session.context.baseline.fingerprint(), session.context.baseline.vector
         )
 
     async def versions(self, store: MemoryStore) -> list[Weights]:

@@ -197,16 +197,16 @@ async def _record(
     return record
 
 
-async def write_share(bench: RankContext, seal: Seal) -> AnchorShare:
+async def write_share(context: RankContext, seal: Seal) -> AnchorShare:
     """Upload what this rank holds of a version that was just sealed, for an anchor (all ranks do; `join_anchor`).
 
     Raises:
         StoreUnavailable: the bucket did not answer.
         Corrupt: the uploaded bytes are not what the baseline should hold.
     """
-    rank, baseline = bench.rank, bench.baseline
+    rank, baseline = context.rank, context.baseline
     writer = _Writer(
-        bench.ledger.store, baseline, names.anchor(seal.version, seal.seq), bench.workers, bench.options.patience
+        context.ledger.store, baseline, names.anchor(seal.version, seal.seq), context.workers, context.options.patience
     )  # fmt: skip
     address = f"{rank.group}-{rank.number}-{rank.nonce}"
     boxes = [(block.tensor, block.box) for block in baseline.share.blocks]
@@ -220,7 +220,7 @@ async def write_share(bench: RankContext, seal: Seal) -> AnchorShare:
     sums = await writer.put(f"{address}.sums", vector.astype("<u8").tobytes())
     share = AnchorShare(
         stream=seal.stream, group=rank.group, version=seal.version, rank=rank.number, nonce=rank.nonce, files=files,
-        sums=sums, contents=await bench.workers.run(_contents, plan),
+        sums=sums, contents=await context.workers.run(_contents, plan),
     )  # fmt: skip
     runtime.failpoint("publish.anchor.shared")
     await writer.put(f"{address}.share.json", records.encode(share))
@@ -228,7 +228,7 @@ async def write_share(bench: RankContext, seal: Seal) -> AnchorShare:
 
 
 async def join_anchor(
-    bench: RankContext, seal: Seal, own: AnchorShare, keys: Mapping[int, str], extras: Mapping[str, bytes], emit: Emit
+    context: RankContext, seal: Seal, own: AnchorShare, keys: Mapping[int, str], extras: Mapping[str, bytes], emit: Emit
 ) -> Anchor:
     """All ranks' shares as one anchor, whose fingerprint is the seal's (must L5).
 
@@ -238,35 +238,35 @@ async def join_anchor(
     Raises:
         as `write_anchor`.
     """
-    ledger, started, size = bench.ledger, runtime.monotonic(), 8 * len(bench.layout)
+    ledger, started, size = context.ledger, runtime.monotonic(), 8 * len(context.layout)
     shares: dict[int, AnchorShare] = {0: own}
-    vector = bench.baseline.vector  # what its own files were proved to hold
+    vector = context.baseline.vector  # what its own files were proved to hold
 
     async def take(number: int, key: str) -> None:
-        share = shares[number] = await _read_share(bench, key, seal, number)
-        sums = await bench.objects.read(share.sums, seal.version, limit=size)
+        share = shares[number] = await _read_share(context, key, seal, number)
+        sums = await context.objects.read(share.sums, seal.version, limit=size)
         if len(sums) != size:
-            raise Corrupt(f"{share.sums.key} does not hold a vector of {len(bench.layout)} tensors")
+            raise Corrupt(f"{share.sums.key} does not hold a vector of {len(context.layout)} tensors")
         np.add(vector, np.frombuffer(sums, "<u8"), out=vector)
 
     await run_limited((partial(take, number, key) for number, key in keys.items()), SHARES_AT_ONCE)
-    want = await bench.restorer.vector(seal.version)
-    check_vector(want, vector, bench.layout, f"anchor of version {seal.version} in {ledger.store.url}", _REBUILDS)
+    want = await context.restorer.vector(seal.version)
+    check_vector(want, vector, context.layout, f"anchor of version {seal.version} in {ledger.store.url}", _REBUILDS)
     prefix = names.anchor(seal.version, seal.seq)
-    writer = _Writer(ledger.store, bench.baseline, prefix, bench.workers, bench.options.patience)
+    writer = _Writer(ledger.store, context.baseline, prefix, context.workers, context.options.patience)
     files = [file for _, share in sorted(shares.items()) for file in share.files]
     tables = [share.contents for _, share in sorted(shares.items())]
     return await _record(ledger, writer, seal.version, files, vector, extras, started, emit, tables)
 
 
-async def _read_share(bench: RankContext, key: str, seal: Seal, number: int) -> AnchorShare:
-    body = await read_listed(bench.ledger.store, key, limit=records.PART_LIMIT, patience=bench.options.patience)
+async def _read_share(context: RankContext, key: str, seal: Seal, number: int) -> AnchorShare:
+    body = await read_listed(context.ledger.store, key, limit=records.PART_LIMIT, patience=context.options.patience)
     try:
         share = records.decode_anchor_share(body)
     except ValueError as error:
         raise Corrupt(f"{key} is no share of an anchor: {error}") from error
     found = (share.stream, share.group, share.version, share.rank)
-    if found != (seal.stream, bench.rank.group, seal.version, number):
+    if found != (seal.stream, context.rank.group, seal.version, number):
         raise Corrupt(f"{key} is a share of another anchor: {found}")
     return share
 

@@ -194,7 +194,7 @@ class RankContext:
             self.damaged(f"in {tensor}")
         return not tensor
 
-    async def tend(self, look: Callable[[], Awaitable[None]], check: Callable[[], None]) -> None:
+    async def run_idle_checks(self, look: Callable[[], Awaitable[None]], check: Callable[[], None]) -> None:
         """Between updates, until cancelled: `look` at the ledger now and then, then `check` what was seen, and scrub.
 
         Returns once the baseline was found damaged.

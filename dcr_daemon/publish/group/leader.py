@@ -6,8 +6,8 @@
 
 An attempt whose fate is open stays with the session; `settle` learns it from the ledger, and everything that could
 depend on it settles first. No wait for the ledger is longer than the patience: the call ends, the record stays
-undecided (must L1). Between updates `tend` looks for a newer claim and for damage. A session is used by one task at a
-time. Other ranks (`Member`) answer what it opens; it seals what all of them contributed.
+undecided (must L1). Between updates `run_idle_checks` looks for a newer claim and for damage. A session is used by one
+task at a time. Other ranks (`Member`) answer what it opens; it seals what all of them contributed.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ CLOSE_PATIENCE = 5.0  #: seconds that each step of an end waits for the ledger: 
 
 
 class Leader:
-    """Made by `open_session`. `layout` is the stream's."""
+    """Made by `open_leader`. `layout` is the stream's."""
 
-    def __init__(self, options: PublishOptions, bench: RankContext, emit: Emit) -> None:
-        self.bench, self.ledger, self.layout = bench, bench.ledger, bench.layout
-        self.workers, self.state = bench.workers, bench.state
+    def __init__(self, options: PublishOptions, context: RankContext, emit: Emit) -> None:
+        self.context, self.ledger, self.layout = context, context.ledger, context.layout
+        self.workers, self.state = context.workers, context.state
         self._options, self._emit = options, emit
         policy = AnchorPolicy(options.anchor_every, options.anchor_share)
         self._since_anchor = SinceAnchor(self.ledger, policy, self.layout.nbytes)
@@ -73,7 +73,7 @@ class Leader:
     @property
     def read(self) -> Callable[[int, int, int], Any]:
         """See `RankContext.read`."""
-        return self.bench.read
+        return self.context.read
 
     async def begin(self, *, step: int | None = None, call: int | None = None) -> Attempt:
         """Open an attempt at the next version and begin to diff; an undecided one is settled first (must P7).
@@ -90,14 +90,14 @@ class Leader:
     async def open(self, *, step: int | None = None, call: int | None = None) -> Open:
         """Open an attempt; `start` begins its diff. Arguments and errors as of `begin`."""
         await self.settle("the next update began")
-        if self.bench.holds:
-            await self.bench.restore()
+        if self.context.holds:
+            await self.context.restore()
         self._call = self._call + 1 if call is None else call
         self._pressed = None
 
         def make(header: Header) -> Open:
             base = header.state.seal.version
-            group = self.bench.rank.group
+            group = self.context.rank.group
             return Open(**header.fields, version=base + 1, base=base, group=group, call=self._call, step=step)
 
         record = await self._with_timeout(self._options.patience, self.ledger.append(make), "room for the next version")
@@ -111,7 +111,7 @@ class Leader:
             Fenced: another publisher has claimed the stream meanwhile.
         """
         self.ledger.check_held()
-        attempt = await self.bench.start(record)
+        attempt = await self.context.start(record)
         self._emit(Opened(version=record.version, attempt=record.seq, step=record.step))
         return attempt
 
@@ -123,7 +123,7 @@ class Leader:
             declared: this rank's declaration.
             judge: declarations, by rank → verdict; called on a worker. What it raises ends the attempt.
         """
-        if self.bench.rank.world == 1:
+        if self.context.rank.world == 1:
             return await self.workers.run_uncancellable(judge, [declared])
         runtime.failpoint("publish.declared")
         keys = await self._muster(names.attempt(record.version, record.seq)).all(
@@ -146,17 +146,17 @@ class Leader:
 
     async def skip(self, *, call: int, reason: str) -> None:
         """Tell the other ranks that this call comes to nothing, so that none waits for it."""
-        if self.bench.rank.world > 1:
+        if self.context.rank.world > 1:
             await self.open(call=call)
             await self.settle(reason)
 
-    def press(self) -> None:
+    def start_lag_timer(self) -> None:
         """The trainer goes on: from now on ranks that have fallen silent are given up."""
         self._pressed = self._pressed or runtime.monotonic()
 
     def _muster(self, prefix: str) -> ObjectCollector:
         return ObjectCollector(
-            self.ledger.store, self.bench.rank, prefix, lag=self._options.lag, pressed=lambda: self._pressed,
+            self.ledger.store, self.context.rank, prefix, lag=self._options.lag, pressed=lambda: self._pressed,
             check=self._still_held, emit=self._emit,
         )  # fmt: skip
 
@@ -194,8 +194,8 @@ class Leader:
         after = joined.after.astype("<u8").tobytes()
         key = names.vector(open_.version, open_.seq)
         fingerprint = await put(self.ledger.store, key, after, self._options.patience)
-        anchor = self.bench.rank.world > 1 and (
-            joined.anchor or self.bench.owes_anchor or await self._since_anchor.due(joined)
+        anchor = self.context.rank.world > 1 and (
+            joined.anchor or self.context.owes_anchor or await self._since_anchor.due(joined)
         )
         runtime.failpoint("publish.uploaded")
 
@@ -215,18 +215,18 @@ class Leader:
 
     async def _join(self, open_: Open, own: Contribution) -> Joined:
         """All ranks' contributions, which add up to the base, tensor by tensor (must P3)."""
-        if self.bench.rank.world == 1:
+        if self.context.rank.world == 1:
             return solo(own)
         prefix = names.attempt(open_.version, open_.seq)
         keys = await self._muster(prefix).all(".part.json", what=f"version {open_.version}: the part")
         joined = await join(
-            own, keys, open_, self.ledger.store, self.bench.objects, self.layout, self._options.patience
+            own, keys, open_, self.ledger.store, self.context.objects, self.layout, self._options.patience
         )  # fmt: skip
         runtime.failpoint("publish.joined")
         if not self._vector or self._vector[0] != open_.base:
-            self._vector = open_.base, await self.bench.restorer.vector(open_.base)
+            self._vector = open_.base, await self.context.restorer.vector(open_.base)
         missed = joined.missed(self._vector[1], self.layout)
-        if missed and not (joined.stray or self.bench.baseline.stray):
+        if missed and not (joined.stray or self.context.baseline.stray):
             self._mismatch = True
             raise Corrupt(
                 f"what the ranks hold does not add up to version {open_.base} in {len(missed)} tensors: "
@@ -265,7 +265,7 @@ class Leader:
     def _commit(self, seal: Seal) -> SealedVersion:
         joined, self._contribution = self._contribution, None
         assert joined is not None
-        sealed = self.bench.commit(seal)
+        sealed = self.context.commit(seal)
         self._vector = seal.version, joined.after
         self._sharing = seal if seal.anchor else None
         self.retention.sealed()
@@ -282,7 +282,7 @@ class Leader:
             Fenced: another publisher owns the stream; the attempt is undone all the same.
             StoreUnavailable: its fate cannot be learnt now; nothing is changed.
         """
-        attempt = self.bench.attempt
+        attempt = self.context.attempt
         if attempt:
             await attempt.cancel()
         if attempt is None and not self.ledger.undecided and self.ledger.state.open is None:
@@ -315,12 +315,12 @@ class Leader:
 
     async def _undo(self, reason: str) -> None:
         self._contribution = None
-        await self.bench.undo(reason)
+        await self.context.undo(reason)
         if self._mismatch:
             self._mismatch = False
-            self.bench.doubt()
+            self.context.doubt()
 
-    async def tend(self) -> None:
+    async def run_idle_checks(self) -> None:
         """Between updates, until cancelled: look for a newer claim, and for damage in the baseline.
 
         Returns once the baseline was found damaged; `repair`, or the next `begin`, builds it anew (must P4).
@@ -328,22 +328,22 @@ class Leader:
         Raises:
             Fenced: another publisher owns the stream.
         """
-        await self.bench.tend(self._look, self.ledger.check_held)
+        await self.context.run_idle_checks(self._look, self.ledger.check_held)
 
     async def _look(self) -> None:
-        """Read the ledger on. A look goes on when `tend` is cancelled, or none would ever end in a slow bucket."""
+        """Read the ledger on. The read outlives a cancelled `run_idle_checks`: else none would end in a slow bucket."""
         self._looking = self._looking or asyncio.ensure_future(self.ledger.read())
         with contextlib.suppress(StoreUnavailable):
             await asyncio.shield(self._looking)
         self._looking = None
 
     async def repair(self) -> None:
-        """Build a baseline that `tend` found damaged anew, and write the anchor that is owed.
+        """Build a baseline that `run_idle_checks` found damaged anew, and write the anchor that is owed.
 
         Raises:
             Fenced, StoreUnavailable: as everything that reads or writes; the next `begin` tries again.
         """
-        await self.bench.restore()
+        await self.context.restore()
         await self.anchor_if_due()
 
     async def anchor_if_due(self, *, at_once: bool = False) -> None:
@@ -358,54 +358,54 @@ class Leader:
             await self._with_timeout(self._options.patience, self.ledger.settle(), "the fate of a record")
             await self.ledger.read()
         newest = self.ledger.state.anchor
-        if self.bench.attempt or (newest and newest.version == self.head):
+        if self.context.attempt or (newest and newest.version == self.head):
             return
-        if self.bench.rank.world > 1:
+        if self.context.rank.world > 1:
             await self._anchor_with_others()
             return
-        if not (at_once or self.bench.owes_anchor) and not await self._since_anchor.due():
+        if not (at_once or self.context.owes_anchor) and not await self._since_anchor.due():
             return
         if self.ledger.tip.seq == self._spoilt:
             return  # its names are taken by damaged bytes; after the next version it has others (must L0)
-        await self.bench.prove()
-        if self.bench.baseline.stray:
+        await self.context.prove()
+        if self.context.baseline.stray:
             return  # the version that comes next is anchored instead
         runtime.failpoint("publish.anchor.proved")
         extras = await self.extras()
         try:
             await write_anchor(
-                self.ledger, self.bench.baseline, extras, self.workers, self._options.patience, self._emit
+                self.ledger, self.context.baseline, extras, self.workers, self._options.patience, self._emit
             )
         except Corrupt as error:
             self._spoilt = self.ledger.tip.seq
-            self.bench.damaged(f"while its anchor was written: {error.message}")
+            self.context.damaged(f"while its anchor was written: {error.message}")
             return
-        self.bench.owes_anchor = False
+        self.context.owes_anchor = False
         self.retention.anchored()
 
     async def _anchor_with_others(self) -> None:
         seal, self._sharing = self._sharing, None
         if seal is None or seal.version != self.head:
             return
-        await self.bench.prove()
+        await self.context.prove()
         try:
-            own = await write_share(self.bench, seal)
+            own = await write_share(self.context, seal)
         except Corrupt as error:
-            self.bench.damaged(f"while its share of an anchor was written: {error.message}")
+            self.context.damaged(f"while its share of an anchor was written: {error.message}")
             return
         try:
             keys = await self._muster(names.anchor(seal.version, seal.seq)).all(
                 ".share.json", what=f"the anchor of version {seal.version}: the share"
             )
-            await join_anchor(self.bench, seal, own, keys, await self.extras(), self._emit)
+            await join_anchor(self.context, seal, own, keys, await self.extras(), self._emit)
         except (
             UpdateAborted,
             Corrupt,
         ) as error:  # no fault of this version, nor of the next one: that brings another anchor
-            self.bench.owes_anchor = True
+            self.context.owes_anchor = True
             self._emit(Waiting(what=f"an anchor, written with a later version: {error.message}"))
             return
-        self.bench.owes_anchor = False
+        self.context.owes_anchor = False
         self.retention.anchored()
 
     async def extras(self) -> dict[str, bytes]:
@@ -413,7 +413,7 @@ class Leader:
         base = self._options.base
         if base and base.is_dir():
             return read_extras(base)
-        return await self.bench.restorer.extras()
+        return await self.context.restorer.extras()
 
     async def close(self) -> None:
         """Settle, release the claim, give the state directory back. Safe to call after any error, and soon over: what
@@ -429,4 +429,4 @@ class Leader:
                 if self.ledger.epoch is not None:
                     await self._with_timeout(patience, self.ledger.release(), "the release of the stream")
         finally:
-            await self.bench.close()
+            await self.context.close()

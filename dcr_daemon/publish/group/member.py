@@ -39,10 +39,10 @@ _FIRST, _LAST = 0.05, 1.0  #: seconds between two looks at the ledger
 class Member:
     """Made by `open_member`. Used by one task at a time; it has the surface of `Leader`."""
 
-    def __init__(self, options: PublishOptions, bench: RankContext, emit: Emit) -> None:
-        self.bench, self.ledger, self.layout = bench, bench.ledger, bench.layout
+    def __init__(self, options: PublishOptions, context: RankContext, emit: Emit) -> None:
+        self.context, self.ledger, self.layout = context, context.ledger, context.layout
         self._options, self._emit = options, emit
-        self._records = bench.ledger.follow()
+        self._records = context.ledger.follow()
         self._call = 0
         self._epoch: int | None = None  #: of rank 0 of this group, known from its first open
         self._ousted = ""
@@ -72,15 +72,15 @@ class Member:
         """
         await self.settle("the next update began")
         self._call = self._call + 1 if call is None else call
-        if self.bench.holds:
+        if self.context.holds:
             with contextlib.suppress(DcrError):  # `start` meets it again, when rank 0 can be told
-                await self.bench.restore()
+                await self.context.restore()
         record = await self._until(self._mine, f"update {self._call} of rank 0", self._refuse_missed)
         self._answered = record
         runtime.failpoint("publish.member.open")
         if record.step != step:
             raise UsageError(
-                f"rank 0 publishes step {record.step} and {self.bench.rank} step {step}",
+                f"rank 0 publishes step {record.step} and {self.context.rank} step {step}",
                 hint="every rank has to call publish for the same steps",
             )
         return record
@@ -99,13 +99,13 @@ class Member:
     async def start(self, record: Open) -> Attempt:
         """Begin to diff, from exactly the base of what rank 0 opened (must P3)."""
         self._check_open(record)
-        attempt = await self.bench.start(record)
+        attempt = await self.context.start(record)
         self._emit(Opened(version=record.version, attempt=record.seq, step=record.step))
         return attempt
 
     async def agree(self, record: Open, round_: int, declared: bytes, judge: Callable[[list[bytes]], bytes]) -> bytes:
         """Declare what this rank holds, and wait for rank 0's verdict."""
-        rank, store, limit = self.bench.rank, self.ledger.store, self._options.declaration_limit
+        rank, store, limit = self.context.rank, self.ledger.store, self._options.declaration_limit
         key = names.declaration(record.version, record.seq, record.group, rank.number, rank.nonce, round_)
         await put(store, key, declared, self._options.patience)
         runtime.failpoint("publish.declared")
@@ -138,7 +138,7 @@ class Member:
             UpdateAborted: the version was given up; the baseline is what it was.
             Fenced, StoreUnavailable: as `open`.
         """
-        await attempt.upload(self._options.patience, anchor=self.bench.owes_anchor)
+        await attempt.upload(self._options.patience, anchor=self.context.owes_anchor)
         runtime.failpoint("publish.uploaded")
         fate = await self._fate(attempt.record)
         if isinstance(fate, Seal):
@@ -163,11 +163,11 @@ class Member:
     async def _commit(self, attempt: Attempt, seal: Seal) -> SealedVersion:
         """The attempt was sealed. If it was with the part of another process that believes to be this rank, what this
         one diffed is no version of anybody's (must P1)."""
-        rank = self.bench.rank
+        rank = self.context.rank
         part = names.part(seal.version, seal.attempt, rank.group, rank.number, rank.nonce)
         if all(ref.key != part for ref in seal.parts):
             await self._undo(None)
-            self.bench.baseline.lose()
+            self.context.baseline.lose()
             raise Corrupt(
                 f"version {seal.version} was sealed with the part of another process that is {rank}",
                 hint="end all processes of the group and start it anew",
@@ -175,14 +175,14 @@ class Member:
         self._answered = None
         self._sharing = seal if seal.anchor else None
         if seal.anchor:
-            self.bench.owes_anchor = False
-        return self.bench.commit(seal)
+            self.context.owes_anchor = False
+        return self.context.commit(seal)
 
     async def _undo(self, fate: Abort | None) -> None:
         self._answered = None
-        await self.bench.undo(fate.reason if fate else "rank 0 ended, or was fenced")
-        if fate and fate.rebuild and self.bench.holds:
-            self.bench.doubt()
+        await self.context.undo(fate.reason if fate else "rank 0 ended, or was fenced")
+        if fate and fate.rebuild and self.context.holds:
+            self.context.doubt()
 
     async def settle(self, reason: str, *, patience: float | None = None) -> SealedVersion | None:
         """Give up an update that is not known to be sealed: say so to rank 0, and wait for the fate (must P7).
@@ -193,7 +193,7 @@ class Member:
         Raises:
             Fenced, StoreUnavailable: as `open`.
         """
-        record, attempt = self._answered, self.bench.attempt
+        record, attempt = self._answered, self.context.attempt
         if record is None:
             return None
         if attempt:
@@ -228,7 +228,7 @@ class Member:
 
     async def _fail(self, record: Open, reason: str, patience: float = FAIL_PATIENCE) -> None:
         """Tell rank 0; it aborts. What cannot be told is found out by the next call (must P7)."""
-        rank = self.bench.rank
+        rank = self.context.rank
         if record.seq == self._failed:
             return
         fail = Fail(
@@ -297,7 +297,7 @@ class Member:
             case Release():
                 self._released |= record.epoch == self._epoch
             case Open():
-                if record.group == self.bench.rank.group:
+                if record.group == self.context.rank.group:
                     self._opened, self._epoch = record, record.epoch
             case Seal() | Abort():
                 live = {one.seq for one in (self._answered, self._opened) if one}
@@ -335,9 +335,9 @@ class Member:
         if self._released:
             raise UpdateAborted("rank 0 has closed its publisher", hint="close it on every rank, or on none")
 
-    async def tend(self) -> None:
+    async def run_idle_checks(self) -> None:
         """Between updates, until cancelled: look for a newer claim, and for damage, as `Leader` does."""
-        await self.bench.tend(self._look, lambda: self._check_ours() if self._ousted else None)
+        await self.context.run_idle_checks(self._look, lambda: self._check_ours() if self._ousted else None)
 
     async def _look(self) -> None:
         with contextlib.suppress(StoreUnavailable):
@@ -346,19 +346,19 @@ class Member:
 
     async def repair(self) -> None:
         """Build a damaged baseline anew; the next part asks for an anchor (must P4)."""
-        await self.bench.restore()
+        await self.context.restore()
 
     async def anchor_if_due(self) -> None:
         """Write this rank's share of the anchor that the newest seal announces."""
         seal, self._sharing = self._sharing, None
-        if seal is not None and seal.version == self.bench.baseline.version:
-            await self.bench.prove()
+        if seal is not None and seal.version == self.context.baseline.version:
+            await self.context.prove()
             try:
-                await write_share(self.bench, seal)
+                await write_share(self.context, seal)
             except Corrupt as error:
-                self.bench.damaged(f"while its share of an anchor was written: {error.message}")
+                self.context.damaged(f"while its share of an anchor was written: {error.message}")
 
-    def press(self) -> None:
+    def start_lag_timer(self) -> None:
         """Rank 0 alone gives others up."""
 
     async def close(self) -> None:
@@ -371,7 +371,7 @@ class Member:
         except DcrError:
             pass  # rank 0 finds out by its next call
         finally:
-            await self.bench.close()
+            await self.context.close()
 
 
 class _Stalled:

@@ -34,7 +34,7 @@ from dcr_daemon.store.probe import probe
 CREATION = 7200.0  #: seconds that members wait for a stream: rank 0 reads the whole base before it creates one
 
 
-async def open_session(options: PublishOptions, store: Store, emit: Emit, rank: Rank | None = None) -> Leader:
+async def open_leader(options: PublishOptions, store: Store, emit: Emit, rank: Rank | None = None) -> Leader:
     """Claim the stream in `store`, or create it, as rank 0 (must P5).
 
     A group of one holds all of the layout, and its baseline is brought to the head here; a rank of many does that when
@@ -56,17 +56,17 @@ async def open_session(options: PublishOptions, store: Store, emit: Emit, rank: 
             await ledger.read()
         except NotFound:
             await _create(opening)
-        bench = await opening.bench()
+        context = await opening.context()
         await _claim(ledger, opening.state, options)
-        session = Leader(options, bench, emit)
+        session = Leader(options, context, emit)
         if rank.world == 1:
-            bench.hold(opening.baseline or Share.whole(bench.layout, block_bytes(options.chunk_bytes)))
-            await bench.restore()
+            context.hold(opening.baseline or Share.whole(context.layout, block_bytes(options.chunk_bytes)))
+            await context.restore()
             runtime.failpoint("publish.restored")
             # Due as well if an earlier process died with an anchor half put, or owed one (must P4).
             await session.anchor_if_due(at_once=options.create and options.upload_base and session.head == 0)
         elif options.create and options.upload_base and session.head == 0 and ledger.state.anchor is None:
-            await _anchor_base(opening, bench.layout)
+            await _anchor_base(opening, context.layout)
         return session
 
 
@@ -74,7 +74,7 @@ async def open_member(options: PublishOptions, store: Store, emit: Emit, rank: R
     """Read the stream that rank 0 claims, or is about to create.
 
     Raises:
-        as `open_session`, but for what only rank 0 decides.
+        as `open_leader`, but for what only rank 0 decides.
         NotFound: rank 0 has not created it in `CREATION` seconds.
     """
     async with _Opening(options, store, emit, rank) as opening:
@@ -95,7 +95,7 @@ async def open_member(options: PublishOptions, store: Store, emit: Emit, rank: R
                 emit(Waiting(what=f"the stream at {store.url}, which rank 0 creates"))
             await runtime.sleep(pause)
             pause = min(2 * pause, 2.0)
-        member = Member(options, await opening.bench(), emit)
+        member = Member(options, await opening.context(), emit)
         await member.catch_up()
         return member
 
@@ -113,7 +113,7 @@ class _Opening:
         self.ledger = Ledger(store, memory=self.state.mark, emit=emit)
         self.baseline: Baseline | None = None
 
-    async def bench(self) -> RankContext:
+    async def context(self) -> RankContext:
         """For a ledger that was read."""
         ledger = self.ledger
         objects = Objects(
@@ -195,7 +195,7 @@ async def _anchor_base(opening: _Opening, layout: Layout) -> None:
     with Checkpoint(options.base) as checkpoint:
         source = CheckpointLanes(checkpoint, opening.workers)
         extras = read_extras(options.base) if options.base.is_dir() else {}
-        vector = await (await opening.bench()).objects.read_vector(ledger.stream, layout)
+        vector = await (await opening.context()).objects.read_vector(ledger.stream, layout)
         await write_whole(ledger, source, 0, vector, extras, opening.workers, options.patience, opening.emit)
 
 

@@ -39,7 +39,7 @@ def steps(session: Leader | Member, projected: Projected, weights: Any, *, step:
     """
     record = yield session.open(step=step, call=call)
     weights = as_shards(weights)
-    if projected.agreed and session.bench.committed:
+    if projected.agreed and session.context.committed:
         projected.bind(weights)
     else:  # until a version is sealed: only that is known to all ranks alike
         projected.hear((yield session.agree(record, 1, projected.declare(weights, record), projected.judge)))
@@ -60,7 +60,7 @@ def steps(session: Leader | Member, projected: Projected, weights: Any, *, step:
 
 
 async def _hold(session: Leader | Member, share: Share) -> None:
-    session.bench.hold(share)
+    session.context.hold(share)
 
 
 def drive(taken: Steps, call: Callable[[Coroutine[Any, Any, Any]], Any]) -> Attempt:

@@ -20,7 +20,7 @@ from dcr_daemon import runtime
 from dcr_daemon.errors import DcrError, NotFound, StoreUnavailable
 from dcr_daemon.events import Emit, Waiting
 from dcr_daemon.publish.group.leader import Leader
-from dcr_daemon.publish.group.opening import open_session
+from dcr_daemon.publish.group.opening import open_leader
 from dcr_daemon.publish.inputs.model_config import read_config
 from dcr_daemon.publish.inputs.sources import SourceChanged
 from dcr_daemon.publish.options import PublishOptions
@@ -67,7 +67,7 @@ async def run_watch(options: WatchOptions, store: Store, emit: Emit) -> None:
     """
     if not options.watch.is_dir():
         raise NotFound(f"there is no directory {options.watch}", hint="make it before the publisher starts")
-    session = await open_session(options, store, emit)
+    session = await open_leader(options, store, emit)
     try:
         await Watcher(options, session, emit).run()
     except DcrError as error:
@@ -145,16 +145,19 @@ class Watcher:
 
     async def _wait(self) -> None:
         """Until something changed, or the next look is due; the session is tended meanwhile."""
-        changed, tending = asyncio.ensure_future(self._changed.wait()), asyncio.ensure_future(self._session.tend())
+        changed, checks = (
+            asyncio.ensure_future(self._changed.wait()),
+            asyncio.ensure_future(self._session.run_idle_checks()),
+        )
         try:
-            await asyncio.wait((changed, tending), timeout=self._interval, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((changed, checks), timeout=self._interval, return_when=asyncio.FIRST_COMPLETED)
         finally:
             changed.cancel()
-            tending.cancel()
-            await asyncio.wait((changed, tending))
+            checks.cancel()
+            await asyncio.wait((changed, checks))
         self._changed.clear()
-        if not tending.cancelled():
-            tending.result()  # raises `Fenced`; else the baseline is damaged
+        if not checks.cancelled():
+            checks.result()  # raises `Fenced`; else the baseline is damaged
             self._damaged = True
 
     async def _run_once(self) -> None:

@@ -52,8 +52,8 @@ def no_answer_is_taken_for_a_failure(put: Put) -> None:
     right = Leader.settle
 
     async def settle(self: Leader, reason: str, **options: Any) -> Any:
-        if self.ledger.undecided and self.bench.attempt:
-            attempt, self.ledger._sent = self.bench.attempt, None
+        if self.ledger.undecided and self.context.attempt:
+            attempt, self.ledger._sent = self.context.attempt, None
             await attempt.cancel()
             await self._undo(reason)
             return None
