@@ -63,14 +63,14 @@ class Prepare(Owned, frozen=True, tag="prepare"):
 
 
 class Swap(Owned, frozen=True, tag="swap"):
-    """`hold`: write and judge, but stay begun and paused until `Settle` says how it ends: one verdict over several
-    data parallel engines (must E9). Inside the server only."""
+    """`hold`: write and verify, but stay begun and paused until `FinishAdopted` ends it: one verdict over several data
+    parallel engines (must E9). Inside the server only."""
 
     txn: str
     hold: bool = False
 
 
-class Settle(Owned, frozen=True, tag="settle"):
+class FinishAdopted(Owned, frozen=True, tag="settle"):  # the tag is that of socket protocol 1
     """`hold` as in `Swap`; `back`: another engine could not go forward, so nobody does. Inside the server only."""
 
     txn: str
@@ -120,7 +120,7 @@ class Poll(Call, frozen=True, tag="poll"):
 
 
 AnyCall = (
-    Attach | Prove | Serve | Prepare | Swap | Settle | Drop | Load | Scrub
+    Attach | Prove | Serve | Prepare | Swap | FinishAdopted | Drop | Load | Scrub
     | Outcome | Status | Inspect | Checksums | Poll
 )  # fmt: skip
 

@@ -175,7 +175,7 @@ class Engine(Protocol):
         """What became of a transaction; for a subscriber that died or lost the answer."""
         ...
 
-    async def settle(self, txn: str) -> Swapped:
+    async def finish_adopted(self, txn: str) -> Swapped:
         """End an adopted, begun transaction: forward if its values are all there, else back (must E6)."""
         ...
 

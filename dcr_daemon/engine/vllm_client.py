@@ -79,8 +79,8 @@ class VllmEngine:
     async def outcome(self, txn: str) -> Swapped:
         return await self._call(messages.Outcome(id=self._id(), txn=txn), Swapped)
 
-    async def settle(self, txn: str) -> Swapped:
-        call = messages.Settle(id=self._id(), txn=txn, token=self._owner(), incarnation=self._incarnation)
+    async def finish_adopted(self, txn: str) -> Swapped:
+        call = messages.FinishAdopted(id=self._id(), txn=txn, token=self._owner(), incarnation=self._incarnation)
         return await self._call(call, Swapped)
 
     async def drop(self) -> None:
@@ -140,7 +140,7 @@ class VllmEngine:
                 answer = messages.decode_answer(await self._exchange(body))
         except TimeoutError:
             raise EngineGone(
-                f"{self.path}: no answer to {type(call).__name__.lower()} within {self._patience:.0f} s",
+                f"{self.path}: no answer to {call.__struct_config__.tag} within {self._patience:.0f} s",
                 hint="the call may still be running; attach again and ask for the outcome",
             ) from None
         except (OSError, asyncio.IncompleteReadError) as error:

@@ -171,7 +171,7 @@ class Driver:
         attached, self._begun = await self._engine.attach(facts), ""
         if attached.adopted is None:
             return attached
-        ended = await self._engine.settle(attached.adopted)
+        ended = await self._engine.finish_adopted(attached.adopted)
         if ended.version is not None:
             how = f"settled {attached.adopted}: {ended.verdict.value}"
             self._emit(Repaired(version=ended.version, how=how))

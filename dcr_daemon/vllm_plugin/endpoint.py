@@ -125,11 +125,11 @@ class Engines:
             # Every attach comes through here, so all engines draw the same token.
             self._tokens += 1
             call = msgspec.structs.replace(call, at_least=self._tokens)
-        if isinstance(call, messages.Swap | messages.Settle) and self._count > 1:
+        if isinstance(call, messages.Swap | messages.FinishAdopted) and self._count > 1:
             return await self._jointly(call)
         return merge(call, await self._carry_out(call))
 
-    async def _jointly(self, call: messages.Swap | messages.Settle) -> AnyAnswer:
+    async def _jointly(self, call: messages.Swap | messages.FinishAdopted) -> AnyAnswer:
         """All engines move, or none: each writes and is judged, and only when all are good do they commit (must E9).
 
         If this process dies in between they stay begun and paused, and the next owner settles them, jointly again.
@@ -139,7 +139,7 @@ class Engines:
         way = joint_verdict(found)
         if way is None:
             return merge(call, found)
-        end = messages.Settle(
+        end = messages.FinishAdopted(
             id=f"{call.id}-end", txn=call.txn, token=call.token, incarnation=call.incarnation, back=way is Way.BACK
         )
         return lasted(merge(call, await self._carry_out(end)), time.monotonic() - began)

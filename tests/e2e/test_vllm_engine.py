@@ -138,7 +138,7 @@ async def test_the_next_owner_adopts_what_was_begun_and_ends_it(dense: Rig) -> N
         await engine.prepare(dense.versions.transaction(version, name="other"))
     with pytest.raises(EngineRefused, match="begun"):
         await engine.serve()
-    settled = await engine.settle(f"to-{version}")
+    settled = await engine.finish_adopted(f"to-{version}")
     assert (settled.verdict, settled.version, settled.serving) == (Verdict.COMMITTED, version, True)
     assert await dense.live() == vector(dense, version)
 
@@ -157,7 +157,7 @@ async def test_what_can_neither_go_forward_nor_back_is_repaired_by_a_dense_load(
     version = await leave_begun(dense)
     dense.plant("apply", times=2)
     dense.plant("rollback", times=2)
-    assert (await dense.engine.settle(f"to-{version}")).verdict is Verdict.BEGUN
+    assert (await dense.engine.finish_adopted(f"to-{version}")).verdict is Verdict.BEGUN
     versions = dense.versions
     files, label = versions.anchor(version), f"v{version}"
     loaded = await dense.engine.load(version, files, versions.vector_file(version), label)

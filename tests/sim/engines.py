@@ -24,7 +24,7 @@ from dcr_daemon.engine import messages
 from dcr_daemon.engine.messages import AnyAnswer, Attach, Pending
 from dcr_daemon.engine.vllm_client import VllmEngine
 from dcr_daemon.vllm_plugin.calls import JobKind, Op
-from dcr_daemon.vllm_plugin.core import promises
+from dcr_daemon.vllm_plugin.core import staged_summary
 from dcr_daemon.vllm_plugin.core.engine_core import Core
 from dcr_daemon.vllm_plugin.core.worker_group import Ranks
 from dcr_daemon.vllm_plugin.loader import place_model
@@ -74,7 +74,7 @@ class InlineReader:
     def start(self, hops: Any, layout: Any) -> Future[Any]:
         future: Future[Any] = Future()
         try:
-            future.set_result(promises.read_promise(hops, layout))
+            future.set_result(staged_summary.read_summary(hops, layout))
         except Exception as error:  # noqa: BLE001  as an executor hands over whatever its work raises
             future.set_exception(error)
         return future
@@ -105,7 +105,7 @@ class SimWire(ToyWire):
             self._engine.summed = len(self._engine.flips)
         fault = self._engine.world.rank_fault(self._engine, rank, str(call["op"]))
         if fault == "half" and call["op"] == "apply":
-            faults.plant("apply")
+            faults.inject("apply")
             return one.dcr_call(call)
         if fault in ("balks", "half"):
             call = {**call, "op": "status", "arg": {}}
@@ -281,4 +281,4 @@ def toy_workers() -> Iterator[None]:
     finally:
         place_model.attach_model, rank_module.Background = before  # type: ignore[misc]
         faults.ENABLED = False
-        faults.plant("apply", times=0)
+        faults.inject("apply", times=0)

@@ -167,7 +167,7 @@ async def test_the_next_owner_finds_nothing_prepared_and_the_earlier_one_is_fenc
                 first.prepare(txn),
                 first.serve(),
                 first.drop(),
-                first.settle(txn.id),
+                first.finish_adopted(txn.id),
                 first.prove(base, subject.versions.vector_file(base), "x"),
                 first.load(fresh, [], vector_file, "x"),
                 first.scrub(0),
@@ -248,7 +248,7 @@ async def test_what_was_never_begun_is_unknown_and_cannot_be_settled(subject: Su
     async with proved(subject) as engine:
         assert (await engine.outcome("never")).verdict is Verdict.UNKNOWN
         with pytest.raises(EngineRefused):
-            await engine.settle("never")
+            await engine.finish_adopted("never")
         with pytest.raises(EngineRefused):
             await engine.swap("never")
 

@@ -136,7 +136,7 @@ class Rig:
         self.engine = VllmEngine(self.server.socket)
         attached = await self.engine.attach(versions.facts())
         if attached.adopted is not None:
-            await self.engine.settle(attached.adopted)
+            await self.engine.finish_adopted(attached.adopted)
             attached = await self.engine.attach(versions.facts())
         if attached.adopted is not None or attached.vector != versions.vector(newest).tobytes():
             loaded = await self.engine.load(newest, versions.anchor(newest), versions.vector_file(newest), label)

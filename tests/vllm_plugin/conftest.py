@@ -21,4 +21,4 @@ def toy_loader(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(faults, "ENABLED", True)
     yield
     for name in faults.NAMES:
-        faults.plant(name, times=0)
+        faults.inject(name, times=0)

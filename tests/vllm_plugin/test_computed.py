@@ -70,7 +70,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
     monkeypatch.setattr(faults, "ENABLED", True)
     yield lambda kind=Computing: Case(tmp_path, kind)
     for name in faults.NAMES:
-        faults.plant(name, times=0)
+        faults.inject(name, times=0)
 
 
 def test_what_the_loader_computes_is_classed_as_loaded_and_nothing_else() -> None:
@@ -119,7 +119,7 @@ def test_a_write_that_does_not_arrive_is_no_success(make) -> None:
     case.driver.prepare("t", [case.hop(1)])
     for op in (Op.APPROVE, Op.CHECK, Op.BEGIN):
         case.driver.ok(op, txn="t")
-    faults.plant("feed")
+    faults.inject("feed")
     assert "did not take" in case.driver.reply(Op.APPLY, txn="t").error
     assert not case.driver.reply(Op.COMMIT, txn="t").ok
     case.driver.ok(Op.ROLLBACK, txn="t")
@@ -312,7 +312,7 @@ def test_versions_are_committed_on_all_ranks_and_the_pause_state_kept(engine: Co
 def test_a_rank_that_does_not_take_it_once_is_tried_again(engine: ComputingEngine) -> None:
     engine.step()
     engine.prepare(1)
-    faults.plant("feed", times=1)
+    faults.inject("feed", times=1)
     swapped = engine.swap()
     assert (swapped.verdict, swapped.tries, engine.holds(1)) == (Verdict.COMMITTED, 2, True)
 
@@ -339,7 +339,7 @@ def test_what_a_dead_owner_left_begun_is_settled_by_the_next(engine: ComputingEn
     assert engine.swap().verdict is Verdict.BEGUN
     engine.wire.edit = lambda rank, call, reply: reply
     assert engine.attach().adopted == "txn"
-    assert engine.ask(messages.Settle, Swapped, txn="txn").verdict is Verdict.COMMITTED
+    assert engine.ask(messages.FinishAdopted, Swapped, txn="txn").verdict is Verdict.COMMITTED
     assert engine.holds(1)
 
 

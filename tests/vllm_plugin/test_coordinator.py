@@ -65,7 +65,7 @@ def test_a_paused_engine_stays_paused_after_commit_and_after_rollback(engine: To
     version = engine.step()
     assert engine.refit(version).serving is False
     assert engine.status().version == version
-    faults.plant("apply", times=4)  # both ranks, twice
+    faults.inject("apply", times=4)  # both ranks, twice
     swapped = engine.refit(engine.step(), name="second")
     assert (swapped.verdict, swapped.serving) == (Verdict.ROLLED_BACK, False)
 
@@ -130,12 +130,12 @@ def test_one_failure_on_one_rank_never_leaves_a_mixture(engine: ToyEngine, op: s
 def test_two_failed_applies_roll_back_every_rank(engine: ToyEngine, fault: str, rank: int) -> None:
     version = engine.step()
     engine.prepare(version)
-    faults.plant(fault, times=4)
+    faults.inject(fault, times=4)
     swapped = engine.swap()
     assert (swapped.verdict, swapped.version, swapped.tries) == (Verdict.ROLLED_BACK, 0, 2)
     assert engine.holds(0)
     assert engine.host.running
-    faults.plant(fault, times=0)
+    faults.inject(fault, times=0)
     assert engine.refit(version, name="again").verdict is Verdict.COMMITTED
     assert engine.holds(version)
 
@@ -172,7 +172,7 @@ def test_a_rank_that_cannot_commit_is_settled_forward_by_the_next_owner(engine: 
     assert engine.core.why_not_resume()
     attached = engine.attach()
     assert attached.adopted == "txn"
-    settled = engine.ask(messages.Settle, Swapped, txn="txn")
+    settled = engine.ask(messages.FinishAdopted, Swapped, txn="txn")
     assert (settled.verdict, settled.version) == (Verdict.COMMITTED, version)
     assert engine.holds(version)
     assert "rollback" not in engine.wire.sent
@@ -181,8 +181,8 @@ def test_a_rank_that_cannot_commit_is_settled_forward_by_the_next_owner(engine: 
 def leave_begun(engine: ToyEngine) -> int:
     version = engine.step()
     engine.prepare(version)
-    faults.plant("apply", times=4)
-    faults.plant("rollback", times=4)
+    faults.inject("apply", times=4)
+    faults.inject("rollback", times=4)
     swapped = engine.swap()
     assert (swapped.verdict, swapped.version, swapped.serving) == (Verdict.BEGUN, None, False)
     return version
@@ -201,23 +201,23 @@ def test_what_was_begun_is_adopted_and_settled_forward(engine: ToyEngine) -> Non
     with pytest.raises(EngineRefused, match="begun"):
         engine.prepare(version, name="other")
     assert engine.ask(messages.Outcome, Swapped, txn="txn").verdict is Verdict.BEGUN
-    settled = engine.ask(messages.Settle, Swapped, txn="txn")
+    settled = engine.ask(messages.FinishAdopted, Swapped, txn="txn")
     assert (settled.verdict, settled.version, settled.serving) == (Verdict.COMMITTED, version, True)
     assert engine.holds(version)
-    assert engine.ask(messages.Settle, Swapped, txn="txn") == settled
+    assert engine.ask(messages.FinishAdopted, Swapped, txn="txn") == settled
 
 
 def test_settling_goes_back_when_it_cannot_go_forward(engine: ToyEngine) -> None:
     leave_begun(engine)
-    faults.plant("apply", times=4)
-    settled = engine.ask(messages.Settle, Swapped, txn="txn")
+    faults.inject("apply", times=4)
+    settled = engine.ask(messages.FinishAdopted, Swapped, txn="txn")
     assert (settled.verdict, settled.version, settled.serving) == (Verdict.ROLLED_BACK, 0, True)
     assert engine.holds(0)
 
 
 def test_only_what_is_begun_can_be_settled(engine: ToyEngine) -> None:
     with pytest.raises(EngineRefused, match="not begun"):
-        engine.ask(messages.Settle, Swapped, txn="never")
+        engine.ask(messages.FinishAdopted, Swapped, txn="never")
 
 
 # -- dense repair -----------------------------------------------------------------------------------------------------
@@ -378,10 +378,10 @@ def test_a_route_is_one_change_that_rolls_back_to_its_beginning(engine: ToyEngin
     for _ in range(3):
         engine.step()
     assert engine.prepare(1, 2, 3).fits == 3
-    faults.plant("flip", times=4)
+    faults.inject("flip", times=4)
     assert engine.swap().version == 0
     assert engine.holds(0)
-    faults.plant("flip", times=0)
+    faults.inject("flip", times=0)
     engine.prepare(1, 2, 3, name="again")
     assert engine.swap("again").version == 3
     assert engine.holds(3)

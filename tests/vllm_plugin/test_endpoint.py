@@ -157,12 +157,12 @@ async def test_status_answers_while_a_prepare_runs(tmp_path: Path, engine: ToyEn
     async with listening(path, engine):
         owner = VllmEngine(path)
         await served(owner, engine)
-        faults.plant("slow", times=1000, seconds=0.01)
+        faults.inject("slow", times=1000, seconds=0.01)
         preparing = asyncio.create_task(owner.prepare(engine.transaction(version)))
         await asyncio.sleep(0.02)
         assert (await VllmEngine(path).status()).serving
         assert not preparing.done()
-        faults.plant("slow", times=0)
+        faults.inject("slow", times=0)
         await preparing
 
 
@@ -290,7 +290,7 @@ async def test_a_client_that_vanishes_in_the_middle_of_a_call_leaves_nothing_stu
         await served(owner, engine)
         if call == "swap":
             await owner.prepare(engine.transaction(version))
-        faults.plant("slow", times=100_000, seconds=0.01)
+        faults.inject("slow", times=100_000, seconds=0.01)
         calls = {
             "attach": lambda: owner.attach(engine.facts),
             "prove": lambda: owner.prove(0, engine.vector_file(0), "v0"),
@@ -302,11 +302,11 @@ async def test_a_client_that_vanishes_in_the_middle_of_a_call_leaves_nothing_stu
         gone = asyncio.create_task(calls[call]())
         await asyncio.sleep(0.05)
         gone.cancel()
-        faults.plant("slow", times=0)
+        faults.inject("slow", times=0)
         other = VllmEngine(path)
         attached = await other.attach(engine.facts)
         if attached.adopted is not None:
-            await other.settle(attached.adopted)
+            await other.finish_adopted(attached.adopted)
             attached = await other.attach(engine.facts)
         (at,) = [n for n in (0, version) if attached.vector == engine.live_vector(n)]
         await other.prove(at, engine.vector_file(at), f"v{at}")
@@ -413,7 +413,7 @@ async def test_a_joint_change_whose_judge_died_is_settled_jointly_by_the_next_ow
             pair[1].wire.edit = lambda rank, call, reply: failing(reply) if call["op"] == "apply" else reply
         other = VllmEngine(path)
         assert (await other.attach(pair[0].facts)).adopted == "txn"
-        settled = await other.settle("txn")
+        settled = await other.finish_adopted("txn")
         assert settled.verdict is (Verdict.ROLLED_BACK if bad else Verdict.COMMITTED)
         together(pair, 0 if bad else 1, serving=True)
 

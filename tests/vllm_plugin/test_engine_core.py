@@ -153,11 +153,11 @@ def test_an_owner_of_a_dead_incarnation_is_told_to_attach(engine: ToyEngine) -> 
 
 
 def test_attach_ends_a_running_prepare_and_its_client_is_fenced(engine: ToyEngine) -> None:
-    faults.plant("slow", times=1000, seconds=0.01)
+    faults.inject("slow", times=1000, seconds=0.01)
     version = engine.step()
     call = engine.make(messages.Prepare, txn=engine.transaction(version))
     assert isinstance(engine.send(call), messages.Pending)
-    faults.plant("slow", times=0)
+    faults.inject("slow", times=0)
     engine.attach()
     answer = engine.finish(call, engine.send(messages.Poll(id=call.id)))
     assert isinstance(answer, messages.Refused)
@@ -166,14 +166,14 @@ def test_attach_ends_a_running_prepare_and_its_client_is_fenced(engine: ToyEngin
 
 
 def test_one_flow_at_a_time_and_drop_ends_a_prepare(engine: ToyEngine) -> None:
-    faults.plant("slow", times=1000, seconds=0.01)
+    faults.inject("slow", times=1000, seconds=0.01)
     version = engine.step()
     call = engine.make(messages.Prepare, txn=engine.transaction(version))
     engine.send(call)
     with pytest.raises(EngineRefused, match="busy with prepare"):
         engine.ask(messages.Inspect)
     engine.ask(messages.Drop)
-    faults.plant("slow", times=0)
+    faults.inject("slow", times=0)
     answer = engine.finish(call, engine.send(messages.Poll(id=call.id)))
     assert isinstance(answer, messages.Refused)
     assert engine.refit(version).verdict is Verdict.COMMITTED

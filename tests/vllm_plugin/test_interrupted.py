@@ -29,7 +29,7 @@ States = dict[str, Arrange]
 
 def unpolled(engine: ToyEngine, kind: Any, **fields: Any) -> Any:
     """A call whose client vanishes, and whose workers are slow: nobody ever asks for its end."""
-    faults.plant("slow", times=100_000, seconds=0.002)
+    faults.inject("slow", times=100_000, seconds=0.002)
     answer = engine.send(engine.make(kind, **fields))
     assert isinstance(answer, messages.Pending)
     return answer
@@ -62,8 +62,8 @@ def coming_to_rest(engine: ToyEngine) -> None:
 def begun(engine: ToyEngine) -> None:
     """Neither applied nor rolled back: half of it is written, on all ranks."""
     prepared(engine)
-    faults.plant("apply", times=4)
-    faults.plant("rollback", times=4)
+    faults.inject("apply", times=4)
+    faults.inject("rollback", times=4)
     assert engine.swap("t1").verdict is Verdict.BEGUN
 
 
@@ -71,10 +71,10 @@ def begun_on_one(engine: ToyEngine) -> None:
     """Rank 1 has not heard of the beginning, and rank 0 cannot give it back."""
     prepared(engine)
     drop_calls(engine, 1, "begin")
-    faults.plant("rollback", times=2)
+    faults.inject("rollback", times=2)
     engine.swap("t1")
     hear_calls(engine, 1)
-    faults.plant("rollback", times=0)
+    faults.inject("rollback", times=0)
 
 
 def half_committed(engine: ToyEngine) -> None:
@@ -86,7 +86,7 @@ def half_committed(engine: ToyEngine) -> None:
 
 def rolled_back(engine: ToyEngine) -> None:
     prepared(engine)
-    faults.plant("apply", times=4)
+    faults.inject("apply", times=4)
     assert engine.swap("t1").verdict is Verdict.ROLLED_BACK
 
 
@@ -104,7 +104,7 @@ def load(engine: ToyEngine, version: int) -> Swapped:
 def loading(engine: ToyEngine) -> None:
     """In the middle of writing everything."""
     fields = {"version": 1, "files": [engine.anchor(1)], "vector": engine.vector_file(1), "label": "v1"}
-    faults.plant("slow", times=100_000, seconds=0.02)
+    faults.inject("slow", times=100_000, seconds=0.02)
     call = engine.make(messages.Load, **fields)
     engine.send(call)
     while engine.status().begun is None:
@@ -220,7 +220,7 @@ def answers_get_lost(engine: ToyEngine) -> None:
     for queue in engine.wire.left:
         queue.append(RuntimeError("somebody's"))
         queue.append("model output")
-    with_errors(engine, messages.Settle, txn="t1")
+    with_errors(engine, messages.FinishAdopted, txn="t1")
 
 
 EVENTS: States = {
@@ -248,11 +248,11 @@ def sound(engine: ToyEngine) -> None:
 
 def recover(engine: ToyEngine) -> None:
     """As a subscriber that was started just now: it knows the stream, and nothing of the engine."""
-    faults.plant("slow", times=0)
+    faults.inject("slow", times=0)
     attached = engine.attach()
     sound(engine)
     if attached.adopted is not None:
-        engine.ask(messages.Settle, Swapped, txn=attached.adopted)
+        engine.ask(messages.FinishAdopted, Swapped, txn=attached.adopted)
         sound(engine)
         attached = engine.attach()
         sound(engine)
@@ -304,13 +304,13 @@ def test_the_repair_may_die_after_each_of_its_steps(engine: ToyEngine, state: st
     """A second repairer starts from wherever the first one was killed; then a third ends it."""
     STATES[state](engine)
     for _ in range(2):
-        faults.plant("slow", times=0)
+        faults.inject("slow", times=0)
         attached = engine.attach()
         if step > 0 and attached.adopted is not None:
-            engine.send(engine.make(messages.Settle, txn=attached.adopted))
+            engine.send(engine.make(messages.FinishAdopted, txn=attached.adopted))
         if step > 1:
             fields = {"version": 1, "files": [engine.anchor(1)], "vector": engine.vector_file(1), "label": "v1"}
-            faults.plant("slow", times=100_000, seconds=0.01)
+            faults.inject("slow", times=100_000, seconds=0.01)
             call = engine.make(messages.Load, **fields)
             engine.send(call)
             for _ in range(step):
@@ -322,10 +322,10 @@ def test_the_repair_may_die_after_each_of_its_steps(engine: ToyEngine, state: st
 
 def test_a_load_whose_owner_died_is_gone_on_with_from_its_files(engine: ToyEngine) -> None:
     loading(engine)
-    faults.plant("slow", times=0)
+    faults.inject("slow", times=0)
     attached = engine.attach()
     assert attached.adopted
-    settled = engine.ask(messages.Settle, Swapped, txn=attached.adopted)
+    settled = engine.ask(messages.FinishAdopted, Swapped, txn=attached.adopted)
     assert (settled.verdict, settled.version, settled.serving) == (Verdict.COMMITTED, 1, True)
     assert engine.holds(1)
     assert engine.ask(messages.Outcome, Swapped, txn=attached.adopted) == settled
@@ -333,10 +333,10 @@ def test_a_load_whose_owner_died_is_gone_on_with_from_its_files(engine: ToyEngin
 
 def test_a_load_whose_files_are_gone_is_still_begun_and_says_so(engine: ToyEngine) -> None:
     loading(engine)
-    faults.plant("slow", times=0)
+    faults.inject("slow", times=0)
     attached = engine.attach()
     Path(engine.anchor(1)).unlink()
-    settled = engine.ask(messages.Settle, Swapped, txn=attached.adopted)
+    settled = engine.ask(messages.FinishAdopted, Swapped, txn=attached.adopted)
     assert (settled.verdict, settled.serving) == (Verdict.BEGUN, False)
     assert "files" in settled.reason
     assert not engine.host.running
@@ -355,7 +355,7 @@ def test_a_scrub_beside_another_call_is_told_to_come_again(engine: ToyEngine) ->
     preparing(engine)
     found = engine.ask(messages.Scrub, Scrubbed, rate=0, first=3)
     assert (found.tensors, found.next, found.differing) == (0, 3, [])
-    faults.plant("slow", times=0)
+    faults.inject("slow", times=0)
 
 
 def test_a_scrub_names_the_copy_that_differs_from_its_owner(engine: ToyEngine) -> None:

@@ -46,7 +46,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Toy:
     monkeypatch.setattr(faults, "ENABLED", True)
     yield loaded(LANES)
     for name in faults.NAMES:
-        faults.plant(name, times=0)
+        faults.inject(name, times=0)
 
 
 @pytest.fixture
@@ -332,11 +332,11 @@ import sys
 sys.path[:0] = {[str(Path(__file__).parents[1] / "support")]!r}
 import torch
 from worker_rig import Stub
-from dcr_daemon.vllm_plugin import worker
+from dcr_daemon.vllm_plugin.worker import extension
 from dcr_daemon.vllm_plugin.worker.session import Rank
 stub = Stub(torch.nn.Linear(1, 1), None)
 rank = Rank(rank=0, model=None, config=None, platform="cpu", device=torch.device("cpu"))
-worker.guard(stub, rank)
+extension.guard(stub, rank)
 assert stub.execute_model() == "output" and stub.forwards == 1
 rank.dirty = True
 try:
@@ -369,7 +369,7 @@ def test_an_unforeseen_failure_is_a_reply_that_still_tells_the_state(driver: Dri
     driver.worker.reload_weights()
     reply = driver.reply(Op.APPLY, txn="t")
     assert (reply.ok, reply.code, reply.dirty, reply.generation) == (False, Code.FAILED, True, 1)
-    assert "Planted" in reply.error
+    assert "InjectedFault" in reply.error
 
 
 def test_nothing_compiles_once_attached(driver: Driver, hops, tmp_path: Path) -> None:

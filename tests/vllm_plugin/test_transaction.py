@@ -14,7 +14,7 @@ from dcr_daemon.codec.chunk import Codec
 from dcr_daemon.codec.decode import Chunk
 from dcr_daemon.errors import CorruptChunk, ResourceExhausted
 from dcr_daemon.vllm_plugin.weights.memory import HostMemory
-from dcr_daemon.vllm_plugin.worker.transaction import Arena, Full, Preparation
+from dcr_daemon.vllm_plugin.worker.transaction import Arena, ArenaFull, Preparation
 
 PLENTY = 1 << 20
 
@@ -168,7 +168,7 @@ def test_an_arena_hands_out_aligned_pieces_and_never_more_than_it_has() -> None:
     first, second = arena.take(3, "u1"), arena.take(4, "<u8")
     assert (first.size, second.size) == (3, 4)
     assert second.ctypes.data % 8 == 0
-    with pytest.raises(Full):
+    with pytest.raises(ArenaFull):
         arena.take(4, "<u8")
     arena.reset()
     assert arena.take(8, "<u8").size == 8

@@ -238,7 +238,7 @@ class DirectoryEngine:
         reason = "never begun here, or ended in an earlier run"
         return Swapped(txn=txn, verdict=Verdict.UNKNOWN, version=self._version, serving=self._serving, reason=reason)
 
-    async def settle(self, txn: str) -> Swapped:
+    async def finish_adopted(self, txn: str) -> Swapped:
         """As the port says. `attach` finishes whatever was begun, so nothing is ever left to settle."""
         async with self._owned():
             if txn not in self._ended:

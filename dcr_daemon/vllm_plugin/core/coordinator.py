@@ -40,10 +40,10 @@ from dcr_daemon.vllm_plugin.calls import (
     TxnRef,
     TxnState,
 )
-from dcr_daemon.vllm_plugin.core import judge, promises
+from dcr_daemon.vllm_plugin.core import staged_summary, verify_sums
 from dcr_daemon.vllm_plugin.core.data_parallel import HELD
-from dcr_daemon.vllm_plugin.core.judge import Live
 from dcr_daemon.vllm_plugin.core.operations import JobSteps, Steps
+from dcr_daemon.vllm_plugin.core.verify_sums import Live
 from dcr_daemon.wording import shorten
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class Changes:
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._reader = promises.Reader()
+        self._reader = staged_summary.SummaryReader()
         self._prepared: _Change | None = None
         self._begun: _Change | _Load | None = None
         self._written_after = 0  #: tries after which the begun transaction was judged good, 0 if it was not
@@ -108,7 +108,7 @@ class Changes:
         engine that was at no known version is brought to rest, and its caches handled, as for a change."""
         core = self._core
         placement, live = core.require_live()
-        if wrong := judge.differing(placement, live.vector, read_vector(call.vector, placement.layout)):
+        if wrong := verify_sums.differing(placement, live.vector, read_vector(call.vector, placement.layout)):
             raise EngineRefused(
                 f"the live weights are not version {call.version}: {shorten(wrong)}",
                 hint="serve the checkpoint the stream was made from, or let an anchor repair this engine",
@@ -153,10 +153,10 @@ class Changes:
             promise, fits = promised.result(), len(hops)
             table, before, after = promise.tables[:fits], promise.before[:fits], promise.after[:fits]
             core.require_live()
-            judge.judge_chain(placement, live.vector, table, before, after)
+            verify_sums.verify_chain(placement, live.vector, table, before, after)
             for number, one in enumerate(table):
-                judge.judge_hop(placement, one, [rank.hops[number] for rank in ranks])
-            changed = judge.judge_composed(placement, table, ranks)
+                verify_sums.verify_hop(placement, one, [rank.hops[number] for rank in ranks])
+            changed = verify_sums.verify_composed(placement, table, ranks)
             core.ranks.ask(Op.APPROVE, Status, TxnRef(txn=txn.id))
         except DcrError:
             self._forget_everywhere()
@@ -237,7 +237,7 @@ class Changes:
                 core.host.halt()
             raise
 
-    def settle(self, call: messages.Settle) -> Steps:
+    def finish_adopted(self, call: messages.FinishAdopted) -> Steps:
         """End what somebody left begun, as swap would have: forward, else back (must E6)."""
         core, change, txn = self._core, self._begun, call.txn
         if txn in core.outcomes:
@@ -291,7 +291,7 @@ class Changes:
         if fault := _faults(replies):
             return fault
         found = [calls.parse(reply.result, Sums) for reply in replies]
-        return judge.judge_written(core.placed, [rank.after for rank in change.ranks], found)
+        return verify_sums.compare_written(core.placed, [rank.after for rank in change.ranks], found)
 
     def _commit(self, change: _Change, tries: int, started: float) -> Swapped:
         """All ranks were judged good: from the first commit on only forward, so a rank that fails is asked again."""
@@ -334,7 +334,7 @@ class Changes:
             if not reply.ok and not untouched:
                 return _faults([reply])
             found.append(calls.parse(reply.result, Sums) if reply.ok else rank.before)
-        return judge.judge_written(core.placed, [rank.before for rank in change.ranks], found)
+        return verify_sums.compare_written(core.placed, [rank.before for rank in change.ranks], found)
 
     def _end(self, txn: str, verdict: Verdict, why: str, tries: int, started: float) -> Swapped:
         """Clean on all ranks: back to the pause state from before, and the outcome is kept."""
@@ -404,7 +404,7 @@ class Changes:
             raise EngineRefused(f"begin: {fault}", hint="attach again")
         yield from core.job(start, calls.JobStatus)
         live = yield from core.fingerprint(f"{start.id}-sums", placement)
-        if wrong := judge.differing(placement, live.vector, vector):
+        if wrong := verify_sums.differing(placement, live.vector, vector):
             reason = f"the loaded weights are not version {version}: {shorten(wrong)}"
             self._begun = None  # these files do not serve
             self._give_up_after(reason)

@@ -30,7 +30,7 @@ class Way(Enum):
     BACK = "back"
 
 
-Changing = messages.Swap | messages.Settle | messages.Load
+Changing = messages.Swap | messages.FinishAdopted | messages.Load
 
 
 def merge(call: AnyCall, answers: Sequence[AnyAnswer]) -> AnyAnswer:
@@ -78,7 +78,7 @@ def _merged(call: AnyCall, answers: Sequence[AnyAnswer]) -> object:
             return _attached(_results(answers, Attached))
         case messages.Prepare():
             return _same(_results(answers, Prepared), "prepared different changes")
-        case messages.Swap() | messages.Settle() | messages.Load() | messages.Outcome():
+        case messages.Swap() | messages.FinishAdopted() | messages.Load() | messages.Outcome():
             return _swapped(answers)
         case messages.Status():
             return _status(_results(answers, EngineStatus))

@@ -20,9 +20,9 @@ from dcr_daemon.engine.staged import read_layout
 from dcr_daemon.errors import DcrError, EngineRefused, Fenced
 from dcr_daemon.vllm_plugin import calls
 from dcr_daemon.vllm_plugin.calls import AttachedRank, FingerprintRank, JobKind, JobRef, JobState, JobStatus, Op
-from dcr_daemon.vllm_plugin.core import judge
-from dcr_daemon.vllm_plugin.core.judge import Live, Placement
+from dcr_daemon.vllm_plugin.core import verify_sums
 from dcr_daemon.vllm_plugin.core.operations import JobSteps, Operation, Steps
+from dcr_daemon.vllm_plugin.core.verify_sums import Live, Placement
 from dcr_daemon.vllm_plugin.core.worker_group import Ranks, kind_of, raise_for
 from dcr_daemon.vllm_plugin.settings import Settings
 from dcr_daemon.wording import shorten
@@ -146,8 +146,8 @@ class Core:
                 return self._begin_flow(call, changes.prepare(call))
             case messages.Swap():
                 return self._begin_flow(call, changes.swap(call.txn, hold=call.hold))
-            case messages.Settle():
-                return self._begin_flow(call, changes.settle(call))
+            case messages.FinishAdopted():
+                return self._begin_flow(call, changes.finish_adopted(call))
             case messages.Load():
                 return self._begin_flow(call, changes.load(call))
             case messages.Inspect():
@@ -221,7 +221,7 @@ class Core:
     def fingerprint(self, job_id: str, placement: Placement) -> JobSteps[Live]:
         """Sum the whole of the live weights on all ranks, joined."""
         summed = yield from self.job(calls.Start(id=job_id, kind=JobKind.FINGERPRINT), FingerprintRank)
-        return judge.join_fingerprint(placement, summed)
+        return verify_sums.join_fingerprint(placement, summed)
 
     # -- calls ----------------------------------------------------------------------------------------------------
 
@@ -243,7 +243,7 @@ class Core:
             self.begun, self.moving = None, ""
             self.changes.forget_begun()
         layout = read_layout(call.facts.layout, call.facts.layout_digest)
-        placement = judge.join_placement(layout, answers, self.settings.loaded_cap)
+        placement = verify_sums.join_placement(layout, answers, self.settings.loaded_cap)
         generations = list(self.ranks.generations)
         live = yield from self.fingerprint(call.id, placement)
         if generations != self.ranks.generations:
@@ -290,7 +290,7 @@ class Core:
         """Scrub: what no wrap can see is found by summing again (must F1)."""
         placement, known = self.require_live()
         live = yield from self.fingerprint(call.id, placement)
-        if wrong := judge.differing(placement, live.vector, known.vector):
+        if wrong := verify_sums.differing(placement, live.vector, known.vector):
             self.live = live
             self.unprove(f"the live weights changed: {shorten(wrong)}")
         held = [placement.held(rank) for rank in range(len(placement.local))]

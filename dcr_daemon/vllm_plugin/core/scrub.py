@@ -17,7 +17,7 @@ from dcr_daemon.engine import messages
 from dcr_daemon.engine.port import Difference, Scrubbed
 from dcr_daemon.errors import EngineRefused
 from dcr_daemon.vllm_plugin.calls import FingerprintRank, JobKind, Start
-from dcr_daemon.vllm_plugin.core import judge
+from dcr_daemon.vllm_plugin.core import verify_sums
 from dcr_daemon.vllm_plugin.core.engine_core import Core
 from dcr_daemon.vllm_plugin.core.operations import JobSteps, Steps
 from dcr_daemon.wording import shorten
@@ -65,7 +65,7 @@ class Scrub:
             self._at = batch.stop
         return self.so_far()
 
-    def _batch(self, placement: judge.Placement) -> range:
+    def _batch(self, placement: verify_sums.Placement) -> range:
         """The next tensors, at least one while there are any; as many as are soon summed at this rate."""
         room = min(BATCH, self._call.rate * PATIENCE) if self._call.rate else BATCH
         layout, exact = placement.layout, placement.exact
@@ -75,11 +75,13 @@ class Scrub:
             stop += 1
         return range(self._at, stop)
 
-    def _look(self, placement: judge.Placement, live: judge.Live, batch: range) -> JobSteps[list[Difference]]:
+    def _look(
+        self, placement: verify_sums.Placement, live: verify_sums.Live, batch: range
+    ) -> JobSteps[list[Difference]]:
         """What differs in a batch, twice in a row."""
-        found = judge.find_damage(placement, live, (yield from self._summed(batch)), batch)
+        found = verify_sums.find_damage(placement, live, (yield from self._summed(batch)), batch)
         if found:
-            again = judge.find_damage(placement, live, (yield from self._summed(batch)), batch)
+            again = verify_sums.find_damage(placement, live, (yield from self._summed(batch)), batch)
             found = [one for one in found if one in again]
         exact = placement.exact
         self._tensors += int(exact[batch.start : batch.stop].sum())

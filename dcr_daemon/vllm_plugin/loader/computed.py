@@ -226,7 +226,7 @@ def write_fed(fed: Sequence[Fed], side: Side) -> None:
     with torch.no_grad():
         for one in fed:
             one.live.data.copy_(one.new if side is Side.NEW else one.old)
-            if faults.take("feed"):
+            if faults.should_fail("feed"):
                 one.live.data.view(_LANES[one.live.element_size()]).bitwise_xor_(1)
         wrong = [one.name for one in fed if not _same(one.live, one.new if side is Side.NEW else one.old)]
     if wrong:

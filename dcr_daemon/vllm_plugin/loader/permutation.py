@@ -58,7 +58,7 @@ def _invert(name: str, block: int, numbers: npt.NDArray[np.int64]) -> Repack:
     table[found] = places
     if (table < 0).any():
         raise Unplaceable(f"the engine's repacking of {name} repeats elements and loses others")
-    if faults.take("placement"):
+    if faults.should_fail("placement"):
         table[[0, -1]] = table[[-1, 0]]
     return Repack(block, int(numbers.size), table.astype(np.uint32))
 

@@ -38,7 +38,7 @@ _plans: dict[str, Plan] = {}
 _nap = threading.Event()
 
 
-def plant(
+def inject(
     name: str, *, times: int = 1, skip: int = 0, seconds: float = 0.05, action: str = "fail", mark: str = ""
 ) -> None:
     """Let the next `times` passes of a point fail; 0 takes the fault away again."""
@@ -47,7 +47,7 @@ def plant(
     _plans[name] = Plan(times, skip, seconds, action, mark)
 
 
-def take(name: str) -> bool:
+def should_fail(name: str) -> bool:
     """Whether this pass fails; whoever asks then calls `fail`, or fails in its own way."""
     plan = _plans.get(name) if ENABLED else None
     if plan is None or plan.left <= 0:
@@ -60,7 +60,7 @@ def take(name: str) -> bool:
 
 
 def fail(name: str) -> None:
-    """Fail as planned. Raises `Planted` unless the process ends or hangs here."""
+    """Fail as planned. Raises `InjectedFault` unless the process ends or hangs here."""
     plan = _plans[name]
     if plan.mark:
         Path(plan.mark).touch()
@@ -68,20 +68,20 @@ def fail(name: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     while plan.action != "fail":
         _nap.wait()
-    raise Planted(f"{name}: a failure planted by a test")
+    raise InjectedFault(f"{name}: a failure planted by a test")
 
 
-def reach(name: str) -> None:
+def point(name: str) -> None:
     """A point at which nothing but a planted failure happens."""
-    if take(name):
+    if should_fail(name):
         fail(name)
 
 
 def slice_done() -> None:
     """After each slice of a job."""
-    if ENABLED and take("slow"):
+    if ENABLED and should_fail("slow"):
         _nap.wait(_plans["slow"].seconds)
 
 
-class Planted(RuntimeError):
+class InjectedFault(RuntimeError):
     """A failure that a test asked for."""

@@ -47,7 +47,7 @@ class Attachment:
 
     def prepare(self, job: Job, hops: Sequence[HopFiles], arena: Arena) -> Transaction:
         """Decode against live weights; reads only (must E4)."""
-        faults.reach("job")
+        faults.point("job")
         preparation = Preparation(
             layout=self.layout, placement=self.placement, memory=self.live, arena=arena, advance=job.advance
         )
@@ -81,12 +81,12 @@ class Attachment:
 
     def fingerprint(self, job: Job) -> FingerprintRank:
         """Sum all that is held; reads only."""
-        faults.reach("job")
+        faults.point("job")
         return FingerprintRank(id=job.id, sums=self.live.box_sums(job.tick).tobytes())
 
     def scrub(self, job: Job, arg: Start) -> FingerprintRank:
         """Sum what is held of some tensors, slowly; reads only."""
-        faults.reach("job")
+        faults.point("job")
         sums = self.live.box_sums(job.pace(arg.rate), range(*arg.tensors))
         return FingerprintRank(id=job.id, sums=sums.tobytes())
 

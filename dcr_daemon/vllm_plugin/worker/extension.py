@@ -119,7 +119,7 @@ def _plant(rank: Rank, arg: dict[str, Any]) -> None:
     if "damage" in arg:
         rank.damage(str(arg["damage"]))
     else:
-        faults.plant(**arg)
+        faults.inject(**arg)
 
 
 def install(worker: Any) -> Rank:

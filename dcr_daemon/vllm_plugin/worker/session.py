@@ -319,11 +319,11 @@ class Rank:
             return self.status()
         self._expect(arg.txn, TxnState.BEGUN)
         self._attached()
-        faults.reach("commit")
+        faults.point("commit")
         if not self._applied or (self._background.job is not None and self._background.job.live):
             raise Refusal(Code.REFUSED, f"transaction {arg.txn} is begun but not written")
         ended = self._end(arg.txn, "committed")
-        faults.reach("committed")
+        faults.point("committed")
         return ended
 
     def close(self, arg: calls.TxnRef) -> calls.Status:

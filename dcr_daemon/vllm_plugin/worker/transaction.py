@@ -30,7 +30,7 @@ from dcr_daemon.vllm_plugin.weights.placement import Placement
 Advance = Callable[[float], None]
 
 
-class Full(Exception):
+class ArenaFull(Exception):
     """The arena cannot hold this hop as well."""
 
 
@@ -50,11 +50,11 @@ class Arena:
         self._used = 0
 
     def take(self, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """`count` lanes; raises `Full`."""
+        """`count` lanes; raises `ArenaFull`."""
         start = -(-self._used // 8) * 8
         end = start + count * np.dtype(dtype).itemsize
         if end > self.size:
-            raise Full
+            raise ArenaFull
         self._used = end
         return self._bytes[start:end].view(dtype)
 
@@ -77,18 +77,18 @@ class Transaction:
 
     def apply(self, memory: Memory, placement: Placement) -> Sums:
         """Write the new values; sums of what is in memory afterwards. What was fed is compared here, bit by bit."""
-        if faults.take("apply"):
+        if faults.should_fail("apply"):
             memory.scatter(Side.NEW, stop=len(self.groups) // 2)
             faults.fail("apply")
         memory.scatter(Side.NEW)
         write_fed(self.fed, Side.NEW)
-        if faults.take("flip") and self.groups:
+        if faults.should_fail("flip") and self.groups:
             _flip(memory, self.groups)
         return box_sums(self.groups, memory.group_sums(), placement)
 
     def rollback(self, memory: Memory, placement: Placement) -> Sums:
         """Write the old values back; sums of what is in memory afterwards."""
-        faults.reach("rollback")
+        faults.point("rollback")
         memory.scatter(Side.OLD)
         write_fed(self.fed, Side.OLD)
         return box_sums(self.groups, memory.group_sums(), placement)
@@ -152,7 +152,7 @@ class Preparation:
                 for number, hop in enumerate(hops[:fits]):
                     done.append(self._hop(number, hop, (number, fits)))
                 return self._finish(txn, fits, done)
-            except Full:
+            except ArenaFull:
                 # A hop changes values that earlier hops put there, so a half-done one cannot be cut off: start
                 # again with the hops that are known to fit.
                 fits = len(done)

@@ -10,7 +10,7 @@ from sim.planted.bug import Put, bug
 from dcr_daemon.engine.port import Verdict
 from dcr_daemon.subscribe import driver
 from dcr_daemon.vllm_plugin.calls import TxnState
-from dcr_daemon.vllm_plugin.core import coordinator, engine_core, judge
+from dcr_daemon.vllm_plugin.core import coordinator, engine_core, verify_sums
 from dcr_daemon.vllm_plugin.core.coordinator import Changes
 from dcr_daemon.vllm_plugin.core.engine_core import Core
 from dcr_daemon.vllm_plugin.weights.memory import Side
@@ -64,17 +64,17 @@ def every_subscriber_is_the_owner(put: Put) -> None:
 @bug("E4 (elsewhere: the checksum of the delta passed, the weights were wrong)", "flipped_bits")
 def every_rank_judges_for_itself(put: Put) -> None:
     """Nobody adds up what the ranks found before, and nobody looks after the write either."""
-    put(judge, "judge_chain", lambda *_: None)
-    put(judge, "judge_hop", lambda *_: None)
-    put(judge, "judge_composed", lambda *_: 0)
-    put(judge, "judge_written", lambda *_: "")
+    put(verify_sums, "verify_chain", lambda *_: None)
+    put(verify_sums, "verify_hop", lambda *_: None)
+    put(verify_sums, "verify_composed", lambda *_: 0)
+    put(verify_sums, "compare_written", lambda *_: "")
 
 
 @bug("E5", "rank_fails_again", "rank_fails")
 def nobody_looks_after_the_write(put: Put) -> None:
     """A rank that did not write is believed to have written."""
     put(coordinator, "_faults", lambda replies: "")
-    put(judge, "judge_written", lambda *_: "")
+    put(verify_sums, "compare_written", lambda *_: "")
     put(
         Changes,
         "_written",
@@ -171,4 +171,4 @@ def weights_are_taken_for_the_newest(put: Put) -> None:
         return highest
 
     put(driver, "locate", locate)
-    put(judge, "differing", lambda *_: [])
+    put(verify_sums, "differing", lambda *_: [])

@@ -47,7 +47,7 @@ def oldest_of_equal_versions_is_meant(put: Put) -> None:
 def a_chunk_is_left_out(put: Put) -> None:
     """A replica stages what it happens to have, and nobody compares that with the seal."""
     from dcr_daemon.engine import deltas
-    from dcr_daemon.vllm_plugin.core import judge
+    from dcr_daemon.vllm_plugin.core import verify_sums
 
     right = Stage._hop
 
@@ -56,9 +56,9 @@ def a_chunk_is_left_out(put: Put) -> None:
         return type(made)(**{**_fields(made), "chunks": made.chunks[:-1]})
 
     put(Stage, "_hop", hop)
-    put(judge, "judge_chain", lambda *_: None)
-    put(judge, "judge_composed", lambda *_: 0)
-    put(judge, "judge_written", lambda *_: "")
+    put(verify_sums, "verify_chain", lambda *_: None)
+    put(verify_sums, "verify_composed", lambda *_: 0)
+    put(verify_sums, "compare_written", lambda *_: "")
     put(deltas, "name_differences", lambda *_: "")
 
 

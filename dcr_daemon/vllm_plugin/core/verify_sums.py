@@ -277,7 +277,7 @@ def differing(placement: Placement, one: Vector, other: Vector) -> list[str]:
     return [placement.layout[int(t)].name for t in np.flatnonzero((one != other) & placement.exact)]
 
 
-def judge_chain(
+def verify_chain(
     placement: Placement, live: Vector, tables: Sequence[HopTable], before: Sequence[Vector], after: Sequence[Vector]
 ) -> None:
     """F1 for every tensor: the engine is at the first `before`, hops meet, and chunks lead from each to the next.
@@ -302,7 +302,7 @@ def judge_chain(
             )
 
 
-def judge_hop(placement: Placement, table: HopTable, ranks: Sequence[SegmentSums]) -> None:
+def verify_hop(placement: Placement, table: HopTable, ranks: Sequence[SegmentSums]) -> None:
     """Each segment's joint sums against the chunk's own, before and after this hop (must E4).
 
     Raises `EngineRefused` naming tensors: nothing has been written.
@@ -337,7 +337,7 @@ def judge_hop(placement: Placement, table: HopTable, ranks: Sequence[SegmentSums
             raise EngineRefused(f"{text.format(table.version)}: {names}", hint=hint)
 
 
-def judge_composed(placement: Placement, tables: Sequence[HopTable], ranks: Sequence[PreparedRank]) -> int:
+def verify_composed(placement: Placement, tables: Sequence[HopTable], ranks: Sequence[PreparedRank]) -> int:
     """What will be written, as one change, against the hops it was composed from. Returns distinct changed elements.
 
     Raises `EngineRefused` naming tensors.
@@ -363,7 +363,7 @@ def judge_composed(placement: Placement, tables: Sequence[HopTable], ranks: Sequ
     return int(count.sum())
 
 
-def judge_written(placement: Placement, wanted: Sequence[Sums], found: Sequence[Sums]) -> str:
+def compare_written(placement: Placement, wanted: Sequence[Sums], found: Sequence[Sums]) -> str:
     """Whether every rank's live sums are what it must have written. Empty if so, else the tensors and ranks."""
     faults = []
     for number, (local, want, have) in enumerate(zip(placement.local, wanted, found, strict=True)):

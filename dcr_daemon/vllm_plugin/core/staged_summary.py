@@ -23,7 +23,7 @@ from dcr_daemon.codec.format import Table
 from dcr_daemon.engine.port import VersionDelta
 from dcr_daemon.engine.staged import read_staged, read_vector
 from dcr_daemon.errors import Corrupt
-from dcr_daemon.vllm_plugin.core.judge import HopTable
+from dcr_daemon.vllm_plugin.core.verify_sums import HopTable
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,7 +35,7 @@ class StagedSummary:
     after: list[Vector]
 
 
-def read_promise(hops: Sequence[VersionDelta], layout: Layout) -> StagedSummary:
+def read_summary(hops: Sequence[VersionDelta], layout: Layout) -> StagedSummary:
     """All tables and vectors of a transaction. Raises `Corrupt` or `EngineRefused`, naming the file."""
     tables = [read_table(hop, layout) for hop in hops]
     return StagedSummary(
@@ -71,14 +71,14 @@ def _table(path: str, hop: VersionDelta, layout: Layout) -> Table:
     return chunk.table
 
 
-class Reader:
+class SummaryReader:
     """One thread, made when first needed, of the lowest priority."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="dcr-tables", initializer=_step_back)
 
     def start(self, hops: Sequence[VersionDelta], layout: Layout) -> Future[StagedSummary]:
-        return self._pool.submit(read_promise, hops, layout)
+        return self._pool.submit(read_summary, hops, layout)
 
 
 def _step_back() -> None:

@@ -14,7 +14,7 @@ from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.engine.port import TensorClass
 from dcr_daemon.errors import EngineRefused
 from dcr_daemon.vllm_plugin.calls import AttachedRank, BoxRow, FingerprintRank, Held, SegmentSums, Sums
-from dcr_daemon.vllm_plugin.core import judge
+from dcr_daemon.vllm_plugin.core import verify_sums
 
 LAYOUT = Layout([TensorSpec("a", "BF16", (12,)), TensorSpec("b", "BF16", (4,)), TensorSpec("c", "F32", (6,))])
 VALUES = [np.arange(12, dtype="<u2"), np.array([1, 0, 7, 65535], dtype="<u2"), np.arange(6, dtype="<u4") * 77]
@@ -54,9 +54,9 @@ def shardings(draw: st.DrawFn) -> list[AttachedRank]:
 @settings(deadline=None, max_examples=60)
 @given(shardings())
 def test_any_sharding_joins_to_the_fingerprint(ranks: list[AttachedRank]) -> None:
-    placement = judge.join_placement(LAYOUT, ranks)
+    placement = verify_sums.join_placement(LAYOUT, ranks)
     assert placement.classes == (TensorClass.EXACT,) * 3
-    live = judge.join_fingerprint(placement, [summed(rank) for rank in ranks])
+    live = verify_sums.join_fingerprint(placement, [summed(rank) for rank in ranks])
     assert (live.vector == fingerprint(LAYOUT, VALUES)).all()
     total = sum(int(placement.held(rank).sum()) for rank in range(len(ranks)))
     assert total == int((placement.elements * placement.holders).sum())
@@ -65,7 +65,7 @@ def test_any_sharding_joins_to_the_fingerprint(ranks: list[AttachedRank]) -> Non
 @settings(deadline=None, max_examples=60)
 @given(shardings(), st.data())
 def test_a_box_that_is_missing_somewhere_is_never_overlooked(ranks: list[AttachedRank], data: st.DataObject) -> None:
-    placement = judge.join_placement(LAYOUT, ranks)
+    placement = verify_sums.join_placement(LAYOUT, ranks)
     number = data.draw(st.sampled_from([i for i, rank in enumerate(ranks) if rank.boxes]))
     sums = [summed(rank) for rank in ranks]
     spoiled = np.frombuffer(sums[number].sums, "<u8").copy()
@@ -73,38 +73,38 @@ def test_a_box_that_is_missing_somewhere_is_never_overlooked(ranks: list[Attache
     spoiled[box] += np.uint64(1)
     sums[number] = FingerprintRank(id="f", sums=spoiled.tobytes())
     replicated = placement.holders[placement.local[number][box]] > 1
-    live = judge.join_fingerprint(placement, sums)
+    live = verify_sums.join_fingerprint(placement, sums)
     name = LAYOUT[ranks[number].boxes[box].tensor].name
     assert ("replica differs" in live.torn, name in live.torn) == (replicated, replicated)
-    assert judge.differing(placement, live.vector, fingerprint(LAYOUT, VALUES)) == [name]
+    assert verify_sums.differing(placement, live.vector, fingerprint(LAYOUT, VALUES)) == [name]
 
 
-def whole() -> judge.Placement:
-    return judge.join_placement(LAYOUT, [rank_of([(0, 0, 12), (1, 0, 4), (2, 0, 6)])])
+def whole() -> verify_sums.Placement:
+    return verify_sums.join_placement(LAYOUT, [rank_of([(0, 0, 12), (1, 0, 4), (2, 0, 6)])])
 
 
 def test_a_gap_and_an_overlap_are_refused_by_name() -> None:
     with pytest.raises(EngineRefused) as caught:
-        judge.join_placement(LAYOUT, [rank_of([(0, 0, 11), (1, 0, 4), (1, 1, 3)])])
+        verify_sums.join_placement(LAYOUT, [rank_of([(0, 0, 11), (1, 0, 4), (1, 1, 3)])])
     assert "a: 11 of 12" in str(caught.value)
     assert "b: 7 of 4" in str(caught.value)
 
 
 def test_what_no_loader_reads_is_left_out_on_both_sides() -> None:
     marks = [Held.PLACED, Held.PLACED, Held.SKIPPED]
-    placement = judge.join_placement(LAYOUT, [rank_of([(0, 0, 12), (1, 0, 4)], marks)])
+    placement = verify_sums.join_placement(LAYOUT, [rank_of([(0, 0, 12), (1, 0, 4)], marks)])
     assert placement.classes[2] is TensorClass.ABSENT
     other = fingerprint(LAYOUT, VALUES)
     other[2] += np.uint64(5)
     live = fingerprint(LAYOUT, VALUES)
     live[2] = 0
-    assert judge.differing(placement, live, other) == []
+    assert verify_sums.differing(placement, live, other) == []
 
 
 def test_skipped_here_and_half_placed_there_is_refused() -> None:
     marks = [Held.PLACED, Held.PLACED, Held.SKIPPED]
     with pytest.raises(EngineRefused, match="c: 3 of 6"):
-        judge.join_placement(
+        verify_sums.join_placement(
             LAYOUT, [rank_of([(0, 0, 12), (1, 0, 4)], marks), rank_of([(0, 0, 12), (1, 0, 4), (2, 0, 3)])]
         )
 
@@ -112,13 +112,13 @@ def test_skipped_here_and_half_placed_there_is_refused() -> None:
 def test_a_refusal_without_a_tensor_refuses_the_model() -> None:
     rank = AttachedRank(token=1, adopted=None, held=[Held.REFUSED] * 3, refusals={"": "LoRA is enabled"})
     with pytest.raises(EngineRefused, match="LoRA is enabled"):
-        judge.join_placement(LAYOUT, [rank])
+        verify_sums.join_placement(LAYOUT, [rank])
 
 
-def table(*rows: tuple[int, int, int, int]) -> judge.HopTable:
+def table(*rows: tuple[int, int, int, int]) -> verify_sums.HopTable:
     """Rows of (tensor, changed, before, after)."""
     columns = list(zip(*rows, strict=True)) if rows else [[], [], [], []]
-    return judge.HopTable(
+    return verify_sums.HopTable(
         version=1,
         tensor=np.array(columns[0], dtype=np.int64),
         changed=np.array(columns[1], dtype=np.int64),
@@ -141,7 +141,7 @@ PROMISED = table((0, 5, 6, 27), (1, 1, U64 - 3, 4))
 
 
 def test_shares_of_a_segment_add_up_and_replicas_count_once() -> None:
-    judge.judge_hop(judge.join_placement(LAYOUT, SPLIT), PROMISED, GOOD)
+    verify_sums.verify_hop(verify_sums.join_placement(LAYOUT, SPLIT), PROMISED, GOOD)
 
 
 @pytest.mark.parametrize(
@@ -158,22 +158,22 @@ def test_shares_of_a_segment_add_up_and_replicas_count_once() -> None:
 )
 def test_every_disagreement_over_a_segment_is_named(ranks: list[SegmentSums], text: str) -> None:
     with pytest.raises(EngineRefused, match=text):
-        judge.judge_hop(judge.join_placement(LAYOUT, SPLIT), PROMISED, ranks)
+        verify_sums.verify_hop(verify_sums.join_placement(LAYOUT, SPLIT), PROMISED, ranks)
 
 
 def test_chunks_must_lead_from_base_to_seal_for_every_tensor() -> None:
     base = fingerprint(LAYOUT, VALUES)
     after = base.copy()
     after[:2] += np.array([21, 7], dtype=np.uint64)
-    judge.judge_chain(whole(), base, [PROMISED], [base], [after])
+    verify_sums.verify_chain(whole(), base, [PROMISED], [base], [after])
     wrong = after.copy()
     wrong[2] += np.uint64(1)
     with pytest.raises(EngineRefused, match="do not lead from its base to its seal: c"):
-        judge.judge_chain(whole(), base, [PROMISED], [base], [wrong])
+        verify_sums.verify_chain(whole(), base, [PROMISED], [base], [wrong])
     with pytest.raises(EngineRefused, match="not the base of version 1: b"):
-        judge.judge_chain(whole(), base + np.array([0, 1, 0], dtype=np.uint64), [PROMISED], [base], [after])
+        verify_sums.verify_chain(whole(), base + np.array([0, 1, 0], dtype=np.uint64), [PROMISED], [base], [after])
     with pytest.raises(EngineRefused, match="does not start where"):
-        judge.judge_chain(whole(), base, [PROMISED, PROMISED], [base, base], [after, after])
+        verify_sums.verify_chain(whole(), base, [PROMISED, PROMISED], [base, base], [after, after])
 
 
 def written(*rows: tuple[int, int, int]) -> Sums:
@@ -184,9 +184,9 @@ def written(*rows: tuple[int, int, int]) -> Sums:
 
 
 def test_what_was_written_is_judged_rank_by_rank() -> None:
-    placement = judge.join_placement(LAYOUT, SPLIT)
+    placement = verify_sums.join_placement(LAYOUT, SPLIT)
     wanted = [written((0, 2, 20), (1, 1, 4)), written((0, 3, 7), (1, 1, 4))]
-    assert judge.judge_written(placement, wanted, wanted) == ""
+    assert verify_sums.compare_written(placement, wanted, wanted) == ""
     found = [wanted[0], written((0, 3, 7), (1, 1, 5))]
-    assert judge.judge_written(placement, wanted, found) == "rank 1: b"
-    assert "other boxes" in judge.judge_written(placement, wanted, [wanted[0], written((0, 3, 7))])
+    assert verify_sums.compare_written(placement, wanted, found) == "rank 1: b"
+    assert "other boxes" in verify_sums.compare_written(placement, wanted, [wanted[0], written((0, 3, 7))])
