@@ -26,7 +26,8 @@ class TensorClass(StrEnum):
     """How an engine holds a canonical tensor."""
 
     EXACT = "exact"  #: bits copied; changed in place
-    LOADED = "loaded"  #: the loader computes (a cast, `A_log`); fed whole through the native loader
+    #: The loader computes its values (a cast, `A_log`), so it is loaded whole. On the wire it is "loaded".
+    LOADER_COMPUTED = "loaded"
     ABSENT = "absent"  #: no loader reads it (a tied head, layers that predict ahead); left out of all comparisons
 
 

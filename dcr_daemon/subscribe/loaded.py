@@ -64,7 +64,7 @@ class Loaded:
 
     def follow(self, classes: Sequence[TensorClass]) -> None:
         """Learn from an attach which tensors these are."""
-        self.tensors = tuple(i for i, kind in enumerate(classes) if kind is TensorClass.LOADED)
+        self.tensors = tuple(i for i, kind in enumerate(classes) if kind is TensorClass.LOADER_COMPUTED)
 
     async def at(self, version: int) -> str:
         """A file of these tensors as `version` has them; empty if there are none.

@@ -143,12 +143,12 @@ class BoxRow(msgspec.Struct, frozen=True, array_like=True):
     strides: tuple[int, ...]
 
 
-class Held(StrEnum):
+class TensorHandling(StrEnum):
     """What one rank's loader does with a canonical tensor. Joined over ranks: any `refused` refuses it; placed boxes
-    must tile it; `loaded` on one is `loaded` or `skipped` on all; `skipped` everywhere is left out."""
+    must tile it; `loader_computed` on one is that or `skipped` on all; `skipped` everywhere is left out."""
 
     PLACED = "placed"
-    LOADED = "loaded"  #: the loader computes with it: fed whole
+    LOADER_COMPUTED = "loaded"  #: the loader computes with it: it is loaded whole
     SKIPPED = "skipped"  #: not this rank's (pipeline stage, other experts), or nobody's (a tied head)
     REFUSED = "refused"
 
@@ -161,7 +161,7 @@ class AttachedRank(msgspec.Struct, frozen=True, kw_only=True):
 
     token: int
     adopted: str | None
-    held: list[Held] = []
+    held: list[TensorHandling] = []
     boxes: list[BoxRow] = []
     refusals: dict[str, str] = {}
     parameters: int = 0

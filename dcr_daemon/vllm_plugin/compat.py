@@ -66,7 +66,7 @@ def missing(names: dict[str, tuple[str, ...]]) -> list[str]:
     return gone
 
 
-def misfits(parameters: dict[tuple[str, str], tuple[str, ...]]) -> list[str]:
+def wrong_signatures(parameters: dict[tuple[str, str], tuple[str, ...]]) -> list[str]:
     """Which callables do not take the parameters that we pass."""
     wrong: list[str] = []
     for (module, path), wanted in parameters.items():
@@ -82,7 +82,7 @@ def require(names: dict[str, tuple[str, ...]]) -> None:
     """Raises `UnsupportedVllm` with every missing name at once."""
     gone = missing(names)
     if not gone and names is ENGINE_NAMES:
-        gone = misfits(PARAMETERS)
+        gone = wrong_signatures(PARAMETERS)
     if gone:
         import vllm
 

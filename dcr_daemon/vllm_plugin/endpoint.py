@@ -31,7 +31,7 @@ from dcr_daemon.engine.port import EngineGone, EngineStatus
 from dcr_daemon.errors import DcrError, UsageError
 from dcr_daemon.vllm_plugin import compat
 from dcr_daemon.vllm_plugin.compat import UnsupportedVllm
-from dcr_daemon.vllm_plugin.core.data_parallel import Way, joint_verdict, lasted, merge
+from dcr_daemon.vllm_plugin.core.data_parallel import JointDecision, joint_verdict, merge, with_pause
 from dcr_daemon.vllm_plugin.core.hooks import METHOD
 from dcr_daemon.vllm_plugin.settings import Settings
 
@@ -73,7 +73,7 @@ class Endpoint:
         if engine_client is None or self._settings.socket is None:
             return
         compat.require_start(os.environ)
-        engines = Engines(engine_client.engine_core)
+        engines = EngineGroup(engine_client.engine_core)
         if engine_client.engine_core.client_index == 0:
             self._server = SocketServer(self._settings.socket, engines)
             await self._server.open()
@@ -83,14 +83,14 @@ class Endpoint:
             log.info("dcr: the engine is proved and serves; opening the port")
         self._watcher = asyncio.create_task(self._watch(engines), name="dcr-watch")
 
-    async def _wait_served(self, engines: Engines) -> None:
+    async def _wait_served(self, engines: EngineGroup) -> None:
         """Raises `EngineGone` if the engine dies first, which ends the server."""
         status = await engines.status()
         while not status.serving or status.version is None:
             await asyncio.sleep(WATCH)
             status = await engines.status()
 
-    async def _watch(self, engines: Engines) -> None:
+    async def _watch(self, engines: EngineGroup) -> None:
         """Keep `_ready` current: a pause does not end readiness, an unknown version does."""
         try:
             while True:
@@ -110,7 +110,7 @@ class Endpoint:
         return self._ready
 
 
-class Engines:
+class EngineGroup:
     """All engines behind one API server, asked as one."""
 
     def __init__(self, core_client: Any) -> None:
@@ -126,32 +126,36 @@ class Engines:
             self._tokens += 1
             call = msgspec.structs.replace(call, at_least=self._tokens)
         if isinstance(call, messages.Swap | messages.FinishAdopted) and self._count > 1:
-            return await self._jointly(call)
-        return merge(call, await self._carry_out(call))
+            return await self._call_jointly(call)
+        return merge(call, await self._run_to_end(call))
 
-    async def _jointly(self, call: messages.Swap | messages.FinishAdopted) -> AnyAnswer:
+    async def _call_jointly(self, call: messages.Swap | messages.FinishAdopted) -> AnyAnswer:
         """All engines move, or none: each writes and is judged, and only when all are good do they commit (must E9).
 
         If this process dies in between they stay begun and paused, and the next owner settles them, jointly again.
         """
         began = time.monotonic()
-        found = await self._carry_out(msgspec.structs.replace(call, hold=True))
+        found = await self._run_to_end(msgspec.structs.replace(call, hold=True))
         way = joint_verdict(found)
         if way is None:
             return merge(call, found)
         end = messages.FinishAdopted(
-            id=f"{call.id}-end", txn=call.txn, token=call.token, incarnation=call.incarnation, back=way is Way.BACK
+            id=f"{call.id}-end",
+            txn=call.txn,
+            token=call.token,
+            incarnation=call.incarnation,
+            back=way is JointDecision.ROLL_BACK,
         )
-        return lasted(merge(call, await self._carry_out(end)), time.monotonic() - began)
+        return with_pause(merge(call, await self._run_to_end(end)), time.monotonic() - began)
 
-    async def _carry_out(self, call: AnyCall) -> list[AnyAnswer]:
+    async def _run_to_end(self, call: AnyCall) -> list[AnyAnswer]:
         """The answer of every engine, polled until none is pending."""
-        answers = await self._once(call)
+        answers = await self._call_all(call)
         nap, longest = POLL_FIRST, SCRUB_POLL if isinstance(call, messages.Scrub) else POLL
         while any(isinstance(answer, Pending) for answer in answers):
             await asyncio.sleep(nap)
             nap = min(longest, nap * 2)
-            answers = await self._once(messages.Poll(id=call.id))
+            answers = await self._call_all(messages.Poll(id=call.id))
         return answers
 
     async def status(self) -> EngineStatus:
@@ -159,7 +163,7 @@ class Engines:
         answer = await self.call(messages.Status(id=f"look-{self._looks}"))
         return messages.result_of(answer, EngineStatus)
 
-    async def _once(self, call: AnyCall) -> list[AnyAnswer]:
+    async def _call_all(self, call: AnyCall) -> list[AnyAnswer]:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
@@ -205,7 +209,7 @@ class SocketServer:
     """The private unix socket. One task per connection, one call at a time on each; no more than `CONNECTIONS`, of
     which the one that has been there longest without a call makes room for a new one."""
 
-    def __init__(self, path: Path, engines: Engines) -> None:
+    def __init__(self, path: Path, engines: EngineGroup) -> None:
         self._path = path
         self._engines = engines
         self._connections: list[Connection] = []

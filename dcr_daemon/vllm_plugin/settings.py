@@ -10,7 +10,7 @@ from pathlib import Path
 from dcr_daemon.vllm_plugin.compat import UnsupportedVllm
 
 STAGE_CAP = 2 << 30
-LOADED_CAP = 64 << 20
+COMPUTED_CAP = 64 << 20
 WATCHDOG = 900.0
 SOCKET_LIMIT = 107  #: bytes of a unix socket's path, the kernel's limit
 
@@ -20,8 +20,9 @@ class Settings:
     """`docs/VLLM.md` explains each variable.
 
     `socket`: None switches the plugin off. `stage_cap`: bytes of host memory each rank may hold for one transaction.
-    `loaded_cap`: bytes of all tensors that the loader computes with. `background_cpus`: cores for the workers' threads,
-    None for the default. `watchdog`: seconds after which a worker that does not return ends the engine, 0 for never.
+    `computed_cap` (`DCR_LOADED_CAP`): bytes of all tensors that the loader computes with. `background_cpus`: cores for
+    the workers' threads, None for the default.
+    `watchdog`: seconds after which a worker that does not return ends the engine, 0 for never.
     `gate`: "port" keeps the port shut until the engine is proved, "health" opens it and lets /health say so.
     """
 
@@ -29,7 +30,7 @@ class Settings:
     pause: str = "keep"
     caches: str = "reset"
     stage_cap: int = STAGE_CAP
-    loaded_cap: int = LOADED_CAP
+    computed_cap: int = COMPUTED_CAP
     background_cpus: tuple[int, ...] | None = None
     watchdog: float = WATCHDOG
     gate: str = "port"
@@ -47,7 +48,7 @@ class Settings:
             pause=_one_of(environ, "DCR_PAUSE", ("keep", "wait", "abort")),
             caches=_one_of(environ, "DCR_CACHES", ("reset", "keep")),
             stage_cap=int(_number(environ, "DCR_STAGE_CAP", STAGE_CAP, least=1 << 20)),
-            loaded_cap=int(_number(environ, "DCR_LOADED_CAP", LOADED_CAP, least=0)),
+            computed_cap=int(_number(environ, "DCR_LOADED_CAP", COMPUTED_CAP, least=0)),
             background_cpus=_cpus(environ.get("DCR_BACKGROUND_CPUS", "")),
             watchdog=_number(environ, "DCR_WATCHDOG", WATCHDOG, least=0),
             gate=_one_of(environ, "DCR_GATE", ("port", "health")),

@@ -58,7 +58,7 @@ def test_after_several_versions_every_parameter_is_that_of_a_fresh_server(short_
     model = written_wider(write_tiny(tmp_path / "narrow", kind="moe"), short_tmp / "wide-model")
     with rig(model, short_tmp / "w", "wide", tensor_parallel=2, env={"DCR_GATE": "health"}) as made:
         classes = made.birth["attached"].classes
-        assert [kind is TensorClass.LOADED for kind in classes] == [
+        assert [kind is TensorClass.LOADER_COMPUTED for kind in classes] == [
             spec.dtype == "F32" for spec in made.versions.layout
         ]
         live = asyncio.run(follow(made, model, tmp_path))

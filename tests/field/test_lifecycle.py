@@ -24,7 +24,7 @@ from dcr_daemon.engine.vllm_client import VllmEngine
 from dcr_daemon.events import Committed, Serving
 from dcr_daemon.ledger.records import Floor
 from dcr_daemon.vllm_plugin.core import hooks
-from dcr_daemon.vllm_plugin.endpoint import Engines, SocketServer
+from dcr_daemon.vllm_plugin.endpoint import EngineGroup, SocketServer
 from dcr_daemon.vllm_plugin.loader import place_model
 
 # -- a reader that is slower than retention -------------------------------------------------------------------------
@@ -129,7 +129,7 @@ class Served:
 
     @contextlib.asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
-        server = SocketServer(self.socket, Engines(CoreClient(self.engine)))
+        server = SocketServer(self.socket, EngineGroup(CoreClient(self.engine)))
         await server.open()
         try:
             yield

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import torch
 from sim.clock import Crashed, Process, running
-from toy_engine import ToyHost, ToyWire, ToyWorker
+from toy_engine import ToyHost, ToyTransport, ToyWorker
 from toy_model import loaded, placed
 
 from dcr_daemon.engine import messages
@@ -26,12 +26,12 @@ from dcr_daemon.engine.vllm_client import VllmEngine
 from dcr_daemon.vllm_plugin.calls import JobKind, Op
 from dcr_daemon.vllm_plugin.core import staged_summary
 from dcr_daemon.vllm_plugin.core.engine_core import Core
-from dcr_daemon.vllm_plugin.core.worker_group import Ranks
+from dcr_daemon.vllm_plugin.core.worker_group import WorkerGroup
 from dcr_daemon.vllm_plugin.loader import place_model
 from dcr_daemon.vllm_plugin.settings import Settings
 from dcr_daemon.vllm_plugin.weights import faults
 from dcr_daemon.vllm_plugin.worker import session as rank_module
-from dcr_daemon.vllm_plugin.worker.jobs import Background, Job
+from dcr_daemon.vllm_plugin.worker.jobs import BackgroundThread, Job
 
 if TYPE_CHECKING:
     from sim.disk import Machine
@@ -42,7 +42,7 @@ PATIENCE = 60.0  #: virtual seconds after which a subscriber gives up on one ans
 _LENGTH = 4
 
 
-class InlineBackground(Background):
+class InlineBackground(BackgroundThread):
     """The worker's thread without a thread: the job runs when somebody first looks for it."""
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class Host(ToyHost):
         raise Crashed(reason)
 
 
-class SimWire(ToyWire):
+class SimTransport(ToyTransport):
     """Ranks that fail, or say that they did."""
 
     def __init__(self, engine: SimEngine) -> None:
@@ -132,16 +132,16 @@ class SimEngine:
         self.boots += 1
         self.process = self.world.process(self.role, self.machine)
         self.workers = [ToyWorker(lanes, rank, RANKS) for rank in range(RANKS)]
-        self.wire = SimWire(self)
+        self.wire = SimTransport(self)
         self.host = Host(self)
-        self.core = Core(self.host, Ranks(self.wire), Settings(stage_cap=self.world.stage_cap))
-        self.core.changes._reader = InlineReader()  # type: ignore[assignment]
+        self.core = Core(self.host, WorkerGroup(self.wire), Settings(stage_cap=self.world.stage_cap))
+        self.core.coordinator._reader = InlineReader()  # type: ignore[assignment]
         self.host.guard = self.core.why_not_resume
         self.host.busy = self.world.rng.random() < 0.5
         self.tokens = 0
         self.foreign = None
         self.forget_flips(len(self.flips))
-        self.core.awaken()
+        self.core.start_paused()
 
     @property
     def alive(self) -> bool:
@@ -165,7 +165,7 @@ class SimEngine:
         while isinstance(answer, Pending):
             await asyncio.sleep(self.world.rng.uniform(0.005, 0.5))
             for worker in self.workers:
-                worker._dcr_rank._background.run()
+                worker._dcr_session._background.run()
             answer = await self._step(messages.Poll(id=call.id))
         return messages.encode(answer)
 
@@ -273,12 +273,12 @@ def toy_workers() -> Iterator[None]:
         placement, homes = placed(model)
         return placement, homes.live
 
-    before = place_model.attach_model, rank_module.Background
-    place_model.attach_model, rank_module.Background = attach, InlineBackground  # type: ignore[misc]
+    before = place_model.attach_model, rank_module.BackgroundThread
+    place_model.attach_model, rank_module.BackgroundThread = attach, InlineBackground  # type: ignore[misc]
     faults.ENABLED = True
     try:
         yield
     finally:
-        place_model.attach_model, rank_module.Background = before  # type: ignore[misc]
+        place_model.attach_model, rank_module.BackgroundThread = before  # type: ignore[misc]
         faults.ENABLED = False
         faults.inject("apply", times=0)

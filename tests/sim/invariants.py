@@ -298,7 +298,7 @@ class Watch:
                 world.fail("mixture", f"{engine.role} is not at version {core.proved}, as it reports")
         if not engine.serving:
             return
-        if core.begun is not None or any(worker._dcr_rank.dirty for worker in engine.workers):
+        if core.begun is not None or any(worker._dcr_session.dirty for worker in engine.workers):
             world.fail("mixture", f"{engine.role} serves while {core.begun} is begun or a rank is dirty")
         if core.proved is None:
             if not engine.foreign:

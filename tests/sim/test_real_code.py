@@ -26,7 +26,7 @@ def test_nothing_here_folds_appends_or_judges(path: Path) -> None:
             assert node.name not in OURS, f"{path.name}:{node.lineno} defines {node.name}"
         if isinstance(node, ast.ClassDef):
             bases = {ast.unparse(base) for base in node.bases}
-            assert not bases & {"Ledger", "History", "Objects", "Leader", "Core", "Rank", "Driver"}, (
+            assert not bases & {"Ledger", "History", "Objects", "Leader", "Core", "WorkerSession", "Driver"}, (
                 f"{path.name}:{node.lineno}: {node.name} replaces part of what is simulated"
             )
 

@@ -58,7 +58,7 @@ async def test_what_a_loader_computes_with_is_put_together_from_boxes(how: str, 
     loaded = Loaded(
         tmp_path, ledger=ledger, objects=objects, layout=versions.layout, base=None, workers=workers, emit=discard
     )
-    wanted = [TensorClass.LOADED if spec.name in KEPT else TensorClass.EXACT for spec in versions.layout]
+    wanted = [TensorClass.LOADER_COMPUTED if spec.name in KEPT else TensorClass.EXACT for spec in versions.layout]
     loaded.follow(wanted)
     for version in (2, 4):
         values = loaded._read(Path(await loaded.at(version)))

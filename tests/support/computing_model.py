@@ -97,4 +97,6 @@ def place(model: Computing, *, cap: int = 1 << 20) -> tuple[Placement, dict[str,
     recording = record(blank.load_weights, form.items, LAYOUT)
     alone = record_alone(blank.load_weights, form.items, LAYOUT, recording, cap)
     placement = place_model.place(recording, place_model.LoadFormat(live, form, {}, {}, frozenset(), alone), LAYOUT)
-    return placement, {name: live[name] for name in {*placement.forms, *(row.parameter for row in placement.rows)}}
+    return placement, {
+        name: live[name] for name in {*placement.load_formats, *(row.parameter for row in placement.rows)}
+    }

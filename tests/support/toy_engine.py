@@ -1,7 +1,7 @@
 """A whole engine in one process: two toy workers behind queues like vLLM's, a scheduler that only remembers.
 
-What is real: the core, its judge, both workers with their threads, the chunks. What is not: vLLM. `ToyWire` keeps one
-reply queue per rank and gives up at the first error it reads, leaving the rest behind, as vLLM's executor does.
+What is real: the core, its judge, both workers with their threads, the chunks. What is not: vLLM. `ToyTransport` keeps
+one reply queue per rank and gives up at the first error it reads, leaving the rest behind, as vLLM's executor does.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from dcr_daemon.engine import messages
 from dcr_daemon.engine.messages import AnyCall
 from dcr_daemon.engine.port import Attached, StreamFacts, Swapped, Transaction, VersionDelta
 from dcr_daemon.vllm_plugin.core.engine_core import Core
-from dcr_daemon.vllm_plugin.core.worker_group import Ranks
+from dcr_daemon.vllm_plugin.core.worker_group import WorkerGroup
 from dcr_daemon.vllm_plugin.settings import Settings
 from dcr_daemon.vllm_plugin.worker import extension
-from dcr_daemon.vllm_plugin.worker.session import Rank
+from dcr_daemon.vllm_plugin.worker.session import WorkerSession
 
 Answers = Callable[[int, dict[str, Any], dict[str, Any]], Any]
 
@@ -41,8 +41,10 @@ class ToyWorker(Stub, extension.WorkerExtension):
 
         self.toy = self.model(lanes, rank, of)
         super().__init__(self.toy, self.config, rank)
-        self._dcr_rank = Rank(rank=rank, model=self.toy, config=self.config, platform="cpu", device=torch.device("cpu"))
-        extension.guard(self, self._dcr_rank)
+        self._dcr_session = WorkerSession(
+            rank=rank, model=self.toy, config=self.config, platform="cpu", device=torch.device("cpu")
+        )
+        extension.guard(self, self._dcr_session)
 
     def flip(self, parameter: str) -> None:
         """Other bits in every element, as failing memory leaves them."""
@@ -51,7 +53,7 @@ class ToyWorker(Stub, extension.WorkerExtension):
         getattr(self.toy, parameter).data.view(torch.int16).bitwise_xor_(1)
 
 
-class ToyWire:
+class ToyTransport:
     """`edit(rank, call, reply)` may change a reply on its way; `left` are the queues, `sent` the operations."""
 
     def __init__(self, workers: list[ToyWorker]) -> None:
@@ -147,11 +149,11 @@ class ToyEngine:
         self.lanes = [self.first()]
         self.cuts: dict[int, Any] = {}  #: by version, how its trainer cuts tensors; whole ones else
         self.workers = [self.worker(rank, ranks) for rank in range(ranks)]
-        self.wire = ToyWire(self.workers)
+        self.wire = ToyTransport(self.workers)
         self.host = ToyHost()
-        self.core = Core(self.host, Ranks(self.wire), Settings(stage_cap=cap))
+        self.core = Core(self.host, WorkerGroup(self.wire), Settings(stage_cap=cap))
         self.host.guard = self.core.why_not_resume
-        self.core.awaken()
+        self.core.start_paused()
         self.owner = {"token": 0, "incarnation": ""}
         self._calls = 0
         path = home / "layout.json"

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from dcr_daemon.canonical.layout import Layout, TensorSpec
-from dcr_daemon.vllm_plugin.calls import Held
+from dcr_daemon.vllm_plugin.calls import TensorHandling
 from dcr_daemon.vllm_plugin.loader.place_model import LoadFormat, place
 from dcr_daemon.vllm_plugin.loader.recorder import DTYPES, record
-from dcr_daemon.vllm_plugin.weights.memory import Homes, holders_of
+from dcr_daemon.vllm_plugin.weights.memory import LiveTensors, holders_of
 from dcr_daemon.vllm_plugin.weights.placement import Placement, Repack
 
 HIDDEN, VOCABULARY, EXPERTS, INNER = 8, 5, 4, 6
@@ -106,7 +106,7 @@ def loaded(lanes: list[np.ndarray], rank: int = 0, of: int = 1, device: str = "c
     return toy
 
 
-def placed(toy: Toy) -> tuple[Placement, Homes]:
+def placed(toy: Toy) -> tuple[Placement, LiveTensors]:
     """What attach finds out about a rank."""
     loading = Toy(toy.rank, toy.of, device="meta")
     named = dict(loading.named_parameters()) | dict(loading.named_buffers())
@@ -114,8 +114,8 @@ def placed(toy: Toy) -> tuple[Placement, Homes]:
     recording = record(loading.load_weights, named.items, LAYOUT)
     placement = place(recording, LoadFormat(live, named, {"experts": SHUFFLE}, {}, frozenset(live)), LAYOUT)
     assert placement.refusals == {}
-    assert placement.held[LAYOUT.index("head")] == Held.SKIPPED
-    return placement, Homes({row.parameter: live[row.parameter] for row in placement.rows}, holders_of(toy))
+    assert placement.held[LAYOUT.index("head")] == TensorHandling.SKIPPED
+    return placement, LiveTensors({row.parameter: live[row.parameter] for row in placement.rows}, holders_of(toy))
 
 
 def heldless(lanes: list[np.ndarray]) -> list[np.ndarray]:

@@ -19,7 +19,7 @@ from dcr_daemon.engine import messages
 from dcr_daemon.engine.port import Swapped, TensorClass, Verdict
 from dcr_daemon.errors import Corrupt, EngineRefused
 from dcr_daemon.vllm_plugin import calls
-from dcr_daemon.vllm_plugin.calls import Code, Held, HopFiles, Op, TxnState
+from dcr_daemon.vllm_plugin.calls import Code, HopFiles, Op, TensorHandling, TxnState
 from dcr_daemon.vllm_plugin.loader import place_model
 from dcr_daemon.vllm_plugin.settings import Settings
 from dcr_daemon.vllm_plugin.weights import faults
@@ -76,8 +76,10 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
 def test_what_the_loader_computes_is_classed_as_loaded_and_nothing_else() -> None:
     placement, _ = place(loaded(drawn(0)))
     assert placement.refusals == {}
-    assert placement.held == [Held.PLACED if spec.name == "w" else Held.LOADED for spec in LAYOUT]
-    assert placement.loaded[LAYOUT.index("half.b")] == ("halves",)
+    assert placement.held == [
+        TensorHandling.PLACED if spec.name == "w" else TensorHandling.LOADER_COMPUTED for spec in LAYOUT
+    ]
+    assert placement.computed[LAYOUT.index("half.b")] == ("halves",)
     assert {row.parameter for row in placement.rows} == {"w"}
 
 
@@ -293,7 +295,7 @@ def engine(make, tmp_path: Path) -> ComputingEngine:
 
 def test_an_engine_says_what_it_computes_and_leaves_it_out_of_its_vector(engine: ComputingEngine) -> None:
     attached = engine.attach()
-    kinds = [TensorClass.EXACT if spec.name == "w" else TensorClass.LOADED for spec in LAYOUT]
+    kinds = [TensorClass.EXACT if spec.name == "w" else TensorClass.LOADER_COMPUTED for spec in LAYOUT]
     assert attached.classes == kinds
     found, wanted = np.frombuffer(attached.vector, "<u8"), engine.vector(0)
     assert [int(x) for x in found] == [
@@ -383,6 +385,6 @@ def test_a_load_from_an_anchor_repairs_all_of_it(engine: ComputingEngine) -> Non
 
 def test_over_all_ranks_the_cap_holds_too(make, tmp_path: Path) -> None:
     engine = ComputingEngine(tmp_path)
-    engine.core.settings = Settings(loaded_cap=100)
+    engine.core.settings = Settings(computed_cap=100)
     with pytest.raises(EngineRefused, match=r"A_log.*the cap is 100"):
         engine.attach()

@@ -20,10 +20,10 @@ from dcr_daemon.checkpoint.directory import Checkpoint, write_checkpoint
 from dcr_daemon.checkpoint.safetensors import write_safetensors
 from dcr_daemon.demo.models import copy_side_files, write_tiny
 from dcr_daemon.vllm_plugin import calls
-from dcr_daemon.vllm_plugin.calls import Held, Op
+from dcr_daemon.vllm_plugin.calls import Op, TensorHandling
 from dcr_daemon.vllm_plugin.loader import place_model
-from dcr_daemon.vllm_plugin.loader.computed import Feeder, write_fed
-from dcr_daemon.vllm_plugin.weights.memory import Side
+from dcr_daemon.vllm_plugin.loader.computed import ComputedLoader, write_computed
+from dcr_daemon.vllm_plugin.weights.memory import ValueSet
 
 pytestmark = pytest.mark.vllm
 
@@ -40,7 +40,7 @@ class Case:
         self.driver = Driver(Worker(self.model, config))
         attached = self.driver.attach(self.layout, home)
         assert attached.refusals == {}
-        self.loaded = [tensor for tensor, held in enumerate(attached.held) if held is Held.LOADED]
+        self.loaded = [tensor for tensor, held in enumerate(attached.held) if held is TensorHandling.LOADER_COMPUTED]
         self.names = {self.layout[tensor].name for tensor in self.loaded}
 
     def beside(self, version: int) -> dict[str, str]:
@@ -125,13 +125,13 @@ def test_a_composed_loader_makes_of_new_bytes_what_a_fresh_load_does(family: str
     model, config = vllm_inprocess.load(path, **options)
     placement, live = place_model.attach_model(model, config, layout, "cpu")
     assert all("conv1d" in name for name in placement.refusals)
-    assert {layout[tensor].name.rpartition(".")[2] for tensor in placement.loaded} == {"A_log"}
-    for tensor in placement.loaded:
+    assert {layout[tensor].name.rpartition(".")[2] for tensor in placement.computed} == {"A_log"}
+    for tensor in placement.computed:
         values[layout[tensor].name] = step([values[layout[tensor].name]], 0.5, seed=tensor)[0]
-    feeder = Feeder(model, placement, live, layout, config.model_config.dtype)
-    fed = feeder.stage({tensor: values[layout[tensor].name] for tensor in placement.loaded})
-    assert len(fed) == len(placement.loaded)
-    write_fed(fed, Side.NEW)
+    computed_loader = ComputedLoader(model, placement, live, layout, config.model_config.dtype)
+    fed = computed_loader.compute({tensor: values[layout[tensor].name] for tensor in placement.computed})
+    assert len(fed) == len(placement.computed)
+    write_computed(fed, ValueSet.NEW)
     write_checkpoint(tmp_path / "fresh", layout, values.__getitem__)
     copy_side_files(path, tmp_path / "fresh")
     fresh, _ = vllm_inprocess.load(tmp_path / "fresh", **options)

@@ -357,7 +357,7 @@ def test_a_job_that_fails_on_one_rank_leaves_no_rank_prepared(engine: ToyEngine,
     with pytest.raises(EngineRefused, match="failed by a test"):
         engine.prepare(version)
     engine.wire.edit = lambda rank, call, reply: reply
-    assert {str(one._dcr_rank.status().state) for one in engine.workers} == {"none"}
+    assert {str(one._dcr_session.status().state) for one in engine.workers} == {"none"}
     assert engine.refit(version).verdict is Verdict.COMMITTED
 
 

@@ -20,7 +20,7 @@ from dcr_daemon.engine.vllm_client import VllmEngine
 from dcr_daemon.errors import EngineRefused, Fenced, UsageError
 from dcr_daemon.vllm_plugin.compat import UnsupportedVllm
 from dcr_daemon.vllm_plugin.core import hooks
-from dcr_daemon.vllm_plugin.endpoint import CONNECTIONS, Endpoint, Engines, SocketServer
+from dcr_daemon.vllm_plugin.endpoint import CONNECTIONS, Endpoint, EngineGroup, SocketServer
 from dcr_daemon.vllm_plugin.settings import Settings
 from dcr_daemon.vllm_plugin.weights import faults
 
@@ -59,7 +59,7 @@ def engine(tmp_path: Path) -> ToyEngine:
 @asynccontextmanager
 async def listening(path: Path, *engines: ToyEngine) -> AsyncIterator[CoreClient]:
     client = CoreClient(*engines)
-    server = SocketServer(path, Engines(client))
+    server = SocketServer(path, EngineGroup(client))
     await server.open()
     try:
         yield client
@@ -106,14 +106,14 @@ async def test_a_directory_open_to_others_is_refused(tmp_path: Path, engine: Toy
     shared = tmp_path / "shared"
     shared.mkdir(mode=0o755)
     with pytest.raises(UnsupportedVllm, match="open to others"):
-        await SocketServer(shared / "e.sock", Engines(CoreClient(engine))).open()
+        await SocketServer(shared / "e.sock", EngineGroup(CoreClient(engine))).open()
 
 
 async def test_a_live_socket_is_never_replaced_and_a_dead_one_is(tmp_path: Path, engine: ToyEngine) -> None:
     path = tmp_path / "run" / "e.sock"
     async with listening(path, engine):
         with pytest.raises(UnsupportedVllm, match="another live server"):
-            await SocketServer(path, Engines(CoreClient(engine))).open()
+            await SocketServer(path, EngineGroup(CoreClient(engine))).open()
         assert (await VllmEngine(path).status()).serving is False
     stale = socket.socket(socket.AF_UNIX)
     stale.bind(str(path))
@@ -127,7 +127,7 @@ async def test_what_is_no_socket_is_not_removed(tmp_path: Path, engine: ToyEngin
     path.parent.mkdir(mode=0o700)
     path.write_text("mine")
     with pytest.raises(UnsupportedVllm, match="not a socket"):
-        await SocketServer(path, Engines(CoreClient(engine))).open()
+        await SocketServer(path, EngineGroup(CoreClient(engine))).open()
     assert path.read_text() == "mine"
 
 
@@ -389,7 +389,7 @@ async def test_an_engine_that_refuses_a_swap_takes_the_others_back(
         owner = VllmEngine(path)
         await served(owner, pair[0])
         await owner.prepare(pair[0].transaction(1))
-        pair[bad].core.changes.forget_prepared()
+        pair[bad].core.coordinator.forget_prepared()
         swapped = await owner.swap("txn")
         assert (swapped.verdict, swapped.version) == (Verdict.ROLLED_BACK, 0)
         together(pair, 0, serving=True)

@@ -204,7 +204,7 @@ def test_the_guard_sees_a_write_that_nobody_told_it_of(engine: ToyEngine) -> Non
 
 
 def test_the_guard_refuses_while_a_rank_is_dirty(engine: ToyEngine) -> None:
-    engine.workers[1]._dcr_rank.dirty = True
+    engine.workers[1]._dcr_session.dirty = True
     assert "dirty" in engine.core.why_not_resume()
 
 

@@ -26,7 +26,7 @@ def test_a_call_that_does_not_come_back_ends_the_engine() -> None:
         ended.set()
 
     watchdog = hooks.Watchdog(0.05, end)
-    with watchdog.over("apply"):
+    with watchdog.watching("apply"):
         assert ended.wait(10)
     assert "apply" in why[0]
 
@@ -35,14 +35,14 @@ def test_calls_in_time_end_nothing() -> None:
     ended = threading.Event()
     watchdog = hooks.Watchdog(0.2, lambda reason: ended.set())
     for _ in range(50):
-        with watchdog.over("apply"):
+        with watchdog.watching("apply"):
             pass
     assert not ended.wait(0.5)
 
 
 def test_a_watchdog_can_be_switched_off() -> None:
     before = threading.active_count()
-    with hooks.Watchdog(0, lambda reason: None).over("apply"):
+    with hooks.Watchdog(0, lambda reason: None).watching("apply"):
         assert threading.active_count() == before
 
 
@@ -81,7 +81,7 @@ def test_a_missing_name_is_told_with_what_to_do() -> None:
 
 
 def test_a_changed_signature_is_found() -> None:
-    assert compat.misfits({("json", "loads"): ("s", "nothing")}) == ["json.loads(nothing=)"]
+    assert compat.wrong_signatures({("json", "loads"): ("s", "nothing")}) == ["json.loads(nothing=)"]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_whoever_tells_the_workers_to_write_is_noticed_at_once(fails: bool) -> N
             raise RuntimeError("half done")
         return f"{method} {options}"
 
-    call = hooks._noticing(collective_rpc, SimpleNamespace(look_for_writes=lambda: looks.append("looked")))  # type: ignore[arg-type]
+    call = hooks._detecting_writes(collective_rpc, SimpleNamespace(poll_external_writes=lambda: looks.append("looked")))  # type: ignore[arg-type]
     for method in ("reload_weights", "sleep", "execute_model", "dcr_call"):
         if fails:
             with pytest.raises(RuntimeError, match="half done"):

@@ -175,13 +175,13 @@ def everybody_rewrites(engine: ToyEngine) -> None:
     for one in engine.workers:
         one.reload_weights()
         one.flip("norm")
-    engine.core.look_for_writes()  # as the wrapped executor does
+    engine.core.poll_external_writes()  # as the wrapped executor does
 
 
 def one_rewrites(engine: ToyEngine) -> None:
     engine.workers[1].add_lora(None)
     engine.workers[1].flip("o")
-    engine.core.look_for_writes()
+    engine.core.poll_external_writes()
 
 
 def storage_moves(engine: ToyEngine) -> None:
@@ -191,7 +191,7 @@ def storage_moves(engine: ToyEngine) -> None:
     one = engine.workers[0]
     one.reload_weights()
     one.toy.o.data = torch.zeros_like(one.toy.o.data)
-    engine.core.look_for_writes()
+    engine.core.poll_external_writes()
 
 
 def owner_goes_on(engine: ToyEngine) -> None:
@@ -238,11 +238,11 @@ EVENTS: States = {
 def sound(engine: ToyEngine) -> None:
     """Must E1: what runs is, on all ranks, what it says it is; what nobody may resume, nobody can."""
     if engine.host.running:
-        assert not any(one._dcr_rank.dirty for one in engine.workers)
+        assert not any(one._dcr_session.dirty for one in engine.workers)
         version = engine.status().version
         assert version is not None
         assert engine.holds(version)
-    if any(one._dcr_rank.dirty for one in engine.workers):
+    if any(one._dcr_session.dirty for one in engine.workers):
         assert engine.core.why_not_resume()
 
 

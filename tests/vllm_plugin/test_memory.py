@@ -14,8 +14,8 @@ from worker_rig import join_boxes, random_lanes, step, vector
 from dcr_daemon.canonical.fingerprint import sum_at
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.canonical.region import Region, normalise
-from dcr_daemon.vllm_plugin.calls import Held
-from dcr_daemon.vllm_plugin.weights.memory import Group, Homes, HostMemory, Side, holders_of
+from dcr_daemon.vllm_plugin.calls import TensorHandling
+from dcr_daemon.vllm_plugin.weights.memory import Group, HostMemory, LiveTensors, ValueSet, holders_of
 from dcr_daemon.vllm_plugin.weights.placement import Copy, Placement, Repack
 from dcr_daemon.vllm_plugin.weights.torch_memory import TorchMemory
 
@@ -23,8 +23,8 @@ CPU = torch.device("cpu")
 
 
 def memories(toy):
-    placement, homes = placed(toy)
-    return placement, HostMemory(placement, homes, LAYOUT), TorchMemory(placement, homes, LAYOUT, CPU)
+    placement, live_tensors = placed(toy)
+    return placement, HostMemory(placement, live_tensors, LAYOUT), TorchMemory(placement, live_tensors, LAYOUT, CPU)
 
 
 @pytest.mark.parametrize("of", [1, 2])
@@ -69,15 +69,15 @@ def test_locate_gather_scatter_and_sums_agree_with_the_rows(which: int) -> None:
         assert (values == old[row.tensor][changed[picked]]).all()
         assert (element.astype(np.int64) + row.region.dst == changed[picked]).all()
         groups.append(Group(number, 0, element, target, values, new[row.tensor][changed[picked]]))
-    memory.stage(groups)
+    memory.load_groups(groups)
     for side, wanted in (
-        (Side.NEW, loaded(new, 1, 2).state()),
-        (Side.OLD, before),
-        (Side.NEW, loaded(new, 1, 2).state()),
+        (ValueSet.NEW, loaded(new, 1, 2).state()),
+        (ValueSet.OLD, before),
+        (ValueSet.NEW, loaded(new, 1, 2).state()),
     ):
         memory.scatter(side)
-        lanes = [group.new if side is Side.NEW else group.old for group in groups]
-        sums = [memory.sum_lanes(g.row, bits, g.element) for g, bits in zip(groups, lanes, strict=True)]
+        lanes = [group.new if side is ValueSet.NEW else group.old for group in groups]
+        sums = [memory.sum_bits(g.row, bits, g.element) for g, bits in zip(groups, lanes, strict=True)]
         assert memory.group_sums().tolist() == sums
         assert toy.state() == wanted
 
@@ -95,25 +95,25 @@ def test_unordered_and_foreign_elements_are_told_apart() -> None:
 def test_storage_that_moved_or_was_replaced_is_named() -> None:
     lanes = random_lanes(LAYOUT, 1)
     toy = loaded(lanes)
-    placement, homes = placed(toy)
-    memory = HostMemory(placement, homes, LAYOUT)
-    assert memory.moved() is None
+    placement, live_tensors = placed(toy)
+    memory = HostMemory(placement, live_tensors, LAYOUT)
+    assert memory.moved_parameter() is None
     toy.norm = torch.nn.Parameter(toy.norm.data, requires_grad=False)
-    assert memory.moved() == "norm"
+    assert memory.moved_parameter() == "norm"
     toy = loaded(lanes)
-    placement, homes = placed(toy)
-    memory = HostMemory(placement, homes, LAYOUT)
+    placement, live_tensors = placed(toy)
+    memory = HostMemory(placement, live_tensors, LAYOUT)
     toy.o.data = toy.o.data.clone()
-    assert memory.moved() == "o"
+    assert memory.moved_parameter() == "o"
 
 
 def test_rows_that_reach_outside_a_storage_are_refused() -> None:
     toy = loaded(random_lanes(LAYOUT, 1))
-    placement, homes = placed(toy)
-    live = dict(homes.live, qk=torch.zeros(3, 8, dtype=torch.bfloat16))
+    placement, live_tensors = placed(toy)
+    live = dict(live_tensors.live, qk=torch.zeros(3, 8, dtype=torch.bfloat16))
     holders = holders_of(toy)
     with pytest.raises(ValueError, match="does not fit into qk"):
-        HostMemory(placement, Homes(live, holders), LAYOUT)
+        HostMemory(placement, LiveTensors(live, holders), LAYOUT)
 
 
 def test_absent_tensors_are_in_no_row() -> None:
@@ -135,14 +135,14 @@ def test_any_strided_copy_is_read_and_written_where_it_lies(
     lane = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32, 8: torch.int64}[width]
     module = torch.nn.Module()
     module.register_buffer("p", torch.from_numpy(rng.integers(0, 256, size * width, dtype=np.uint8)).view(lane))
-    placement = Placement(held=[Held.PLACED])
+    placement = Placement(held=[TensorHandling.PLACED])
     placement.add(Copy("p", normalise(region)), tensor=0, offset=0, repack=repack)
-    homes = Homes({"p": module.p}, holders_of(module))
+    live_tensors = LiveTensors({"p": module.p}, holders_of(module))
     live = module.p.view(torch.uint8).numpy().view(f"<u{width}")
     where = {}
     for row in placement.rows:
         elements = np.arange(row.region.dst, row.region.dst_last + 1)
-        for memory in (HostMemory(placement, homes, layout), TorchMemory(placement, homes, layout, CPU)):
+        for memory in (HostMemory(placement, live_tensors, layout), TorchMemory(placement, live_tensors, layout, CPU)):
             picked, element, target = memory.locate(placement.rows.index(row), elements)
             values = np.empty(picked.size, dtype=live.dtype)
             memory.gather(placement.rows.index(row), target, values)
@@ -155,7 +155,7 @@ def test_any_strided_copy_is_read_and_written_where_it_lies(
     places = np.array([where[e] for e in canonical.tolist()])
     wanted = sum_at(live[places], canonical, int(layout.keys[0]))
     new = rng.integers(0, 256, layout[0].nbytes, dtype=np.uint8).view(live.dtype)
-    for memory in (HostMemory(placement, homes, layout), TorchMemory(placement, homes, layout, CPU)):
+    for memory in (HostMemory(placement, live_tensors, layout), TorchMemory(placement, live_tensors, layout, CPU)):
         before = live.copy()
         assert memory.box_sums(lambda size: None).tolist() == [wanted]
         memory.overwrite(0, new, lambda size: None)

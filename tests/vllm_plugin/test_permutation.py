@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from dcr_daemon.vllm_plugin.loader.permutation import probe
+from dcr_daemon.vllm_plugin.loader.permutation import find_permutations
 from dcr_daemon.vllm_plugin.weights.placement import Unplaceable
 
-SHAPES = {"w13_weight": (40, 32), "w2_weight": (512, 64)}  # the second needs more than one probe digit
+SHAPES = {"w13_weight": (40, 32), "w2_weight": (512, 64)}  # the second needs more than one digit
 
 
 def test_any_permutation_with_padding_is_recovered() -> None:
@@ -21,7 +21,7 @@ def test_any_permutation_with_padding_is_recovered() -> None:
             flat = torch.nn.functional.pad(getattr(layer, name).data.reshape(-1), (0, 100))
             setattr(layer, name, torch.nn.Parameter(flat[order].reshape(1, -1), requires_grad=False))
 
-    found = probe(SHAPES, repack)
+    found = find_permutations(SHAPES, repack)
     for name, shape in SHAPES.items():
         block = int(np.prod(shape))
         loaded = torch.arange(block) + 1
@@ -42,4 +42,4 @@ def test_what_is_no_permutation_is_refused(how: str) -> None:
             data.mul_(2)
 
     with pytest.raises(Unplaceable, match="w13_weight"):
-        probe({"w13_weight": (40, 32)}, repack)
+        find_permutations({"w13_weight": (40, 32)}, repack)

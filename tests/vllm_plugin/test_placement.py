@@ -13,9 +13,17 @@ from regions import dense_regions
 from regions import pairs as pairs_of
 
 from dcr_daemon.canonical.region import Region, indices, normalise
-from dcr_daemon.vllm_plugin.calls import Held
+from dcr_daemon.vllm_plugin.calls import TensorHandling
 from dcr_daemon.vllm_plugin.weights import placement
-from dcr_daemon.vllm_plugin.weights.placement import Copy, Placement, Repack, Row, Unplaceable, copied, identity
+from dcr_daemon.vllm_plugin.weights.placement import (
+    Copy,
+    Placement,
+    PlacementRow,
+    Repack,
+    Unplaceable,
+    box_row,
+    copy_region,
+)
 
 
 def pairs(regions: Iterable[Region]) -> dict[int, int]:
@@ -25,7 +33,7 @@ def pairs(regions: Iterable[Region]) -> dict[int, int]:
     return {element: place for place, element in listed}
 
 
-def row_pairs(rows: list[Row]) -> dict[int, int]:
+def row_pairs(rows: list[PlacementRow]) -> dict[int, int]:
     out: dict[int, int] = {}
     for row in rows:
         elements = indices(row.region)[1]
@@ -35,9 +43,9 @@ def row_pairs(rows: list[Row]) -> dict[int, int]:
     return out
 
 
-def rows_of(region: Region, *, offset: int = 0, repack: Repack | None = None) -> list[Row]:
-    placed = Placement(held=[Held.PLACED])
-    placed.add(Copy("p", copied("t", region.src, region.dst, region.axes)), tensor=0, offset=offset, repack=repack)
+def rows_of(region: Region, *, offset: int = 0, repack: Repack | None = None) -> list[PlacementRow]:
+    placed = Placement(held=[TensorHandling.PLACED])
+    placed.add(Copy("p", copy_region("t", region.src, region.dst, region.axes)), tensor=0, offset=offset, repack=repack)
     return placed.rows
 
 
@@ -73,7 +81,7 @@ def test_wide_copies_are_cut_until_places_fit(region: Region, limit: int) -> Non
 @given(dense_regions(), dense_regions())
 def test_identity_names_the_canonical_elements_and_nothing_else(one: Region, two: Region) -> None:
     same = sorted(pairs([one])) == sorted(pairs([two]))
-    assert (identity(normalise(one), 0) == identity(normalise(two), 0)) == same
+    assert (box_row(normalise(one), 0) == box_row(normalise(two), 0)) == same
 
 
 @pytest.mark.parametrize(
@@ -85,13 +93,13 @@ def test_copies_that_are_no_bijection_are_refused(
     shape: tuple[int, ...], src: tuple[int, ...], dst: tuple[int, ...]
 ) -> None:
     with pytest.raises(Unplaceable):
-        copied("t", 0, 0, zip(shape, dst, src, strict=True))
+        copy_region("t", 0, 0, zip(shape, dst, src, strict=True))
 
 
 @settings(max_examples=100, deadline=None)
 @given(dense_regions(most=7))
 def test_a_copy_of_many_axes_becomes_boxes_and_rows_of_few(region: Region) -> None:
-    placed = Placement(held=[Held.PLACED])
+    placed = Placement(held=[TensorHandling.PLACED])
     placed.add(Copy("p", normalise(region)), tensor=0, offset=0, repack=None)
     assert all(len(row.region.shape) <= 4 for row in placed.rows)
     assert all(len(box.shape) <= 4 for box in placed.boxes)
@@ -108,7 +116,7 @@ def test_a_copy_that_would_be_cut_without_end_is_refused() -> None:
 
 def test_shared_live_elements_are_found_and_neighbours_are_not() -> None:
     def with_second(dst: int, strides: tuple[int, ...]) -> list[tuple[int, int]]:
-        both = Placement(held=[Held.PLACED, Held.PLACED])
+        both = Placement(held=[TensorHandling.PLACED, TensorHandling.PLACED])
         for tensor, region in enumerate([Region("a", (4, 2), 0, (4, 1), 0, (2, 1)),
                                          Region("b", (4, 2), dst, strides, 0, (2, 1))]):  # fmt: skip
             both.add(Copy("p", region), tensor=tensor, offset=0, repack=None)

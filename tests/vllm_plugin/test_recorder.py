@@ -32,7 +32,7 @@ def test_a_fused_transposed_sharded_copy_is_followed_through_views_and_clones() 
 
     recording = watch(load)
     assert recording.rejected == {}
-    assert recording.fed == ["a", "b"]
+    assert recording.offered == ["a", "b"]
     assert recording.copies == [
         Copy("p", Region("a", (24,), 0, (1,), 0, (1,))),
         Copy("p", Region("b", (2, 3), 24, (6, 1), 12, (6, 1))),

@@ -22,7 +22,7 @@ from dcr_daemon.vllm_plugin.calls import EXIT_DIRTY, Code, JobState, Op, TxnStat
 from dcr_daemon.vllm_plugin.loader import place_model
 from dcr_daemon.vllm_plugin.weights import faults
 from dcr_daemon.vllm_plugin.worker import extension
-from dcr_daemon.vllm_plugin.worker.session import Rank
+from dcr_daemon.vllm_plugin.worker.session import WorkerSession
 
 LANES = heldless(random_lanes(LAYOUT, 1))
 
@@ -32,8 +32,8 @@ class Hosted(Stub, extension.WorkerExtension):
 
     def __init__(self, toy: Toy) -> None:
         super().__init__(toy, None)
-        self._dcr_rank = Rank(rank=0, model=toy, config=None, platform="cpu", device=torch.device("cpu"))
-        extension.guard(self, self._dcr_rank)
+        self._dcr_session = WorkerSession(rank=0, model=toy, config=None, platform="cpu", device=torch.device("cpu"))
+        extension.guard(self, self._dcr_session)
 
 
 @pytest.fixture
@@ -292,7 +292,7 @@ def test_a_dense_load_goes_forward_only(driver: Driver, toy: Toy, tmp_path: Path
     assert load(driver, anchor(tmp_path / "a.safetensors", other, split=split)).state == JobState.DONE
     driver.ok(Op.JOIN, id="j")
     assert "forward" in refused(driver, Op.ROLLBACK, txn="L")
-    attached_boxes = driver.worker._dcr_rank._here.placement.boxes
+    attached_boxes = driver.worker._dcr_session._attachment.placement.boxes
     probe = calls.AttachedRank(token=1, adopted=None, boxes=attached_boxes)
     wanted = vector(LAYOUT, other)
     wanted[LAYOUT.index("head")] = 0  # absent: left out on both sides
@@ -333,9 +333,9 @@ sys.path[:0] = {[str(Path(__file__).parents[1] / "support")]!r}
 import torch
 from worker_rig import Stub
 from dcr_daemon.vllm_plugin.worker import extension
-from dcr_daemon.vllm_plugin.worker.session import Rank
+from dcr_daemon.vllm_plugin.worker.session import WorkerSession
 stub = Stub(torch.nn.Linear(1, 1), None)
-rank = Rank(rank=0, model=None, config=None, platform="cpu", device=torch.device("cpu"))
+rank = WorkerSession(rank=0, model=None, config=None, platform="cpu", device=torch.device("cpu"))
 extension.guard(stub, rank)
 assert stub.execute_model() == "output" and stub.forwards == 1
 rank.dirty = True
@@ -378,7 +378,7 @@ def test_nothing_compiles_once_attached(driver: Driver, hops, tmp_path: Path) ->
     from dcr_daemon.vllm_plugin.weights import kernels
 
     used = [codec.unpack_gaps, codec.unpack_bitmask, codec.unpack_steps, kernels.locate, kernels.gather, kernels.match,
-            kernels.sum_lanes, kernels.scatter, kernels.sum_groups, kernels.walk]  # fmt: skip
+            kernels.sum_bits, kernels.scatter, kernels.sum_groups, kernels.walk]  # fmt: skip
     compiled = [len(kernel.signatures) for kernel in used]
     states = [LANES]
     for number, (codec_name, share) in enumerate(itertools.product(list(Codec), (0.001, 0.02, 0.3, 1.0)), start=1):
@@ -391,6 +391,6 @@ def test_nothing_compiles_once_attached(driver: Driver, hops, tmp_path: Path) ->
 
 
 def test_the_background_thread_is_nice_and_not_pinned(driver: Driver) -> None:
-    native = driver.worker._dcr_rank._background._native
+    native = driver.worker._dcr_session._background._native
     assert os.getpriority(os.PRIO_PROCESS, native) == 19
     assert os.sched_getaffinity(native) == os.sched_getaffinity(os.getppid()) | os.sched_getaffinity(0)

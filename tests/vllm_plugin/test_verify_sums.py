@@ -13,7 +13,7 @@ from dcr_daemon.canonical.fingerprint import fingerprint, sum_run
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.engine.port import TensorClass
 from dcr_daemon.errors import EngineRefused
-from dcr_daemon.vllm_plugin.calls import AttachedRank, BoxRow, FingerprintRank, Held, SegmentSums, Sums
+from dcr_daemon.vllm_plugin.calls import AttachedRank, BoxRow, FingerprintRank, SegmentSums, Sums, TensorHandling
 from dcr_daemon.vllm_plugin.core import verify_sums
 
 LAYOUT = Layout([TensorSpec("a", "BF16", (12,)), TensorSpec("b", "BF16", (4,)), TensorSpec("c", "F32", (6,))])
@@ -21,11 +21,13 @@ VALUES = [np.arange(12, dtype="<u2"), np.array([1, 0, 7, 65535], dtype="<u2"), n
 U64 = 1 << 64
 
 
-def rank_of(boxes: list[tuple[int, int, int]], held: list[Held] | None = None, **refusals: str) -> AttachedRank:
+def rank_of(
+    boxes: list[tuple[int, int, int]], held: list[TensorHandling] | None = None, **refusals: str
+) -> AttachedRank:
     """`boxes` are (tensor, start, count)."""
     rows = [BoxRow(tensor, start, (count,), (1,)) for tensor, start, count in boxes]
     have = {row.tensor for row in rows}
-    marks = held or [Held.PLACED if i in have else Held.SKIPPED for i in range(len(LAYOUT))]
+    marks = held or [TensorHandling.PLACED if i in have else TensorHandling.SKIPPED for i in range(len(LAYOUT))]
     return AttachedRank(token=1, adopted=None, held=marks, boxes=rows, refusals=refusals)
 
 
@@ -58,7 +60,7 @@ def test_any_sharding_joins_to_the_fingerprint(ranks: list[AttachedRank]) -> Non
     assert placement.classes == (TensorClass.EXACT,) * 3
     live = verify_sums.join_fingerprint(placement, [summed(rank) for rank in ranks])
     assert (live.vector == fingerprint(LAYOUT, VALUES)).all()
-    total = sum(int(placement.held(rank).sum()) for rank in range(len(ranks)))
+    total = sum(int(placement.held_elements(rank).sum()) for rank in range(len(ranks)))
     assert total == int((placement.elements * placement.holders).sum())
 
 
@@ -79,7 +81,7 @@ def test_a_box_that_is_missing_somewhere_is_never_overlooked(ranks: list[Attache
     assert verify_sums.differing(placement, live.vector, fingerprint(LAYOUT, VALUES)) == [name]
 
 
-def whole() -> verify_sums.Placement:
+def whole() -> verify_sums.JointPlacement:
     return verify_sums.join_placement(LAYOUT, [rank_of([(0, 0, 12), (1, 0, 4), (2, 0, 6)])])
 
 
@@ -91,7 +93,7 @@ def test_a_gap_and_an_overlap_are_refused_by_name() -> None:
 
 
 def test_what_no_loader_reads_is_left_out_on_both_sides() -> None:
-    marks = [Held.PLACED, Held.PLACED, Held.SKIPPED]
+    marks = [TensorHandling.PLACED, TensorHandling.PLACED, TensorHandling.SKIPPED]
     placement = verify_sums.join_placement(LAYOUT, [rank_of([(0, 0, 12), (1, 0, 4)], marks)])
     assert placement.classes[2] is TensorClass.ABSENT
     other = fingerprint(LAYOUT, VALUES)
@@ -102,7 +104,7 @@ def test_what_no_loader_reads_is_left_out_on_both_sides() -> None:
 
 
 def test_skipped_here_and_half_placed_there_is_refused() -> None:
-    marks = [Held.PLACED, Held.PLACED, Held.SKIPPED]
+    marks = [TensorHandling.PLACED, TensorHandling.PLACED, TensorHandling.SKIPPED]
     with pytest.raises(EngineRefused, match="c: 3 of 6"):
         verify_sums.join_placement(
             LAYOUT, [rank_of([(0, 0, 12), (1, 0, 4)], marks), rank_of([(0, 0, 12), (1, 0, 4), (2, 0, 3)])]
@@ -110,7 +112,7 @@ def test_skipped_here_and_half_placed_there_is_refused() -> None:
 
 
 def test_a_refusal_without_a_tensor_refuses_the_model() -> None:
-    rank = AttachedRank(token=1, adopted=None, held=[Held.REFUSED] * 3, refusals={"": "LoRA is enabled"})
+    rank = AttachedRank(token=1, adopted=None, held=[TensorHandling.REFUSED] * 3, refusals={"": "LoRA is enabled"})
     with pytest.raises(EngineRefused, match="LoRA is enabled"):
         verify_sums.join_placement(LAYOUT, [rank])
 

@@ -19,7 +19,7 @@ from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.directory import Checkpoint, write_checkpoint
 from dcr_daemon.demo.models import copy_side_files
 from dcr_daemon.vllm_plugin import calls
-from dcr_daemon.vllm_plugin.calls import Held, JobState, Op
+from dcr_daemon.vllm_plugin.calls import JobState, Op, TensorHandling
 
 pytestmark = pytest.mark.vllm
 
@@ -87,7 +87,7 @@ def test_a_refit_leaves_what_a_fresh_load_makes(family: str, tmp_path: Path) -> 
     driver = Driver(Worker(model, config))
     attached = driver.attach(layout, tmp_path)
     assert attached.refusals == {}
-    assert set(attached.held) == {Held.PLACED}
+    assert set(attached.held) == {TensorHandling.PLACED}
     assert (driver.fingerprint(layout, attached) == vector(layout, lanes)).all()
     changed = step(lanes, 0.05, seed=1)
     hop = write_version(tmp_path / "chunks", layout, lanes, changed, version=1)
@@ -165,7 +165,7 @@ def test_what_no_loader_reads_is_skipped_and_hinders_nothing(tmp_path: Path) -> 
     model, config = vllm_inprocess.load(path, skip_tokenizer_init=True, max_model_len=128)
     attached = Driver(Worker(model, config)).attach(layout, tmp_path)
     assert attached.refusals == {}
-    skipped = [layout[i].name for i, held in enumerate(attached.held) if held is Held.SKIPPED]
+    skipped = [layout[i].name for i, held in enumerate(attached.held) if held is TensorHandling.SKIPPED]
     assert skipped == list(extra)
 
 

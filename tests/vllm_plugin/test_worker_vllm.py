@@ -21,7 +21,7 @@ from dcr_daemon.checkpoint.directory import Checkpoint, write_checkpoint
 from dcr_daemon.codec.chunk import Codec
 from dcr_daemon.demo.models import copy_side_files, write_tiny
 from dcr_daemon.vllm_plugin import calls
-from dcr_daemon.vllm_plugin.calls import Code, Held, JobState, Op, TxnState
+from dcr_daemon.vllm_plugin.calls import Code, JobState, Op, TensorHandling, TxnState
 from dcr_daemon.vllm_plugin.loader import eligibility, place_model
 from dcr_daemon.vllm_plugin.weights import faults
 
@@ -83,7 +83,7 @@ def test_the_live_fingerprint_is_the_checkpoints_tensor_by_tensor(served: Served
     before = live(served)
     attached = driver.attach(served.layout, tmp_path)
     assert attached.refusals == {}
-    assert set(attached.held) == {Held.PLACED}
+    assert set(attached.held) == {TensorHandling.PLACED}
     assert not vllm_inprocess.differing(before, live(served)), "recording touches no weight"
     assert (driver.fingerprint(served.layout, attached) == vector(served.layout, served.lanes)).all()
 
@@ -294,7 +294,7 @@ def test_a_refused_model_takes_no_job(served: Served, tmp_path: Path, monkeypatc
     driver = served.driver()
     attached = driver.attach(served.layout, tmp_path)
     assert attached.refusals == {"": "it is quantised"}
-    assert set(attached.held) == {Held.REFUSED}
+    assert set(attached.held) == {TensorHandling.REFUSED}
     assert driver.reply(Op.START, id="f", kind="fingerprint").code == Code.REFUSED
 
 

@@ -41,21 +41,21 @@ from dcr_daemon.vllm_plugin.calls import (
     TxnState,
 )
 from dcr_daemon.vllm_plugin.core import staged_summary, verify_sums
-from dcr_daemon.vllm_plugin.core.data_parallel import HELD
+from dcr_daemon.vllm_plugin.core.data_parallel import AWAITING_VERDICT
 from dcr_daemon.vllm_plugin.core.operations import JobSteps, Steps
-from dcr_daemon.vllm_plugin.core.verify_sums import Live
+from dcr_daemon.vllm_plugin.core.verify_sums import LiveSums
 from dcr_daemon.wording import shorten
 
 if TYPE_CHECKING:
     from dcr_daemon.vllm_plugin.core.engine_core import Core
 
 log = logging.getLogger("vllm.dcr")
-OTHERS = "another engine could not go forward"
+PEER_FAILED = "another engine could not go forward"
 TRIES = 2  #: applies before a rollback, and complete dense loads before the engine process ends
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Change:
+class _DeltaTransaction:
     """A transaction that was judged: what each rank must find before and after, and the version it leads to."""
 
     txn: str
@@ -63,11 +63,11 @@ class _Change:
     version: int
     label: str
     ranks: list[PreparedRank]
-    after: Live
+    after: LiveSums
 
 
 @dataclass(frozen=True, slots=True)
-class _Load:
+class _LoadTransaction:
     """A dense load that has begun, or that is about to: whoever finds it unfinished can go on with its files."""
 
     txn: str
@@ -76,16 +76,16 @@ class _Load:
     label: str
 
 
-class Changes:
+class TransactionCoordinator:
     """At most one prepared and one begun transaction of one engine."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
         self._reader = staged_summary.SummaryReader()
-        self._prepared: _Change | None = None
-        self._begun: _Change | _Load | None = None
-        self._written_after = 0  #: tries after which the begun transaction was judged good, 0 if it was not
-        self._was: Any = None  #: the scheduler's pause state before the begun transaction
+        self._prepared: _DeltaTransaction | None = None
+        self._begun: _DeltaTransaction | _LoadTransaction | None = None
+        self._verified_after = 0  #: tries after which the begun transaction was judged good, 0 if it was not
+        self._pause_state_before: Any = None  #: the scheduler's pause state before the begun transaction
         self._loads = 0
 
     @property
@@ -98,7 +98,7 @@ class Changes:
 
     def drop(self) -> None:
         self._prepared = None
-        self._core.ranks.ask(Op.DROP, Status)
+        self._core.workers.ask(Op.DROP, Status)
 
     # -- prove ----------------------------------------------------------------------------------------------------
 
@@ -113,9 +113,9 @@ class Changes:
                 f"the live weights are not version {call.version}: {shorten(wrong)}",
                 hint="serve the checkpoint the stream was made from, or let an anchor repair this engine",
             )
-        if placement.loaded:
+        if placement.computed:
             if not call.loaded:
-                names = shorten(placement.loaded)
+                names = shorten(placement.computed)
                 raise EngineRefused(f"the loader computes with {names}: their bytes are needed to prove a version")
             start = Start(id=call.id, kind=JobKind.COMPARE, loaded=call.loaded, vector=call.vector)
             ranks = yield from core.job(start, ComparedRank)
@@ -123,17 +123,19 @@ class Changes:
             if differ := sorted({name for rank in ranks for name in rank.differ}):
                 log.warning("dcr: version %s is loaded into %s", call.version, shorten(differ))
                 start = Start(id=f"{call.id}-feed", kind=JobKind.LOAD, loaded=call.loaded, vector=call.vector)
-                ended: Swapped = yield from self._load(_Load(f"load-{call.id}", start, call.version, call.label))
+                ended: Swapped = yield from self._load(
+                    _LoadTransaction(f"load-{call.id}", start, call.version, call.label)
+                )
                 if ended.verdict is not Verdict.COMMITTED:
                     raise EngineRefused(f"version {call.version} was not proved: {ended.reason}", hint="load an anchor")
                 return
         if core.proved is None:
             # The caches are of whatever was live before: what somebody else wrote since, they do not know.
-            with self._at_rest("proof") as (_, resting):
+            with self._paused("proof") as (_, resting):
                 if resting is not None:
                     yield resting
                 core.require_live()
-            core.moving = ""
+            core.paused_for = ""
         core.proved = call.version
         core.host.label(call.label)
 
@@ -147,7 +149,7 @@ class Changes:
         self._prepared = None
         promised = self._reader.start(txn.hops, placement.layout)
         try:
-            ranks, hops = yield from self._held(txn)
+            ranks, hops = yield from self._prepare_on_all(txn)
             while not promised.done():
                 yield None
             promise, fits = promised.result(), len(hops)
@@ -157,16 +159,16 @@ class Changes:
             for number, one in enumerate(table):
                 verify_sums.verify_hop(placement, one, [rank.hops[number] for rank in ranks])
             changed = verify_sums.verify_composed(placement, table, ranks)
-            core.ranks.ask(Op.APPROVE, Status, TxnRef(txn=txn.id))
+            core.workers.ask(Op.APPROVE, Status, TxnRef(txn=txn.id))
         except DcrError:
             self._forget_everywhere()
             raise
         label = txn.label if fits == len(txn.hops) else str(hops[-1].version)
         reached = live.after(placement, ranks, after[-1])
-        self._prepared = _Change(txn.id, txn.base, hops[-1].version, label, ranks, reached)
+        self._prepared = _DeltaTransaction(txn.id, txn.base, hops[-1].version, label, ranks, reached)
         return Prepared(txn=txn.id, changed=changed, fits=fits)
 
-    def _held(self, txn: Transaction) -> JobSteps[tuple[list[PreparedRank], list[VersionDelta]]]:
+    def _prepare_on_all(self, txn: Transaction) -> JobSteps[tuple[list[PreparedRank], list[VersionDelta]]]:
         """Every rank holds the same number of hops: as many as fit on the fullest."""
         core, hops = self._core, list(txn.hops)
         while True:
@@ -193,7 +195,7 @@ class Changes:
     def _forget_everywhere(self) -> None:
         """Best effort: a rank that refuses to forget has begun, and says so at the next attach."""
         self._prepared = None
-        self._core.ranks.replies(Op.DROP)
+        self._core.workers.replies(Op.DROP)
 
     # -- swap -----------------------------------------------------------------------------------------------------
 
@@ -207,30 +209,30 @@ class Changes:
         if change is None or change.txn != txn:
             raise EngineRefused(f"transaction {txn} is not prepared", hint="prepare it again")
         core.require_live()
-        core.ranks.ask(Op.CHECK, Status, TxnRef(txn=txn))
+        core.workers.ask(Op.CHECK, Status, TxnRef(txn=txn))
         started = time.monotonic()
-        with self._at_rest("swap") as (was, resting):
+        with self._paused("swap") as (was, resting):
             if resting is not None:
                 yield resting
             core.require_live()  # while it came to rest, others had their turn
-            core.ranks.ask(Op.CHECK, Status, TxnRef(txn=txn))
-        self._prepared, self._begun, self._was, self._written_after = None, change, was, 0
+            core.workers.ask(Op.CHECK, Status, TxnRef(txn=txn))
+        self._prepared, self._begun, self._pause_state_before, self._verified_after = None, change, was, 0
         core.begun, core.proved = txn, None
-        if fault := _faults(core.ranks.replies(Op.BEGIN, Begin(txn=txn))):
+        if fault := _failures(core.workers.replies(Op.BEGIN, Begin(txn=txn))):
             # Not every rank is dirty, so none has written and none may.
             return self._roll_back(change, f"begin: {fault}", 0, started)
-        return self._carry_out(change, started, hold=hold)
+        return self._apply_or_roll_back(change, started, hold=hold)
 
     @contextlib.contextmanager
-    def _at_rest(self, what: str) -> Iterator[tuple[Any, Future[Any] | None]]:
+    def _paused(self, what: str) -> Iterator[tuple[Any, Future[Any] | None]]:
         """Pause; if anything fails before the change begins, the pause state is as it was."""
         core = self._core
         was = core.host.state()
-        core.moving = what
+        core.paused_for = what
         try:
             yield was, core.host.pause()
         except BaseException:
-            core.moving = ""
+            core.paused_for = ""
             if core.proved is not None and core.begun is None:
                 core.host.restore(was)
             else:
@@ -245,7 +247,7 @@ class Changes:
         if core.begun != txn:
             raise EngineRefused(f"transaction {txn} is not begun", hint="ask for its outcome")
         started = time.monotonic()
-        if isinstance(change, _Load):
+        if isinstance(change, _LoadTransaction):
             start = msgspec.structs.replace(change.start, id=call.id)
             try:
                 return (yield from self._load(replace(change, start=start)))
@@ -254,8 +256,8 @@ class Changes:
                 return self._still_begun(txn, why, 0, started)
         if change is None or change.txn != txn:
             return self._still_begun(txn, "it can go neither forward nor back: load an anchor", 0, started)
-        states = core.ranks.ask(Op.STATUS, Status)
-        core.notice_writes()
+        states = core.workers.ask(Op.STATUS, Status)
+        core.note_external_writes()
         committed = any(state.outcomes.get(txn) == Verdict.COMMITTED for state in states)
         if core.live is None:
             # Only the changed elements would be judged, and anything else may have been written meanwhile.
@@ -264,88 +266,88 @@ class Changes:
                 return self._still_begun(txn, f"{why}: load an anchor", 0, started)
             return self._roll_back(change, why, 0, started)
         if committed:
-            return self._commit(change, self._written_after, started)
+            return self._commit(change, self._verified_after, started)
         if call.back:
-            return self._roll_back(change, OTHERS, self._written_after, started)
-        if self._written_after and not call.hold:
-            return self._commit(change, self._written_after, started)
-        return self._carry_out(change, started, hold=call.hold)
+            return self._roll_back(change, PEER_FAILED, self._verified_after, started)
+        if self._verified_after and not call.hold:
+            return self._commit(change, self._verified_after, started)
+        return self._apply_or_roll_back(change, started, hold=call.hold)
 
-    def _carry_out(self, change: _Change, started: float, *, hold: bool = False) -> Swapped:
+    def _apply_or_roll_back(self, change: _DeltaTransaction, started: float, *, hold: bool = False) -> Swapped:
         """Apply and judge, twice at most; commit (or hold), or roll back."""
         fault = ""
         for tries in range(1, TRIES + 1):
-            fault = self._written(change)
+            fault = self._apply_and_verify(change)
             if not fault and hold:
-                self._written_after = tries
-                return self._still_begun(change.txn, HELD, tries, started)
+                self._verified_after = tries
+                return self._still_begun(change.txn, AWAITING_VERDICT, tries, started)
             if not fault:
                 return self._commit(change, tries, started)
             log.warning("dcr: transaction %s, apply %d: %s", change.txn, tries, fault)
         return self._roll_back(change, fault, TRIES, started)
 
-    def _written(self, change: _Change) -> str:
+    def _apply_and_verify(self, change: _DeltaTransaction) -> str:
         """Write on all ranks and judge what the weights sum to now. Empty if all is as it must be."""
         core = self._core
-        replies = core.ranks.replies(Op.APPLY, TxnRef(txn=change.txn))
-        if fault := _faults(replies):
+        replies = core.workers.replies(Op.APPLY, TxnRef(txn=change.txn))
+        if fault := _failures(replies):
             return fault
         found = [calls.parse(reply.result, Sums) for reply in replies]
         return verify_sums.compare_written(core.placed, [rank.after for rank in change.ranks], found)
 
-    def _commit(self, change: _Change, tries: int, started: float) -> Swapped:
+    def _commit(self, change: _DeltaTransaction, tries: int, started: float) -> Swapped:
         """All ranks were judged good: from the first commit on only forward, so a rank that fails is asked again."""
         core = self._core
         fault = ""
         for _ in range(TRIES):
-            fault = _faults(core.ranks.replies(Op.COMMIT, TxnRef(txn=change.txn)))
+            fault = _failures(core.workers.replies(Op.COMMIT, TxnRef(txn=change.txn)))
             if not fault:
                 core.accept(change.version, change.after)
                 core.host.label(change.label)
-                return self._end(change.txn, Verdict.COMMITTED, "", tries, started)
+                return self._finish(change.txn, Verdict.COMMITTED, "", tries, started)
         return self._still_begun(change.txn, f"commit: {fault}", tries, started)
 
-    def _roll_back(self, change: _Change, why: str, tries: int, started: float) -> Swapped:
+    def _roll_back(self, change: _DeltaTransaction, why: str, tries: int, started: float) -> Swapped:
         """Old values back on every rank that began, judged by the sums they had before."""
         core = self._core
         fault = ""
         for _ in range(TRIES):
-            fault = self._reverted(change)
+            fault = self._restore_and_verify(change)
             if not fault:
                 break
             log.warning("dcr: transaction %s, rollback: %s", change.txn, fault)
         if not fault:
-            core.ranks.replies(Op.CLOSE, TxnRef(txn=change.txn))
-            dirty = [status.rank for status in core.ranks.ask(Op.STATUS, Status) if status.dirty]
+            core.workers.replies(Op.CLOSE, TxnRef(txn=change.txn))
+            dirty = [status.rank for status in core.workers.ask(Op.STATUS, Status) if status.dirty]
             fault = f"ranks {dirty} stay dirty" if dirty else ""
         if fault:
             return self._still_begun(change.txn, f"{why}; rollback: {fault}", tries, started)
         core.proved = change.base if core.live is not None else None  # None: somebody else has written since
-        return self._end(change.txn, Verdict.ROLLED_BACK, why, tries, started)
+        return self._finish(change.txn, Verdict.ROLLED_BACK, why, tries, started)
 
-    def _reverted(self, change: _Change) -> str:
+    def _restore_and_verify(self, change: _DeltaTransaction) -> str:
         """Roll back and judge. A rank that never began has nothing to give back, and may say so."""
         core = self._core
-        replies = core.ranks.replies(Op.ROLLBACK, TxnRef(txn=change.txn))
-        states = core.ranks.ask(Op.STATUS, Status)
+        replies = core.workers.replies(Op.ROLLBACK, TxnRef(txn=change.txn))
+        states = core.workers.ask(Op.STATUS, Status)
         found = []
         for reply, state, rank in zip(replies, states, change.ranks, strict=True):
             untouched = not state.dirty and state.state not in (TxnState.BEGUN, TxnState.ROLLED_BACK)
             if not reply.ok and not untouched:
-                return _faults([reply])
+                return _failures([reply])
             found.append(calls.parse(reply.result, Sums) if reply.ok else rank.before)
         return verify_sums.compare_written(core.placed, [rank.before for rank in change.ranks], found)
 
-    def _end(self, txn: str, verdict: Verdict, why: str, tries: int, started: float) -> Swapped:
+    def _finish(self, txn: str, verdict: Verdict, why: str, tries: int, started: float) -> Swapped:
         """Clean on all ranks: back to the pause state from before, and the outcome is kept."""
         core = self._core
         self._begun, core.begun, self._loads = None, None, 0
-        core.moving = ""
-        core.notice_writes()  # somebody may have written while it was begun: then nobody knows what is live now
+        core.paused_for = ""
+        core.note_external_writes()  # somebody may have written while it was begun: then nobody knows what is live now
         if core.proved is None:
             core.host.halt()
         else:
-            core.host.restore(self._was)
+            core.host.restore(self._pause_state_before)
         log.info("dcr: transaction %s %s; version %s", txn, verdict, core.proved)
         return core.remember(
             Swapped(
@@ -362,7 +364,7 @@ class Changes:
     def _still_begun(self, txn: str, why: str, tries: int, started: float) -> Swapped:
         """Neither forward nor back: the engine stays paused until somebody settles or loads (must E1)."""
         log.log(
-            logging.DEBUG if why == HELD else logging.ERROR,
+            logging.DEBUG if why == AWAITING_VERDICT else logging.ERROR,
             "dcr: transaction %s is still begun, the engine stays paused: %s",
             txn,
             why,
@@ -377,9 +379,9 @@ class Changes:
     def load(self, call: messages.Load) -> Steps:
         """Write everything from files, as `_load` does."""
         start = Start(id=call.id, kind=JobKind.LOAD, files=call.files, vector=call.vector)
-        return self._load(_Load(f"load-{call.id}", start, call.version, call.label))
+        return self._load(_LoadTransaction(f"load-{call.id}", start, call.version, call.label))
 
-    def _load(self, load: _Load) -> Steps:
+    def _load(self, load: _LoadTransaction) -> Steps:
         """Write from files, sum everything, commit. Supersedes whatever is begun; goes forward only.
 
         Files that are damaged, or that this engine cannot hold, are refused with nothing paused or written. Weights
@@ -393,29 +395,29 @@ class Changes:
             yield from core.job(check, calls.JobStatus)
         txn, version, started = load.txn, load.version, time.monotonic()
         between = core.begun is not None
-        with self._at_rest("load") as (was, resting):
+        with self._paused("load") as (was, resting):
             if resting is not None:
                 yield resting
             self._forget_everywhere()
-        self._was = self._was if between else was
+        self._pause_state_before = self._pause_state_before if between else was
         self._begun, core.begun, core.proved, core.live = load, txn, None, None
-        if fault := _faults(core.ranks.replies(Op.BEGIN, Begin(txn=txn, kind="load"))):
-            self._give_up_after(f"a load of version {version} cannot begin: {fault}", give_up=between)
+        if fault := _failures(core.workers.replies(Op.BEGIN, Begin(txn=txn, kind="load"))):
+            self._count_failed_load(f"a load of version {version} cannot begin: {fault}", give_up=between)
             raise EngineRefused(f"begin: {fault}", hint="attach again")
         yield from core.job(start, calls.JobStatus)
         live = yield from core.fingerprint(f"{start.id}-sums", placement)
         if wrong := verify_sums.differing(placement, live.vector, vector):
             reason = f"the loaded weights are not version {version}: {shorten(wrong)}"
             self._begun = None  # these files do not serve
-            self._give_up_after(reason)
+            self._count_failed_load(reason)
             return self._still_begun(txn, reason, 1, started)
-        if fault := _faults(core.ranks.replies(Op.COMMIT, TxnRef(txn=txn))):
+        if fault := _failures(core.workers.replies(Op.COMMIT, TxnRef(txn=txn))):
             return self._still_begun(txn, f"commit: {fault}", 1, started)
         core.accept(version, live)
         core.host.label(load.label)
-        return self._end(txn, Verdict.COMMITTED, "", 1, started)
+        return self._finish(txn, Verdict.COMMITTED, "", 1, started)
 
-    def _give_up_after(self, reason: str, *, give_up: bool = True) -> None:
+    def _count_failed_load(self, reason: str, *, give_up: bool = True) -> None:
         """Count what only a new process can cure, and end this one when it has happened often enough (must E5)."""
         self._loads += give_up
         if self._loads >= TRIES:
@@ -432,6 +434,6 @@ def _files(hop: VersionDelta) -> calls.HopFiles:
     )
 
 
-def _faults(replies: list[Reply]) -> str:
+def _failures(replies: list[Reply]) -> str:
     """What the ranks that were not ok said; empty if all were."""
     return "; ".join(f"rank {reply.rank}: {reply.error}" for reply in replies if not reply.ok)

@@ -20,14 +20,14 @@ from dcr_daemon.engine.port import Attached, EngineStatus, Prepared, Scrubbed, S
 from dcr_daemon.errors import EngineRefused
 
 T = TypeVar("T")
-HELD = "written and judged good; waiting for the other engines"  #: why a transaction is still begun
+AWAITING_VERDICT = "written and judged good; waiting for the other engines"  #: why a transaction is still begun
 
 
-class Way(Enum):
+class JointDecision(Enum):
     """How engines that hold a judged change go on."""
 
-    FORWARD = "forward"
-    BACK = "back"
+    COMMIT = "commit"
+    ROLL_BACK = "roll back"
 
 
 Changing = messages.Swap | messages.FinishAdopted | messages.Load
@@ -51,20 +51,20 @@ def merge(call: AnyCall, answers: Sequence[AnyAnswer]) -> AnyAnswer:
         return messages.refused(call.id, error)
 
 
-def joint_verdict(answers: Sequence[AnyAnswer]) -> Way | None:
+def joint_verdict(answers: Sequence[AnyAnswer]) -> JointDecision | None:
     """Forward if every engine is good (or has committed before), back if one is not; None if none waits for a verdict,
     or if one has committed and another cannot: that is left as it is, and told."""
     swaps = [messages.result_of(answer, Swapped) if isinstance(answer, Done) else None for answer in answers]
-    held = [swap is not None and swap.verdict is Verdict.BEGUN and swap.reason == HELD for swap in swaps]
+    held = [swap is not None and swap.verdict is Verdict.BEGUN and swap.reason == AWAITING_VERDICT for swap in swaps]
     committed = [swap is not None and swap.verdict is Verdict.COMMITTED for swap in swaps]
     if not any(held):
         return None
     if all(one or other for one, other in zip(held, committed, strict=True)):
-        return Way.FORWARD
-    return None if any(committed) else Way.BACK
+        return JointDecision.COMMIT
+    return None if any(committed) else JointDecision.ROLL_BACK
 
 
-def lasted(answer: AnyAnswer, pause: float) -> AnyAnswer:
+def with_pause(answer: AnyAnswer, pause: float) -> AnyAnswer:
     """The same outcome, with the pause of both its halves."""
     if not isinstance(answer, Done):
         return answer

@@ -22,8 +22,8 @@ from dcr_daemon.vllm_plugin import calls
 from dcr_daemon.vllm_plugin.calls import AttachedRank, FingerprintRank, JobKind, JobRef, JobState, JobStatus, Op
 from dcr_daemon.vllm_plugin.core import verify_sums
 from dcr_daemon.vllm_plugin.core.operations import JobSteps, Operation, Steps
-from dcr_daemon.vllm_plugin.core.verify_sums import Live, Placement
-from dcr_daemon.vllm_plugin.core.worker_group import Ranks, kind_of, raise_for
+from dcr_daemon.vllm_plugin.core.verify_sums import JointPlacement, LiveSums
+from dcr_daemon.vllm_plugin.core.worker_group import WorkerGroup, kind_of, raise_for
 from dcr_daemon.vllm_plugin.settings import Settings
 from dcr_daemon.wording import shorten
 
@@ -76,29 +76,29 @@ class Core:
     weights sum to. `begun` names a transaction that only commit, rollback or a dense load may end.
     """
 
-    def __init__(self, host: Host, ranks: Ranks, settings: Settings) -> None:
-        from dcr_daemon.vllm_plugin.core.coordinator import Changes
+    def __init__(self, host: Host, workers: WorkerGroup, settings: Settings) -> None:
+        from dcr_daemon.vllm_plugin.core.coordinator import TransactionCoordinator
 
         self.host = host
-        self.ranks = ranks
+        self.workers = workers
         self.settings = settings
         self.incarnation = secrets.token_hex(8)
         self.facts: StreamFacts | None = None
-        self.placement: Placement | None = None
-        self.live: Live | None = None
+        self.placement: JointPlacement | None = None
+        self.live: LiveSums | None = None
         self.proved: int | None = None
         self.begun: str | None = None
-        self.moving = ""  #: "swap" or "load" while one has the engine paused
-        self.flow: Operation | None = None
-        self._gave_way: Operation | None = None
+        self.paused_for = ""  #: "swap" or "load" while one has the engine paused
+        self.operation: Operation | None = None
+        self._preempted: Operation | None = None
         self.outcomes: dict[str, Swapped] = {}
-        self.changes = Changes(self)
+        self.coordinator = TransactionCoordinator(self)
         self._generations: list[int] | None = None
 
-    def awaken(self) -> None:
+    def start_paused(self) -> None:
         """First thing in the engine's life: paused, guards in every worker. Raises if a worker lacks our extension."""
         self.host.halt()
-        self.ranks.ask(Op.HELLO, calls.Status)
+        self.workers.ask(Op.HELLO, calls.Status)
 
     def handle(self, call: AnyCall) -> Answer | Future[Answer]:
         """Carry out one call. Every `DcrError` becomes an answer."""
@@ -107,14 +107,14 @@ class Core:
                 case messages.Status():
                     if call.incarnation:
                         self._require_owner(call)
-                        self.look_for_writes()
+                        self.poll_external_writes()
                     return messages.done(call.id, self.status())
                 case messages.Outcome():
                     return messages.done(call.id, self.outcome(call.txn))
                 case messages.Checksums():
                     return messages.done(call.id, self._checksums())
                 case messages.Attach():
-                    return self._begin_flow(call, self._attach(call), after_raising=call.at_least)
+                    return self._begin_operation(call, self._attach(call), after_raising=call.at_least)
                 case messages.Poll():
                     return self._poll(call)
             self._require_owner(call)
@@ -124,80 +124,85 @@ class Core:
 
     def _owned(self, call: AnyCall) -> Answer | Future[Answer]:
         """A call of the present owner."""
-        changes = self.changes
+        coordinator = self.coordinator
         if isinstance(call, messages.Scrub):
             return self._scrub(call)
-        self._give_way()
+        self._preempt()
         if isinstance(call, messages.Drop):
             self._supersede("the owner dropped it", only="prepare")
-            changes.drop()
+            coordinator.drop()
             return messages.done(call.id, None)
-        if self.flow is not None and self.flow.live:
+        if self.operation is not None and self.operation.live:
             raise EngineRefused(
-                f"the engine is busy with {self.flow.kind}", hint="wait for its answer, or attach again"
+                f"the engine is busy with {self.operation.kind}", hint="wait for its answer, or attach again"
             )
         match call:
             case messages.Prove():
-                return self._begin_flow(call, changes.prove(call))
+                return self._begin_operation(call, coordinator.prove(call))
             case messages.Serve():
                 self._serve()
                 return messages.done(call.id, None)
             case messages.Prepare():
-                return self._begin_flow(call, changes.prepare(call))
+                return self._begin_operation(call, coordinator.prepare(call))
             case messages.Swap():
-                return self._begin_flow(call, changes.swap(call.txn, hold=call.hold))
+                return self._begin_operation(call, coordinator.swap(call.txn, hold=call.hold))
             case messages.FinishAdopted():
-                return self._begin_flow(call, changes.finish_adopted(call))
+                return self._begin_operation(call, coordinator.finish_adopted(call))
             case messages.Load():
-                return self._begin_flow(call, changes.load(call))
+                return self._begin_operation(call, coordinator.load(call))
             case messages.Inspect():
-                return self._begin_flow(call, self._inspect(call))
+                return self._begin_operation(call, self._inspect(call))
         raise EngineRefused(f"{type(call).__name__} is not a call of this engine")
 
-    # -- flows ----------------------------------------------------------------------------------------------------
+    # -- operations -----------------------------------------------------------------------------------------------
 
     def _scrub(self, call: messages.Scrub) -> Answer | Future[Answer]:
         """Never in the way: of a call that is under way either, nor of another scrub."""
-        from dcr_daemon.vllm_plugin.core.scrub import Scrub
+        from dcr_daemon.vllm_plugin.core.scrub import ScrubPass
 
-        scrub = Scrub(self, call)
-        if self.flow is not None and self.flow.live:
+        scrub = ScrubPass(self, call)
+        if self.operation is not None and self.operation.live:
             return messages.done(call.id, scrub.so_far())
-        self.flow = Operation(call.id, "scrub", scrub.steps(), scrub.so_far)
-        return self.flow.advance()
+        self.operation = Operation(call.id, "scrub", scrub.steps(), scrub.so_far)
+        return self.operation.advance()
 
-    def _give_way(self) -> None:
+    def _preempt(self) -> None:
         """Another call is made: a scrub ends, and whoever polls it still gets its answer."""
-        if self.flow is not None and self.flow.gives_way:
-            self.flow.give_way()
-            self._gave_way = self.flow
+        if self.operation is not None and self.operation.preemptible:
+            self.operation.preempt()
+            self._preempted = self.operation
 
-    def _begin_flow(self, call: AnyCall, steps: Steps, *, after_raising: int | None = None) -> Answer | Future[Answer]:
-        """Start a flow. For attach the token is raised first, so the flow before it is fenced, wherever it was."""
+    def _begin_operation(
+        self, call: AnyCall, steps: Steps, *, after_raising: int | None = None
+    ) -> Answer | Future[Answer]:
+        """Start an operation. An attach raises the token first, which fences the operation before it."""
         if after_raising is not None:
-            self.ranks.token = max(self.ranks.token + 1, after_raising)
-            self._give_way()
+            self.workers.token = max(self.workers.token + 1, after_raising)
+            self._preempt()
             self._supersede("a newer owner attached")
-        self.flow = Operation(call.id, type(call).__name__.lower(), steps)
-        return self.flow.advance()
+        self.operation = Operation(call.id, type(call).__name__.lower(), steps)
+        return self.operation.advance()
 
     def _supersede(self, why: str, *, only: str | None = None) -> None:
-        flow = self.flow
-        if flow is not None and flow.live and (only is None or flow.kind == only):
-            flow.end(Fenced(f"{flow.kind} was ended: {why}") if only is None else EngineRefused(f"ended: {why}"))
+        operation = self.operation
+        if operation is not None and operation.live and (only is None or operation.kind == only):
+            operation.end(
+                Fenced(f"{operation.kind} was ended: {why}") if only is None else EngineRefused(f"ended: {why}")
+            )
 
     def _poll(self, call: messages.Poll) -> Answer | Future[Answer]:
-        for flow in (self.flow, self._gave_way):
-            if flow is not None and flow.id == call.id:
-                return flow.advance()
+        for operation in (self.operation, self._preempted):
+            if operation is not None and operation.id == call.id:
+                return operation.advance()
         raise Fenced("this call was superseded", hint="attach again")
 
     def _require_owner(self, call: messages.Owned | messages.Status) -> None:
         if self.incarnation not in call.incarnation.split("+"):
             raise EngineGone("the engine was restarted since attach", hint="attach again")
-        if call.token != self.ranks.token:
+        if call.token != self.workers.token:
             raise Fenced(
-                f"owner token {call.token} is no longer the engine's: another subscriber attached ({self.ranks.token})",
+                f"owner token {call.token} is no longer the engine's: "
+                f"another subscriber attached ({self.workers.token})",
                 hint="one subscriber per engine: stop this one or the other",
             )
 
@@ -205,20 +210,20 @@ class Core:
         """Run one job on all ranks without holding up generation (must E4): start, be polled, join."""
         ref = JobRef(id=start.id)
         try:
-            raise_for(Op.START, self.ranks.replies(Op.START, start))
+            raise_for(Op.START, self.workers.replies(Op.START, start))
             while True:
                 yield None
-                states = self.ranks.ask(Op.POLL, JobStatus, ref)
+                states = self.workers.ask(Op.POLL, JobStatus, ref)
                 for rank, job in enumerate(states):
                     if job.state in (JobState.FAILED, JobState.CANCELLED):
                         raise kind_of(job.code)(f"{start.kind} on rank {rank} {job.state}: {job.error or 'by request'}")
                 if all(job.state is JobState.DONE for job in states):
-                    return self.ranks.ask(Op.JOIN, kind, ref)
+                    return self.workers.ask(Op.JOIN, kind, ref)
         except (DcrError, GeneratorExit):
-            self.ranks.replies(Op.CANCEL, ref)
+            self.workers.replies(Op.CANCEL, ref)
             raise
 
-    def fingerprint(self, job_id: str, placement: Placement) -> JobSteps[Live]:
+    def fingerprint(self, job_id: str, placement: JointPlacement) -> JobSteps[LiveSums]:
         """Sum the whole of the live weights on all ranks, joined."""
         summed = yield from self.job(calls.Start(id=job_id, kind=JobKind.FINGERPRINT), FingerprintRank)
         return verify_sums.join_fingerprint(placement, summed)
@@ -227,31 +232,31 @@ class Core:
 
     def _attach(self, call: messages.Attach) -> Steps:
         """Own the engine, place the tensors, sum the live weights. With a begun transaction: the token only (E6)."""
-        self.changes.forget_prepared()
+        self.coordinator.forget_prepared()
         request = calls.Attach(
             layout=call.facts.layout,
             layout_digest=call.facts.layout_digest,
             cap=self.settings.stage_cap,
             cpus=list(self.settings.background_cpus) if self.settings.background_cpus else None,
         )
-        answers = self.ranks.ask(Op.ATTACH, AttachedRank, request)
+        answers = self.workers.ask(Op.ATTACH, AttachedRank, request)
         adopted = next((answer.adopted for answer in answers if answer.adopted), None)
         if adopted is not None:
             self.begun = adopted
             return self._attached(b"", adopted)
         if self.begun is not None:
-            self.begun, self.moving = None, ""
-            self.changes.forget_begun()
+            self.begun, self.paused_for = None, ""
+            self.coordinator.forget_begun()
         layout = read_layout(call.facts.layout, call.facts.layout_digest)
-        placement = verify_sums.join_placement(layout, answers, self.settings.loaded_cap)
-        generations = list(self.ranks.generations)
+        placement = verify_sums.join_placement(layout, answers, self.settings.computed_cap)
+        generations = list(self.workers.generations)
         live = yield from self.fingerprint(call.id, placement)
-        if generations != self.ranks.generations:
+        if generations != self.workers.generations:
             raise EngineRefused("somebody changed the weights while they were summed", hint="attach again")
         self._take(call.facts, placement, live, generations)
         return self._attached(live.vector.tobytes(), None)
 
-    def _take(self, facts: StreamFacts, placement: Placement, live: Live, generations: list[int]) -> None:
+    def _take(self, facts: StreamFacts, placement: JointPlacement, live: LiveSums, generations: list[int]) -> None:
         """Accept what attach found. What was proved stays so only if stream and weights are the same."""
         if live.torn:
             log.error("dcr: these weights are of no version until they are loaded anew: %s", live.torn)
@@ -271,7 +276,7 @@ class Core:
 
     def _attached(self, vector: bytes, adopted: str | None) -> Attached:
         return Attached(
-            token=self.ranks.token,
+            token=self.workers.token,
             incarnation=self.incarnation,
             adopted=adopted,
             version=self.proved,
@@ -293,7 +298,7 @@ class Core:
         if wrong := verify_sums.differing(placement, live.vector, known.vector):
             self.live = live
             self.unprove(f"the live weights changed: {shorten(wrong)}")
-        held = [placement.held(rank) for rank in range(len(placement.local))]
+        held = [placement.held_elements(rank) for rank in range(len(placement.local))]
         reports = [
             TensorReport(
                 name=spec.name,
@@ -306,7 +311,7 @@ class Core:
         return Report(incarnation=self.incarnation, version=self.proved, serving=self.host.running, tensors=reports)
 
     def _checksums(self) -> list[RankChecksums]:
-        found = self.ranks.ask(Op.CHECKSUMS, calls.Checksums)
+        found = self.workers.ask(Op.CHECKSUMS, calls.Checksums)
         return [
             RankChecksums(rank=rank, parameters=one.parameters, buffers=one.buffers) for rank, one in enumerate(found)
         ]
@@ -316,7 +321,7 @@ class Core:
             incarnation=self.incarnation,
             version=self.proved,
             serving=self.host.running,
-            prepared=self.changes.prepared_id,
+            prepared=self.coordinator.prepared_id,
             begun=self.begun,
         )
 
@@ -331,34 +336,34 @@ class Core:
     # -- what may run ---------------------------------------------------------------------------------------------
 
     @property
-    def placed(self) -> Placement:
+    def placed(self) -> JointPlacement:
         """Raises `EngineRefused` before the first attach."""
         if self.placement is None:
             raise EngineRefused("nothing is placed yet", hint="attach first")
         return self.placement
 
-    def require_live(self) -> tuple[Placement, Live]:
-        """Placement and live vector, if nobody wrote since they were taken (must F1)."""
+    def require_live(self) -> tuple[JointPlacement, LiveSums]:
+        """Placement and live sums, if nobody wrote since they were taken (must F1)."""
         if self.begun is not None:
             raise EngineRefused(f"transaction {self.begun} is begun", hint="settle it, or load an anchor")
-        self.ranks.ask(Op.STATUS, calls.Status)
-        self.notice_writes()
+        self.workers.ask(Op.STATUS, calls.Status)
+        self.note_external_writes()
         if self.placement is None or self.live is None:
             raise EngineRefused("the live weights are not known", hint="attach again")
         return self.placement, self.live
 
-    def look_for_writes(self) -> None:
+    def poll_external_writes(self) -> None:
         """Ask the ranks, and stop generating if somebody has written. Workers that cannot be asked may have been
         written to as well."""
         try:
-            self.ranks.replies(Op.STATUS)
+            self.workers.replies(Op.STATUS)
         except EngineRefused as error:
             self.unprove(f"the workers do not tell who wrote: {error}")
-        self.notice_writes()
+        self.note_external_writes()
 
-    def notice_writes(self) -> None:
+    def note_external_writes(self) -> None:
         """Compare the weights generations of the last replies with those at attach."""
-        if self._generations is not None and self.ranks.generations != self._generations:
+        if self._generations is not None and self.workers.generations != self._generations:
             self._generations = None
             self.live = None
             self.unprove("somebody else wrote the weights (reload, sleep, LoRA or another transfer)")
@@ -367,7 +372,7 @@ class Core:
         """The weights are no known version any more: stop generating until they are."""
         log.error("dcr: the engine is no longer proved and is paused: %s", why)
         self.proved = None
-        self.changes.forget_prepared()
+        self.coordinator.forget_prepared()
         if self.host.running:
             self.host.halt()
 
@@ -375,20 +380,20 @@ class Core:
         """Empty if every rank is clean and the engine proved; else why not (must E1)."""
         if self.begun is not None:
             return f"transaction {self.begun} is begun"
-        if self.moving:
-            return f"a {self.moving} is under way"
+        if self.paused_for:
+            return f"a {self.paused_for} is under way"
         if self.proved is None:
             return "the engine is not proved to hold a known version of its stream"
-        replies = self.ranks.replies(Op.STATUS)
+        replies = self.workers.replies(Op.STATUS)
         dirty = [reply.rank for reply in replies if reply.dirty or not reply.ok]
         if dirty:
             return f"ranks {dirty} are dirty"
-        self.notice_writes()
+        self.note_external_writes()
         return "" if self.proved is not None else "somebody else wrote the weights"
 
-    def accept(self, version: int, live: Live) -> None:
+    def accept(self, version: int, live: LiveSums) -> None:
         """We wrote the weights and judged them: proved, at the generation that the ranks show now."""
-        self.proved, self.live, self._generations = version, live, list(self.ranks.generations)
+        self.proved, self.live, self._generations = version, live, list(self.workers.generations)
 
     def remember(self, outcome: Swapped) -> Swapped:
         """Keep an outcome for whoever lost the answer."""

@@ -22,7 +22,7 @@ from dcr_daemon.errors import UsageError
 from dcr_daemon.vllm_plugin import calls, compat
 from dcr_daemon.vllm_plugin.compat import UnsupportedVllm
 from dcr_daemon.vllm_plugin.core.engine_core import Core
-from dcr_daemon.vllm_plugin.core.worker_group import Ranks
+from dcr_daemon.vllm_plugin.core.worker_group import WorkerGroup
 from dcr_daemon.vllm_plugin.settings import Settings
 
 log = logging.getLogger("vllm.dcr")
@@ -38,16 +38,16 @@ def install() -> None:
     if METHOD in vars(core.EngineCore):
         return
     for loops in (core.EngineCoreProc, core.DPEngineCoreProc):
-        loops.run_busy_loop = _born_paused(vars(loops)["run_busy_loop"])
+        loops.run_busy_loop = _starting_paused(vars(loops)["run_busy_loop"])
     for resumes in (core.EngineCore, core.DPEngineCoreProc):
         resumes.resume_scheduler = _guarded(vars(resumes)["resume_scheduler"])
     setattr(core.EngineCore, METHOD, dcr_core)
 
 
-def _born_paused(run_busy_loop: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _starting_paused(run_busy_loop: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def run(engine: Any) -> Any:
         engine.dcr = make_core(engine, Settings.read())
-        engine.dcr.awaken()
+        engine.dcr.start_paused()
         return run_busy_loop(engine)
 
     return run
@@ -94,12 +94,14 @@ def make_core(engine: Any, settings: Settings) -> Core:
             "Start vLLM with --worker-extension-cls dcr_daemon.vllm_plugin.WorkerExtension, or unset DCR_SOCKET."
         )
     host = EngineHost(engine, settings)
-    core = Core(host, Ranks(ExecutorWire(engine.model_executor, Watchdog(settings.watchdog, host.end))), settings)
-    engine.model_executor.collective_rpc = _noticing(engine.model_executor.collective_rpc, core)
+    core = Core(
+        host, WorkerGroup(ExecutorTransport(engine.model_executor, Watchdog(settings.watchdog, host.end))), settings
+    )
+    engine.model_executor.collective_rpc = _detecting_writes(engine.model_executor.collective_rpc, core)
     return core
 
 
-def _noticing(collective_rpc: Callable[..., Any], core: Core) -> Callable[..., Any]:
+def _detecting_writes(collective_rpc: Callable[..., Any], core: Core) -> Callable[..., Any]:
     """After somebody has told the workers to write weights, and before the next step of the model, look (must F1)."""
 
     @functools.wraps(collective_rpc)
@@ -108,7 +110,7 @@ def _noticing(collective_rpc: Callable[..., Any], core: Core) -> Callable[..., A
             return collective_rpc(method, *args, **kwargs)
         finally:
             if method in calls.WRITERS:
-                core.look_for_writes()
+                core.poll_external_writes()
 
     return call
 
@@ -161,7 +163,7 @@ class EngineHost:
         os._exit(EXIT_HOPELESS)
 
 
-class ExecutorWire:
+class ExecutorTransport:
     """vLLM's executor as a wire. An error in a queue, whoever caused it, is an answer that is not ours."""
 
     def __init__(self, executor: Any, watchdog: Watchdog) -> None:
@@ -169,7 +171,7 @@ class ExecutorWire:
         self._watchdog = watchdog
 
     def send(self, call: dict[str, Any]) -> Sequence[Any] | None:
-        with self._watchdog.over(str(call["op"])):
+        with self._watchdog.watching(str(call["op"])):
             try:
                 return list(self._executor.collective_rpc(calls.METHOD, args=(call,)))
             except RuntimeError as error:
@@ -182,7 +184,7 @@ class ExecutorWire:
         queues = getattr(self._executor, "response_mqs", None)
         if queues is None:
             raise RuntimeError("dcr: a worker's reply was not to our call, and this executor has no queues to read on")
-        with self._watchdog.over("stale reply"):
+        with self._watchdog.watching("stale reply"):
             _, result = queues[rank].dequeue()
         return result
 
@@ -202,7 +204,7 @@ class Watchdog:
         if limit:
             threading.Thread(target=self._watch, name="dcr-watchdog", daemon=True).start()
 
-    def over(self, what: str) -> Watchdog:
+    def watching(self, what: str) -> Watchdog:
         self._what = what
         return self
 

@@ -1,8 +1,8 @@
 """Work that needs more than one call: a generator that is taken a step further whenever it is polled.
 
-A step runs on EngineCore's thread and never waits. A flow yields `None` ("poll me again": a job runs in the workers)
-or a `Future` ("go on when this is done": the engine is coming to rest), and returns its result. So a long prepare
-costs generation nothing but a few short calls, and a swap that found the engine idle is over in one.
+A step runs on EngineCore's thread and never waits. An operation yields `None` ("poll me again": a job runs in the
+workers) or a `Future` ("go on when this is done": the engine is coming to rest), and returns its result. So a long
+prepare costs generation nothing but a few short calls, and a swap that found the engine idle is over in one.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ class Operation:
         return self.answer is None
 
     def advance(self) -> Answer | Future[Answer]:
-        """Take the next step. A flow that ended keeps giving its answer."""
+        """Take the next step. An operation that ended keeps giving its answer."""
         return self._step(lambda: next(self._steps))
 
     def end(self, why: DcrError) -> None:
-        """Stop a flow whose owner is gone; its own clean-up runs now."""
+        """Stop an operation whose owner is gone; its own clean-up runs now."""
         self._close(refused(self.id, why))
 
     @property
-    def gives_way(self) -> bool:
+    def preemptible(self) -> bool:
         return self._so_far is not None
 
-    def give_way(self) -> None:
-        """End a flow that is to be in nobody's way with what it has so far."""
+    def preempt(self) -> None:
+        """End an operation that is to be in nobody's way with what it has so far."""
         if self._so_far is not None:
             self._close(done(self.id, self._so_far()))
 
@@ -69,7 +69,7 @@ class Operation:
             self.answer = refused(self.id, error)
             return self.answer
         except Exception as error:
-            # Whoever asks again is told, and the next call is not kept waiting by a flow that is no more.
+            # Whoever asks again is told, and the next call is not kept waiting by an operation that is no more.
             gone = EngineGone(f"{self.kind} failed: {error}", hint="attach again; see the server's log")
             self.answer = refused(self.id, gone)
             raise
@@ -78,7 +78,7 @@ class Operation:
         return self._after(waits_for)
 
     def _after(self, waits_for: Future[Any]) -> Future[Answer]:
-        """Go on when the engine has come to rest; its failure is thrown into the flow."""
+        """Go on when the engine has come to rest; its failure is thrown into the operation."""
         outer: Future[Answer] = Future()
 
         def proceed(rested: Future[Any]) -> None:

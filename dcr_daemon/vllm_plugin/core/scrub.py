@@ -27,7 +27,7 @@ PATIENCE = 4.0  #: seconds one job may take at the rate asked for, if it has mor
 LEG = 30.0  #: seconds of one call, about
 
 
-class Scrub:
+class ScrubPass:
     """One call. `so_far` may be asked for at any time, also after its steps were closed."""
 
     def __init__(self, core: Core, call: messages.Scrub) -> None:
@@ -65,7 +65,7 @@ class Scrub:
             self._at = batch.stop
         return self.so_far()
 
-    def _batch(self, placement: verify_sums.Placement) -> range:
+    def _batch(self, placement: verify_sums.JointPlacement) -> range:
         """The next tensors, at least one while there are any; as many as are soon summed at this rate."""
         room = min(BATCH, self._call.rate * PATIENCE) if self._call.rate else BATCH
         layout, exact = placement.layout, placement.exact
@@ -76,7 +76,7 @@ class Scrub:
         return range(self._at, stop)
 
     def _look(
-        self, placement: verify_sums.Placement, live: verify_sums.Live, batch: range
+        self, placement: verify_sums.JointPlacement, live: verify_sums.LiveSums, batch: range
     ) -> JobSteps[list[Difference]]:
         """What differs in a batch, twice in a row."""
         found = verify_sums.find_damage(placement, live, (yield from self._summed(batch)), batch)

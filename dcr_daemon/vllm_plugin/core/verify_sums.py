@@ -21,15 +21,15 @@ from dcr_daemon.canonical.fingerprint import Vector
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.engine.port import Difference, TensorClass
 from dcr_daemon.errors import EngineRefused
-from dcr_daemon.vllm_plugin.calls import AttachedRank, FingerprintRank, Held, PreparedRank, SegmentSums, Sums
-from dcr_daemon.vllm_plugin.settings import LOADED_CAP
+from dcr_daemon.vllm_plugin.calls import AttachedRank, FingerprintRank, PreparedRank, SegmentSums, Sums, TensorHandling
+from dcr_daemon.vllm_plugin.settings import COMPUTED_CAP
 from dcr_daemon.wording import shorten
 
 Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Placement:
+class JointPlacement:
     """Where the canonical tensors lie over all ranks.
 
     `classes`: [tensors]. `local`: per rank, the global number of each of its boxes. `tensor`, `elements`, `holders`:
@@ -49,11 +49,15 @@ class Placement:
         return np.array([kind is TensorClass.EXACT for kind in self.classes], dtype=bool)
 
     @property
-    def loaded(self) -> list[str]:
+    def computed(self) -> list[str]:
         """Names of the tensors that the loader computes with."""
-        return [spec.name for spec, kind in zip(self.layout, self.classes, strict=True) if kind is TensorClass.LOADED]
+        return [
+            spec.name
+            for spec, kind in zip(self.layout, self.classes, strict=True)
+            if kind is TensorClass.LOADER_COMPUTED
+        ]
 
-    def held(self, rank: int) -> Ints:
+    def held_elements(self, rank: int) -> Ints:
         """[tensors]: canonical elements on one rank."""
         count = np.zeros(len(self.layout), dtype=np.int64)
         np.add.at(count, self.tensor[self.local[rank]], self.elements[self.local[rank]])
@@ -81,7 +85,7 @@ class HopTable:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Live:
+class LiveSums:
     """What the live weights sum to: `boxes` per global box, `vector` per tensor (0 where a tensor is not `exact`, or
     its copies differ, as `torn` then says)."""
 
@@ -89,7 +93,7 @@ class Live:
     vector: Vector
     torn: str = ""
 
-    def after(self, placement: Placement, ranks: Sequence[PreparedRank], vector: Vector) -> Live:
+    def after(self, placement: JointPlacement, ranks: Sequence[PreparedRank], vector: Vector) -> LiveSums:
         """What they sum to once a judged transaction is written, which leads to the version of `vector`."""
         boxes = self.boxes.copy()
         for local, rank in zip(placement.local, ranks, strict=True):
@@ -97,14 +101,14 @@ class Live:
             # Replicas were judged equal: each says the same of a box, so the last one to say it is as good as any.
             added = np.frombuffer(rank.after.sums, "<u8") - np.frombuffer(rank.before.sums, "<u8")
             boxes[box] = self.boxes[box] + added
-        return Live(boxes, vector * placement.exact)
+        return LiveSums(boxes, vector * placement.exact)
 
 
-def join_placement(layout: Layout, ranks: Sequence[AttachedRank], loaded_cap: int = LOADED_CAP) -> Placement:
+def join_placement(layout: Layout, ranks: Sequence[AttachedRank], computed_cap: int = COMPUTED_CAP) -> JointPlacement:
     """One placement from all ranks' answers to attach.
 
     Raises `EngineRefused` with every reason, the tensors it is given for, every tensor not covered exactly once, and
-    the loaded tensors if they are more than `loaded_cap` bytes over all ranks.
+    the loaded tensors if they are more than `computed_cap` bytes over all ranks.
     """
     numbers: dict[tuple[Any, ...], int] = {}
     local = [
@@ -125,30 +129,33 @@ def join_placement(layout: Layout, ranks: Sequence[AttachedRank], loaded_cap: in
     classes = []
     for index, spec in enumerate(layout):
         held = {rank.held[index] for rank in ranks}
-        if Held.LOADED in held:
-            classes.append(TensorClass.LOADED)
-            if held - {Held.LOADED, Held.SKIPPED, Held.REFUSED} or covered[index]:
+        if TensorHandling.LOADER_COMPUTED in held:
+            classes.append(TensorClass.LOADER_COMPUTED)
+            if (
+                held - {TensorHandling.LOADER_COMPUTED, TensorHandling.SKIPPED, TensorHandling.REFUSED}
+                or covered[index]
+            ):
                 reasons.append(f"{spec.name}: one rank's loader computes with it, another's copies it")
             continue
-        if Held.PLACED in held or (spec.elements == 0 and Held.REFUSED not in held):
+        if TensorHandling.PLACED in held or (spec.elements == 0 and TensorHandling.REFUSED not in held):
             classes.append(TensorClass.EXACT)
             if covered[index] != spec.elements:
                 reasons.append(f"{spec.name}: {covered[index]} of {spec.elements} elements are in some rank's memory")
             continue
         # A fresh server would not read it either, and every parameter of the model is filled by other tensors.
         classes.append(TensorClass.ABSENT)
-    reasons += _over_cap(layout, classes, loaded_cap)
+    reasons += _over_cap(layout, classes, computed_cap)
     if reasons:
         raise EngineRefused(
             f"this engine cannot be kept up to date in place: {shorten(reasons, limit=100, separator='; ')}",
             hint="docs/VLLM.md lists what is refused and why",
         )
-    return Placement(layout, tuple(classes), tuple(local), tensor, elements, holders)
+    return JointPlacement(layout, tuple(classes), tuple(local), tensor, elements, holders)
 
 
 def _over_cap(layout: Layout, classes: Sequence[TensorClass], cap: int) -> list[str]:
     """Every change of a loaded tensor takes all of them along, and somebody has to keep their bytes."""
-    loaded = [spec for spec, kind in zip(layout, classes, strict=True) if kind is TensorClass.LOADED]
+    loaded = [spec for spec, kind in zip(layout, classes, strict=True) if kind is TensorClass.LOADER_COMPUTED]
     size = sum(spec.nbytes for spec in loaded)
     if size <= cap:
         return []
@@ -180,7 +187,9 @@ class _Joined:
     where: str = ""
 
 
-def _fold(placement: Placement, entries: Sequence[tuple[Ints, tuple[npt.NDArray[Any], ...]]], what: str) -> _Joined:
+def _fold(
+    placement: JointPlacement, entries: Sequence[tuple[Ints, tuple[npt.NDArray[Any], ...]]], what: str
+) -> _Joined:
     """Fold replicas, as `_fold_torn` does. Raises `EngineRefused` where they differ, too."""
     joined = _fold_torn(placement, entries, what)
     if joined.where:
@@ -192,7 +201,7 @@ def _fold(placement: Placement, entries: Sequence[tuple[Ints, tuple[npt.NDArray[
 
 
 def _fold_torn(
-    placement: Placement, entries: Sequence[tuple[Ints, tuple[npt.NDArray[Any], ...]]], what: str
+    placement: JointPlacement, entries: Sequence[tuple[Ints, tuple[npt.NDArray[Any], ...]]], what: str
 ) -> _Joined:
     """Fold replicas. A key is `row * boxes + box`; each rank gives its keys and columns.
 
@@ -223,12 +232,12 @@ def _fold_torn(
     return _Joined(key[first], tuple(column[first] for column in columns), key[differs], where)
 
 
-def _names(placement: Placement, boxes: Ints) -> str:
+def _names(placement: JointPlacement, boxes: Ints) -> str:
     tensors = sorted(set(placement.tensor[boxes].tolist()))
     return shorten(placement.layout[t].name for t in tensors)
 
 
-def join_fingerprint(placement: Placement, ranks: Sequence[FingerprintRank]) -> Live:
+def join_fingerprint(placement: JointPlacement, ranks: Sequence[FingerprintRank]) -> LiveSums:
     """The sums of all that is live. A tensor whose copies differ is at 0, which no version has: so it is at none, and a
     load repairs it."""
     entries = [(local, (sums,)) for local, sums in _box_sums(placement, ranks)]
@@ -238,10 +247,10 @@ def join_fingerprint(placement: Placement, ranks: Sequence[FingerprintRank]) -> 
     vector[placement.tensor[joined.torn]] = 0
     boxes = np.zeros(placement.tensor.size, dtype=np.uint64)
     boxes[joined.key] = joined.columns[0]
-    return Live(boxes, vector, joined.where)
+    return LiveSums(boxes, vector, joined.where)
 
 
-def _box_sums(placement: Placement, ranks: Sequence[FingerprintRank]) -> list[tuple[Ints, Vector]]:
+def _box_sums(placement: JointPlacement, ranks: Sequence[FingerprintRank]) -> list[tuple[Ints, Vector]]:
     """Per rank, the global numbers of its boxes and what it summed for them."""
     summed = []
     for local, rank in zip(placement.local, ranks, strict=True):
@@ -252,7 +261,9 @@ def _box_sums(placement: Placement, ranks: Sequence[FingerprintRank]) -> list[tu
     return summed
 
 
-def find_damage(placement: Placement, live: Live, ranks: Sequence[FingerprintRank], tensors: range) -> list[Difference]:
+def find_damage(
+    placement: JointPlacement, live: LiveSums, ranks: Sequence[FingerprintRank], tensors: range
+) -> list[Difference]:
     """Which of `tensors` do not sum to what was accepted, and on which ranks; in layout order."""
     wrong, right = dict[int, set[tuple[int, int]]](), set[int]()
     for number, (local, sums) in enumerate(_box_sums(placement, ranks)):
@@ -272,13 +283,17 @@ def find_damage(placement: Placement, live: Live, ranks: Sequence[FingerprintRan
     ]
 
 
-def differing(placement: Placement, one: Vector, other: Vector) -> list[str]:
+def differing(placement: JointPlacement, one: Vector, other: Vector) -> list[str]:
     """Names of the exact tensors in which two vectors differ, in layout order."""
     return [placement.layout[int(t)].name for t in np.flatnonzero((one != other) & placement.exact)]
 
 
 def verify_chain(
-    placement: Placement, live: Vector, tables: Sequence[HopTable], before: Sequence[Vector], after: Sequence[Vector]
+    placement: JointPlacement,
+    live: Vector,
+    tables: Sequence[HopTable],
+    before: Sequence[Vector],
+    after: Sequence[Vector],
 ) -> None:
     """F1 for every tensor: the engine is at the first `before`, hops meet, and chunks lead from each to the next.
 
@@ -302,7 +317,7 @@ def verify_chain(
             )
 
 
-def verify_hop(placement: Placement, table: HopTable, ranks: Sequence[SegmentSums]) -> None:
+def verify_hop(placement: JointPlacement, table: HopTable, ranks: Sequence[SegmentSums]) -> None:
     """Each segment's joint sums against the chunk's own, before and after this hop (must E4).
 
     Raises `EngineRefused` naming tensors: nothing has been written.
@@ -337,7 +352,7 @@ def verify_hop(placement: Placement, table: HopTable, ranks: Sequence[SegmentSum
             raise EngineRefused(f"{text.format(table.version)}: {names}", hint=hint)
 
 
-def verify_composed(placement: Placement, tables: Sequence[HopTable], ranks: Sequence[PreparedRank]) -> int:
+def verify_composed(placement: JointPlacement, tables: Sequence[HopTable], ranks: Sequence[PreparedRank]) -> int:
     """What will be written, as one change, against the hops it was composed from. Returns distinct changed elements.
 
     Raises `EngineRefused` naming tensors.
@@ -363,7 +378,7 @@ def verify_composed(placement: Placement, tables: Sequence[HopTable], ranks: Seq
     return int(count.sum())
 
 
-def compare_written(placement: Placement, wanted: Sequence[Sums], found: Sequence[Sums]) -> str:
+def compare_written(placement: JointPlacement, wanted: Sequence[Sums], found: Sequence[Sums]) -> str:
     """Whether every rank's live sums are what it must have written. Empty if so, else the tensors and ranks."""
     faults = []
     for number, (local, want, have) in enumerate(zip(placement.local, wanted, found, strict=True)):

@@ -36,7 +36,7 @@ _KINDS: dict[str, type[DcrError]] = {
 }
 
 
-class Wire(Protocol):
+class WorkerTransport(Protocol):
     """How calls reach the workers; `hooks` implements it over vLLM's executor."""
 
     def send(self, call: dict[str, Any]) -> Sequence[Any] | None:
@@ -48,13 +48,13 @@ class Wire(Protocol):
         ...
 
 
-class Ranks:
+class WorkerGroup:
     """Calls all ranks; keeps the highest weights generation each rank has shown.
 
     Raises the error kind that a rank's code stands for, naming the ranks, unless told to hand replies back.
     """
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: WorkerTransport) -> None:
         self._wire = wire
         self._nonce = secrets.token_hex(4)
         self._calls = 0

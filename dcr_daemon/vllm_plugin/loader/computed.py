@@ -2,7 +2,7 @@
 
 A cast router bias, `A_log`, a norm kept in another dtype: their bits are in no parameter, so they can neither be summed
 nor changed element by element. But the model's own `load_weights`, given just these tensors, says what the parameters
-must hold. It runs on twins of the parameters, while the engine is clean and before anything is written. What it
+must hold. It runs on copies of the parameters, while the engine is clean and before anything is written. What it
 makes there is absolute bits, which a transaction writes, writes again and takes back as it does all others (must E5).
 
 Promises: no live tensor is written by a loader (a fence raises first); what it makes does not depend on what was there
@@ -29,7 +29,7 @@ from dcr_daemon.errors import Corrupt, DcrError, EngineRefused
 from dcr_daemon.vllm_plugin.loader.recorder import DTYPES, Recording, record
 from dcr_daemon.vllm_plugin.weights import faults
 from dcr_daemon.vllm_plugin.weights.dense import DenseFiles
-from dcr_daemon.vllm_plugin.weights.memory import Bits, Side
+from dcr_daemon.vllm_plugin.weights.memory import Bits, ValueSet
 from dcr_daemon.wording import shorten
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 Values = dict[int, Bits]  #: canonical lanes by tensor, whole
 Load = Callable[[Any], Any]
 
-_LANES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SIGNED_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def record_alone(
@@ -60,7 +60,7 @@ def record_alone(
     return record(load, parameters, Layout(specs))
 
 
-def plan_loaded(
+def plan_computed(
     recording: Recording, alone: Recording, obstacle: Callable[[str], str | None], layout: Layout
 ) -> tuple[dict[int, tuple[str, ...]], dict[str, str]]:
     """The tensors that can be fed with the parameters they fill, and why the others cannot.
@@ -107,7 +107,7 @@ def read_values(paths: Sequence[str], layout: Layout, tensors: Sequence[int], ve
     return values
 
 
-class Fence(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped here
+class WriteGuard(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped here
     """Within, writing to a live tensor raises before it happens."""
 
     def __init__(self, live: Iterable[torch.Tensor]) -> None:
@@ -126,7 +126,7 @@ class Fence(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped here
 
 
 @dataclass(frozen=True, slots=True)
-class Fed:
+class ComputedParameter:
     """What feeding some values means for one parameter: its bits before, and what the loader makes of them."""
 
     name: str
@@ -135,11 +135,11 @@ class Fed:
     new: torch.Tensor
 
 
-class Feeder:
+class ComputedLoader:
     """The loaded tensors of one worker.
 
     Args:
-        live: live tensors by name, those of `placement.loaded` among them.
+        live: live tensors by name, those of `placement.computed` among them.
         dtype: torch's default dtype while vLLM loads a model.
     """
 
@@ -151,16 +151,16 @@ class Feeder:
         layout: Layout,
         dtype: torch.dtype | None,
     ) -> None:
-        self.tensors = tuple(sorted(placement.loaded))
+        self.tensors = tuple(sorted(placement.computed))
         self._model, self._layout, self._dtype = model, layout, dtype
-        names = sorted({name for parameters in placement.loaded.values() for name in parameters})
+        names = sorted({name for parameters in placement.computed.values() for name in parameters})
         self._live = {name: live[name] for name in names}
-        self._forms = {name: placement.forms[name] for name in names}
+        self._load_formats = {name: placement.load_formats[name] for name in names}
         for width in {layout[tensor].width for tensor in self.tensors}:
             sum_run(np.zeros(8, dtype=lane_dtype(width)), 0)  # compiled now, not while somebody waits
 
-    def stage(self, values: Values) -> list[Fed]:
-        """Run the loader over `values` on twins; the parameters that would change. Nothing live is written.
+    def compute(self, values: Values) -> list[ComputedParameter]:
+        """Run the loader over `values` on copies; the parameters that would change. Nothing live is written.
 
         Raises `EngineRefused` if the loader fails, reaches beyond its own parameters, or is not repeatable.
         """
@@ -172,16 +172,16 @@ class Feeder:
         if unsteady := [name for name in made if not _same(made[name], again[name])]:
             raise EngineRefused(f"loading {unsteady[0]} twice gives other values than once: it cannot be kept")
         return [
-            Fed(name, live, before[name], made[name])
+            ComputedParameter(name, live, before[name], made[name])
             for name, live in self._live.items()
             if not _same(before[name], made[name])
         ]
 
     def _run(self, values: Values, start: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """One pass of the model's own loader, on twins that begin with `start`; what it leaves in them."""
-        twins = {name: _twin(self._forms[name], start[name]) for name in self._live}
+        """One pass of the model's own loader, on copies that begin with `start`; what it leaves in them."""
+        scratch = {name: _scratch_copy(self._load_formats[name], start[name]) for name in self._live}
         everything = (*self._model.parameters(), *self._model.buffers())
-        with self._in_place_of_live(twins), _default_dtype(self._dtype), torch.no_grad(), Fence(everything):
+        with self._replacing_live(scratch), _default_dtype(self._dtype), torch.no_grad(), WriteGuard(everything):
             try:
                 self._model.load_weights(self._tensors(values))
             except DcrError:
@@ -189,7 +189,7 @@ class Feeder:
             except Exception as error:  # a foreign loader may raise anything; nothing was written
                 names = shorten(self._layout[tensor].name for tensor in self.tensors)
                 raise EngineRefused(f"the model's loader failed on {names}: {type(error).__name__}: {error}") from error
-        return {name: twin.detach() for name, twin in twins.items()}
+        return {name: twin.detach() for name, twin in scratch.items()}
 
     def _tensors(self, values: Values) -> Iterator[tuple[str, torch.Tensor]]:
         for tensor in self.tensors:
@@ -198,9 +198,9 @@ class Feeder:
             yield spec.name, bits.view(DTYPES[spec.dtype]).reshape(spec.shape)
 
     @contextmanager
-    def _in_place_of_live(self, twins: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    def _replacing_live(self, scratch: Mapping[str, torch.Tensor]) -> Iterator[None]:
         """Within, every module that keeps one of our parameters keeps its twin instead."""
-        by_identity = {id(live): twins[name] for name, live in self._live.items()}
+        by_identity = {id(live): scratch[name] for name, live in self._live.items()}
         slots = [
             (kept, key, tensor)
             for module in self._model.modules()
@@ -221,19 +221,19 @@ class Feeder:
             raise EngineRefused(f"the loader replaces {replaced} instead of filling it")
 
 
-def write_fed(fed: Sequence[Fed], side: Side) -> None:
+def write_computed(fed: Sequence[ComputedParameter], side: ValueSet) -> None:
     """Put old or new bits in place, all of them, and look: raises `DcrError` unless live memory then holds them."""
     with torch.no_grad():
         for one in fed:
-            one.live.data.copy_(one.new if side is Side.NEW else one.old)
+            one.live.data.copy_(one.new if side is ValueSet.NEW else one.old)
             if faults.should_fail("feed"):
-                one.live.data.view(_LANES[one.live.element_size()]).bitwise_xor_(1)
-        wrong = [one.name for one in fed if not _same(one.live, one.new if side is Side.NEW else one.old)]
+                one.live.data.view(_SIGNED_DTYPES[one.live.element_size()]).bitwise_xor_(1)
+        wrong = [one.name for one in fed if not _same(one.live, one.new if side is ValueSet.NEW else one.old)]
     if wrong:
         raise DcrError(f"{shorten(wrong)} did not take what was written", hint="this worker's memory is damaged")
 
 
-def _twin(form: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+def _scratch_copy(form: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
     """A copy of `start` that a weight loader takes for the parameter: class and attributes are the load format's."""
     twin = torch.empty_strided(start.size(), start.stride(), dtype=start.dtype, device=start.device)
     twin.copy_(start)
@@ -244,7 +244,7 @@ def _twin(form: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Equal bits, NaNs and zeros' signs included."""
-    lanes = _LANES[one.element_size()]
+    lanes = _SIGNED_DTYPES[one.element_size()]
     return torch.equal(one.detach().view(lanes), other.detach().view(lanes))
 
 

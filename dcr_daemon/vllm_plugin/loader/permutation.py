@@ -22,7 +22,9 @@ from dcr_daemon.vllm_plugin.weights.placement import Repack, Unplaceable
 DIGIT_BITS = 14  #: bits of an element's number per probe: patterns below 2^14 are ordinary small bfloat16 values
 
 
-def probe(shapes: dict[str, tuple[int, ...]], repack: Callable[[torch.nn.Module], None]) -> dict[str, Repack]:
+def find_permutations(
+    shapes: dict[str, tuple[int, ...]], repack: Callable[[torch.nn.Module], None]
+) -> dict[str, Repack]:
     """Derive the permutation of one block per parameter.
 
     Args:
@@ -86,7 +88,7 @@ def expert_repacks(method: Any, layer: torch.nn.Module) -> dict[str, Repack]:
 
     key = (type(experts).__name__, tuple(shapes.items()))
     if key not in _known or faults.ENABLED:
-        _known[key] = probe(shapes, repack)
+        _known[key] = find_permutations(shapes, repack)
     return _known[key]
 
 

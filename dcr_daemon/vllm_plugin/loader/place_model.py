@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from dcr_daemon.canonical.layout import Layout
-from dcr_daemon.vllm_plugin.calls import Held
+from dcr_daemon.vllm_plugin.calls import TensorHandling
 from dcr_daemon.vllm_plugin.loader import eligibility
-from dcr_daemon.vllm_plugin.loader.computed import plan_loaded, record_alone
+from dcr_daemon.vllm_plugin.loader.computed import plan_computed, record_alone
 from dcr_daemon.vllm_plugin.loader.permutation import expert_repacks
 from dcr_daemon.vllm_plugin.loader.recorder import Recording, record
 from dcr_daemon.vllm_plugin.settings import Settings
-from dcr_daemon.vllm_plugin.weights.placement import Copy, Placement, Repack, Unplaceable, coincide
+from dcr_daemon.vllm_plugin.weights.placement import Copy, Placement, Repack, Unplaceable, same_places
 from dcr_daemon.wording import shorten
 
 Named = dict[str, torch.Tensor]
@@ -102,7 +102,7 @@ def record_model(model: torch.nn.Module, layout: Layout, platform: str) -> tuple
         recording = record(model.load_weights, parameters, layout)
         alone: Recording | None = None
         if recording.rejected and "" not in recording.rejected:
-            alone = record_alone(model.load_weights, parameters, layout, recording, Settings.read().loaded_cap)
+            alone = record_alone(model.load_weights, parameters, layout, recording, Settings.read().computed_cap)
     return recording, LoadFormat(live, loading, repacks, refusals, saved, alone)
 
 
@@ -134,8 +134,8 @@ def place(recording: Recording, form: LoadFormat, layout: Layout) -> Placement:
         placement.refusals[""] = whole
     for index, spec in enumerate(layout):
         copies = by_tensor.get(spec.name, [])
-        if index in placement.loaded:
-            placement.held.append(Held.LOADED)
+        if index in placement.computed:
+            placement.held.append(TensorHandling.LOADER_COMPUTED)
             continue
         reason = refusals.get(spec.name) or recording.rejected.get(spec.name)
         for copy in copies:
@@ -144,14 +144,14 @@ def place(recording: Recording, form: LoadFormat, layout: Layout) -> Placement:
             reason = _add(placement, index, copies, form)
         if reason is not None:
             placement.refusals[spec.name] = reason
-            placement.held.append(Held.REFUSED)
+            placement.held.append(TensorHandling.REFUSED)
         elif copies:
-            placement.held.append(Held.PLACED)
+            placement.held.append(TensorHandling.PLACED)
         else:
-            placement.held.append(Held.SKIPPED)
+            placement.held.append(TensorHandling.SKIPPED)
     _refuse_shared(placement, layout, form)
-    skipped = {spec.name for spec, held in zip(layout, placement.held, strict=True) if held is Held.SKIPPED}
-    unfilled = _unfilled(recording, form, skipped, placement.forms)
+    skipped = {spec.name for spec, held in zip(layout, placement.held, strict=True) if held is TensorHandling.SKIPPED}
+    unfilled = _unfilled(recording, form, skipped, placement.load_formats)
     if unfilled and not placement.refusals:  # a refused tensor explains its own gap
         placement.refusals[""] = f"no tensor of this layout fills {shorten(unfilled)}: it is another model's"
     return placement
@@ -176,8 +176,8 @@ def _plan(placement: Placement, recording: Recording, form: LoadFormat, layout: 
             return f"{name} shares its memory with {shared[0]}"
         return form.refusals.get(name) or _shape_refusal(name, form)
 
-    placement.loaded, refusals = plan_loaded(recording, form.alone, obstacle, layout)
-    placement.forms = {name: form.loading[name] for names in placement.loaded.values() for name in names}
+    placement.computed, refusals = plan_computed(recording, form.alone, obstacle, layout)
+    placement.load_formats = {name: form.loading[name] for names in placement.computed.values() for name in names}
     return refusals
 
 
@@ -218,13 +218,13 @@ def _refuse_shared(placement: Placement, layout: Layout, form: LoadFormat) -> No
     memory = {row.parameter: form.live[row.parameter].untyped_storage()._cdata for row in placement.rows}
     for number, twin_number in placement.overlaps(memory):
         row, other = placement.rows[number], placement.rows[twin_number]
-        if coincide(row.in_storage(), other.in_storage()) and layout[row.tensor].shape == layout[other.tensor].shape:
-            placement.twins.append((number, twin_number))
+        if same_places(row.in_storage(), other.in_storage()) and layout[row.tensor].shape == layout[other.tensor].shape:
+            placement.aliases.append((number, twin_number))
             continue
         a, b = layout[row.tensor].name, layout[other.tensor].name
         for index, name, twin in ((row.tensor, a, b), (other.tensor, b, a)):
             placement.refusals[name] = f"shares memory ({row.parameter}) with {twin}"
-            placement.held[index] = Held.REFUSED
+            placement.held[index] = TensorHandling.REFUSED
 
 
 def attach_model(model: torch.nn.Module, config: Any, layout: Layout, platform: str) -> tuple[Placement, Named]:
@@ -235,15 +235,15 @@ def attach_model(model: torch.nn.Module, config: Any, layout: Layout, platform: 
     reasons = eligibility.model_refusals(config)
     if reasons:
         refusals = {"": "; ".join(reasons)}
-        return Placement(held=[Held.REFUSED] * len(layout), refusals=refusals), {}
+        return Placement(held=[TensorHandling.REFUSED] * len(layout), refusals=refusals), {}
     try:
         recording, form = record_model(model, layout, platform)
     except Unplaceable as error:
-        return Placement(held=[Held.REFUSED] * len(layout), refusals={"": str(error)}), {}
+        return Placement(held=[TensorHandling.REFUSED] * len(layout), refusals={"": str(error)}), {}
     placement = place(recording, form, layout)
     if not placement.rows and not placement.refusals:
         placement.refusals[""] = (
             "the loader copied nothing: it was used since the model was loaded (a reload?); restart vLLM"
         )
-    used = {row.parameter for row in placement.rows} | placement.forms.keys()
+    used = {row.parameter for row in placement.rows} | placement.load_formats.keys()
     return placement, {name: form.live[name] for name in used}

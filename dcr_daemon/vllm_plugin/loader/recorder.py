@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.vllm_plugin.loader import reorder
-from dcr_daemon.vllm_plugin.weights.placement import Copy, Unplaceable, copied
+from dcr_daemon.vllm_plugin.weights.placement import Copy, Unplaceable, copy_region
 
 aten = torch.ops.aten
 
@@ -39,7 +39,7 @@ class Recording:
     `written` names for every parameter that was written, by copy or otherwise, the tensors that had a part in it.
     """
 
-    fed: list[str] = field(default_factory=list)
+    offered: list[str] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
     rejected: dict[str, str] = field(default_factory=dict)
     written: dict[str, set[str]] = field(default_factory=dict)
@@ -53,11 +53,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped her
         self.recording = Recording()
         self._sources: dict[int, str] = {}
         self._targets: dict[int, str] = {}
-        self._mixed: dict[int, frozenset[str]] = {}  # storages that were computed from tensors, or hold copies of them
+        # Storages that were computed from checkpoint tensors, or that hold copies of them.
+        self._derived_from: dict[int, frozenset[str]] = {}
         self._alive: list[torch.Tensor] = []  # a freed storage's address may be given out again
         self._scalar: str | None = None
-        self._moves = reorder.Moves()
-        self._strays: list[tuple[torch.Tensor, torch.Tensor]] = []  # (target, source) of copies to who knows where
+        self._reorders = reorder.ReorderTracker()
+        self._deferred: list[tuple[torch.Tensor, torch.Tensor]] = []  # (target, source) of copies to who knows where
         for name, tensor in parameters:
             self._alive.append(tensor)
             self._targets.setdefault(tensor.untyped_storage()._cdata, name)
@@ -68,7 +69,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped her
             tensor = torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device="meta")
             self._alive.append(tensor)
             self._sources[tensor.untyped_storage()._cdata] = spec.name
-            self.recording.fed.append(spec.name)
+            self.recording.offered.append(spec.name)
             yield spec.name, tensor
 
     def _source(self, tensor: torch.Tensor) -> str | None:
@@ -81,31 +82,31 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped her
         """The checkpoint tensors that these are, hold, or were computed from."""
         storages = [tensor.untyped_storage()._cdata for tensor in tensors]
         found = {self._sources[storage] for storage in storages if storage in self._sources}
-        return frozenset(found).union(*(self._mixed.get(storage, frozenset()) for storage in storages))
+        return frozenset(found).union(*(self._derived_from.get(storage, frozenset()) for storage in storages))
 
-    def _mix(self, into: Any, names: frozenset[str]) -> None:
+    def _mark_derived(self, into: Any, names: frozenset[str]) -> None:
         storage = into.untyped_storage()._cdata
         if names and storage not in self._sources:
-            self._mixed[storage] = self._mixed.get(storage, frozenset()) | names
+            self._derived_from[storage] = self._derived_from.get(storage, frozenset()) | names
             self._alive.append(into)
 
-    def _follow(self, made: Any, names: frozenset[str]) -> Any:
+    def _track(self, made: Any, names: frozenset[str]) -> Any:
         """What an operation made, remembered as made from these tensors."""
         for leaf in tree_leaves(made) if names else ():
             if isinstance(leaf, torch.Tensor) and not self._target(leaf):
-                self._mix(leaf, names)
+                self._mark_derived(leaf, names)
         return made
 
     def _reject(self, names: Iterable[str | None], reason: str, target: torch.Tensor | None = None) -> None:
         """Reject tensors, if none are known the last one offered; `target` is what they were written into."""
-        found = frozenset(name for name in names if name) or frozenset(self.recording.fed[-1:] or [""])
+        found = frozenset(name for name in names if name) or frozenset(self.recording.offered[-1:] or [""])
         for name in found:
             self.recording.rejected.setdefault(name, reason)
         if target is not None:
             self._wrote(target, found)
 
     def _wrote(self, target: torch.Tensor, names: frozenset[str]) -> None:
-        self._mix(target, names)
+        self._mark_derived(target, names)
         if parameter := self._target(target):
             self.recording.written.setdefault(parameter, set()).update(names - {""})
 
@@ -115,7 +116,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped her
         sources, targets = [self._source(t) for t in tensors], [self._target(t) for t in tensors]
         names = self._from(*tensors)
         if not any(sources) and not any(targets):
-            return self._follow(func(*args, **kwargs), names)
+            return self._track(func(*args, **kwargs), names)
         if func is aten.copy_.default:
             self._copy(args[0], args[1])
             return args[0]
@@ -129,17 +130,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped her
             if kwargs.get("dtype") in (None, args[0].dtype):
                 return args[0].view_as(args[0])  # the same elements: stay in canonical coordinates
             self._reject(sources, f"the loader casts it from {args[0].dtype} to {kwargs['dtype']}")
-            return self._follow(func(*args, **kwargs), names)
-        if (moved := self._moved(func, args, kwargs, tensors, sources)) is not None:
-            return self._follow(moved, names)
+            return self._track(func(*args, **kwargs), names)
+        if (moved := self._reordered(func, args, kwargs, tensors, sources)) is not None:
+            return self._track(moved, names)
         if any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments):
             self._reject(names, f"the loader writes through {func}", args[0])
             return args[0]
         if not func.is_view and func not in (aten.detach.default, aten.alias.default) and any(sources):
             self._reject(sources, f"the loader computes with it ({func})")
-        return self._follow(func(*args, **kwargs), names)
+        return self._track(func(*args, **kwargs), names)
 
-    def _moved(self, func: Any, args: Any, kwargs: Any, tensors: Any, sources: Any) -> torch.Tensor | None:
+    def _reordered(self, func: Any, args: Any, kwargs: Any, tensors: Any, sources: Any) -> torch.Tensor | None:
         """The result of an operation that only moves elements of one checkpoint tensor, None of any other."""
         if func in reorder.RESHAPES:
             try:
@@ -150,7 +151,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped her
         elif func not in reorder.JOINS or len(set(sources)) > 1 or len({tensor.dtype for tensor in tensors}) > 1:
             return None
         try:
-            result = self._moves.follow(func, args, kwargs)
+            result = self._reorders.follow(func, args, kwargs)
         except ValueError as error:
             self._reject(sources, str(error))
             return None
@@ -158,12 +159,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped her
         self._sources[result.untyped_storage()._cdata] = sources[0]
         return result
 
-    def settle(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def resolve_deferred(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Once the loader is done: copies into parameters that it registered itself."""
         for name, tensor in parameters:
             self._targets.setdefault(tensor.untyped_storage()._cdata, name)
-        strays, self._strays = self._strays, []
-        for target, source in strays:
+        deferred, self._deferred = self._deferred, []
+        for target, source in deferred:
             if self._target(target) is None:
                 self._reject([self._source(source)], "a staged copy")
             else:
@@ -172,8 +173,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped her
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         name, parameter = self._source(source), self._target(target)
         if name is not None and parameter is None:
-            self._mix(target, frozenset({name}))
-            self._strays.append((target, source))
+            self._mark_derived(target, frozenset({name}))
+            self._deferred.append((target, source))
         elif name is None or parameter is None:
             reason = f"a staged or computed copy{f' into {parameter}' if parameter else ''}"
             self._reject(self._from(source), reason, target)
@@ -200,11 +201,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped her
         self._wrote(target, frozenset({name}))
         start, strides = target.storage_offset(), tuple(target.stride())
         try:
-            if source in self._moves:
-                regions = reorder.regions(name, self._moves.numbers(source), strides)
+            if source in self._reorders:
+                regions = reorder.regions(name, self._reorders.numbers(source), strides)
             else:
                 axes = zip(source.shape, strides, source.stride(), strict=True)
-                regions = [copied(name, 0, source.storage_offset(), axes)]
+                regions = [copy_region(name, 0, source.storage_offset(), axes)]
         except Unplaceable as error:
             self._reject([name], str(error))
             return
@@ -229,9 +230,9 @@ def record(
     with torch.no_grad(), recorder:
         try:
             load(recorder.offer(layout))
-            recorder.settle(parameters())
+            recorder.resolve_deferred(parameters())
         except Exception as error:  # noqa: BLE001 - a foreign loader may raise anything; all of it means "refused"
-            last = recorder.recording.fed[-1] if recorder.recording.fed else "nothing"
+            last = recorder.recording.offered[-1] if recorder.recording.offered else "nothing"
             reason = f"the model's loader failed on meta tensors, last given {last}: {type(error).__name__}: {error}"
             recorder.recording.rejected[""] = reason
     return recorder.recording

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dcr_daemon.canonical.fit import fit
 from dcr_daemon.canonical.region import Indices, Region
 from dcr_daemon.errors import Incompatible
-from dcr_daemon.vllm_plugin.weights.placement import copied
+from dcr_daemon.vllm_plugin.weights.placement import copy_region
 
 aten = torch.ops.aten
 
@@ -31,7 +31,7 @@ LIMIT = 1 << 28  #: elements of one tensor; their numbers take 4 bytes each, for
 BOXES = 4096  #: of one copy; more is no reordering of blocks
 
 
-class Moves:
+class ReorderTracker:
     """What was made out of checkpoint tensors, by storage: how it was made, not the numbers, which are large."""
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ def regions(tensor: str, numbers: torch.Tensor, strides: tuple[int, ...]) -> lis
         return None
     lowest = int(origin) + sum(int(profile.min()) for profile in profiles)
     return [
-        copied(
+        copy_region(
             tensor,
             sum(part.src for part in parts),
             lowest + sum(part.dst for part in parts),

@@ -24,7 +24,7 @@ ACTIONS = ("fail", "kill", "hang")
 
 
 @dataclass
-class Plan:
+class Injection:
     """`left` passes of a point will fail, after `skip` more that do not."""
 
     left: int
@@ -34,7 +34,7 @@ class Plan:
     mark: str
 
 
-_plans: dict[str, Plan] = {}
+_injections: dict[str, Injection] = {}
 _nap = threading.Event()
 
 
@@ -44,29 +44,29 @@ def inject(
     """Let the next `times` passes of a point fail; 0 takes the fault away again."""
     if name not in NAMES or action not in ACTIONS:
         raise ValueError(f"unknown fault {name} ({action}); there are {', '.join(NAMES)} ({', '.join(ACTIONS)})")
-    _plans[name] = Plan(times, skip, seconds, action, mark)
+    _injections[name] = Injection(times, skip, seconds, action, mark)
 
 
 def should_fail(name: str) -> bool:
     """Whether this pass fails; whoever asks then calls `fail`, or fails in its own way."""
-    plan = _plans.get(name) if ENABLED else None
-    if plan is None or plan.left <= 0:
+    injection = _injections.get(name) if ENABLED else None
+    if injection is None or injection.left <= 0:
         return False
-    if plan.skip > 0:
-        plan.skip -= 1
+    if injection.skip > 0:
+        injection.skip -= 1
         return False
-    plan.left -= 1
+    injection.left -= 1
     return True
 
 
 def fail(name: str) -> None:
     """Fail as planned. Raises `InjectedFault` unless the process ends or hangs here."""
-    plan = _plans[name]
-    if plan.mark:
-        Path(plan.mark).touch()
-    if plan.action == "kill":
+    injection = _injections[name]
+    if injection.mark:
+        Path(injection.mark).touch()
+    if injection.action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    while plan.action != "fail":
+    while injection.action != "fail":
         _nap.wait()
     raise InjectedFault(f"{name}: a failure planted by a test")
 
@@ -77,10 +77,10 @@ def point(name: str) -> None:
         fail(name)
 
 
-def slice_done() -> None:
+def after_slice() -> None:
     """After each slice of a job."""
     if ENABLED and should_fail("slow"):
-        _nap.wait(_plans["slow"].seconds)
+        _nap.wait(_injections["slow"].seconds)
 
 
 class InjectedFault(RuntimeError):

@@ -6,7 +6,7 @@ attach, and nothing compiles later (a compile holds the GIL for seconds). The ca
 tables are built from storages whose size was checked and which stay referenced.
 
 Tables are int64 matrices. Columns of a *row* (a strided piece of a canonical tensor in live memory, see
-`placement.Row`) and of a *group* (changed elements inside one row, see `transaction.Group`) are named below.
+`placement.PlacementRow`) and of a *group* (changed elements inside one row, see `transaction.Group`) are named below.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def gather(base: Any, width: Any, targets: Any, count: Any, out: Any) -> None:
 
 
 @kernel
-def sum_lanes(lanes: Any, width: Any, start: Any, relative: Any, count: Any, key: Any) -> Any:
+def sum_bits(lanes: Any, width: Any, start: Any, relative: Any, count: Any, key: Any) -> Any:
     """Sum over lanes in our own memory whose canonical elements are `start` plus u32 places (an address)."""
     total = uint64(0)
     if width == 2:  # a loop of its own, without a branch inside, because it is vectorised then
@@ -197,7 +197,7 @@ def sum_groups(groups: Any, sums: Any, scratch: Any) -> None:
         for first in range(0, count, BLOCK):
             n = min(BLOCK, count - first)
             gather(base, width, targets + 4 * first, n, scratch)
-            total += sum_lanes(scratch, width, start, elements + 4 * first, n, key)
+            total += sum_bits(scratch, width, start, elements + 4 * first, n, key)
         sums[g] = total
 
 
@@ -222,7 +222,7 @@ def _sum_line(row: Any, element: Any, local: Any, count: Any) -> Any:
     """Sum over `count` elements along the innermost axis, as live memory holds them."""
     total = uint64(0)
     key, width, step = uint64(row[KEY]), row[WIDTH], row[SOURCE + 3]
-    if width == 2 and row[TABLE] == 0 and row[TARGET + 3] == 1:  # vectorised, like `sum_lanes`
+    if width == 2 and row[TABLE] == 0 and row[TARGET + 3] == 1:  # vectorised, like `sum_bits`
         address, first, stride = row[ADDRESS] + 2 * local, uint64(element), uint64(step)
         for i in range(count):
             total += mix(key ^ (((first + uint64(i) * stride) << uint64(16)) | load16(address + 2 * i)))
@@ -280,7 +280,7 @@ def warm() -> None:
     row[SHAPE : SHAPE + 4] = row[SOURCE : SOURCE + 4] = 1
     locate(element, row, np.empty(1, np.int64), small.copy(), small.copy())
     gather(here, 2, small.ctypes.data, 1, here + 8)
-    sum_lanes(here, 2, 0, small.ctypes.data, 1, np.uint64(0))
+    sum_bits(here, 2, 0, small.ctypes.data, 1, np.uint64(0))
     match(small, small.copy(), element.copy())
     group = np.zeros((1, GROUP_COLUMNS), dtype=np.int64)
     group[0] = here, small.ctypes.data, small.ctypes.data, here + 8, here + 16, 1, 2, 0, 0

@@ -1,8 +1,8 @@
 """Live weights as a job or a transaction touches them: gather, scatter, sum, sweep. Host memory here.
 
-`Memory` is the port; `HostMemory` does it with compiled loops over raw addresses, `device.TorchMemory` with torch
-operations on any device. Both answer the same bits. Nothing here decides anything; bounds are checked once, when a
-memory is made, against the storages as they are then, and `moved` tells later whether they still are.
+`WeightMemory` is the port; `HostMemory` does it with compiled loops over raw addresses, `torch_memory.TorchMemory`
+with torch operations on any device. Both answer the same bits. Nothing here decides anything; bounds are checked once,
+when a memory is made, against the storages as they are then, and `moved_parameter` tells later whether they still are.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import torch
 from dcr_daemon.canonical.dtypes import lane_dtype
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.vllm_plugin.weights import faults
-from dcr_daemon.vllm_plugin.weights.placement import Placement, Row
+from dcr_daemon.vllm_plugin.weights.placement import Placement, PlacementRow
 
 U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
 Bits = npt.NDArray[Any]
-Tick = Callable[[int], None]
+SliceCallback = Callable[[int], None]
 
 SWEEP = 1 << 22  #: elements per slice of a sweep: milliseconds, so that a cancel is heard soon
 
 
-class Side(IntEnum):
+class ValueSet(IntEnum):
     OLD = 0
     NEW = 1
 
@@ -50,21 +50,21 @@ class Group:
     new: Bits
 
 
-class Memory(Protocol):
+class WeightMemory(Protocol):
     def locate(self, row: int, elements: I64) -> tuple[I64, U32, U32]:
         """Which of `elements` (canonical) lie in a row: their numbers, places from its start, live places."""
         ...
 
     def gather(self, row: int, targets: U32, out: Bits) -> None: ...
-    def sum_lanes(self, row: int, lanes: Bits, element: U32) -> int:
+    def sum_bits(self, row: int, lanes: Bits, element: U32) -> int:
         """Sum over lanes of ours at places of a row, for values that live memory does not hold (yet)."""
         ...
 
-    def stage(self, groups: Sequence[Group]) -> None:
+    def load_groups(self, groups: Sequence[Group]) -> None:
         """Make everything ready that `scatter` and `group_sums` need; they allocate nothing on a host."""
         ...
 
-    def scatter(self, side: Side, *, stop: int | None = None) -> None:
+    def scatter(self, side: ValueSet, *, stop: int | None = None) -> None:
         """Write the staged groups' old or new values; only the first `stop` groups if given."""
         ...
 
@@ -72,21 +72,21 @@ class Memory(Protocol):
         """Sum of each staged group's elements as live memory holds them."""
         ...
 
-    def box_sums(self, tick: Tick, tensors: range | None = None) -> U64:
+    def box_sums(self, tick: SliceCallback, tensors: range | None = None) -> U64:
         """Sum of every box over all its elements, 0 for boxes of other tensors than `tensors` if these are given.
         `tick` is called after each slice with the bytes it held, and may raise."""
         ...
 
-    def overwrite(self, tensor: int, lanes: Bits, tick: Tick) -> None:
+    def overwrite(self, tensor: int, lanes: Bits, tick: SliceCallback) -> None:
         """Write all that is held of a canonical tensor from its flat lanes."""
         ...
 
-    def moved(self) -> str | None:
+    def moved_parameter(self) -> str | None:
         """A parameter whose storage is no longer where it was, or None."""
         ...
 
 
-class Homes:
+class LiveTensors:
     """The live tensors that rows point into, with what must not change about them while we hold addresses."""
 
     def __init__(self, live: Mapping[str, torch.Tensor], holders: Mapping[str, tuple[dict[str, Any], str]]) -> None:
@@ -99,14 +99,14 @@ class Homes:
         storage = tensor.untyped_storage()
         return storage.data_ptr(), storage.nbytes(), tensor.storage_offset()
 
-    def moved(self) -> str | None:
+    def moved_parameter(self) -> str | None:
         for name, seen in self._seen.items():
             holder, key = self._holders[name]
             if holder.get(key) is not self.live[name] or self._look(name) != seen:
                 return name
         return None
 
-    def check(self, rows: Sequence[Row], layout: Layout) -> None:
+    def check(self, rows: Sequence[PlacementRow], layout: Layout) -> None:
         """Raises `ValueError` if a row could reach outside its storage, or is of another width."""
         for row in rows:
             tensor, width = self.live[row.parameter], layout[row.tensor].width
@@ -123,7 +123,7 @@ def holders_of(model: torch.nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
     return found
 
 
-def row_table(rows: Sequence[Row], layout: Layout, base: Callable[[Row], int]) -> I64:
+def row_table(rows: Sequence[PlacementRow], layout: Layout, base: Callable[[PlacementRow], int]) -> I64:
     """Rows as the kernels read them; `base` gives the address of a parameter's storage."""
     from dcr_daemon.vllm_plugin.weights import kernels as k
 
@@ -144,14 +144,16 @@ def row_table(rows: Sequence[Row], layout: Layout, base: Callable[[Row], int]) -
 class HostTables:
     """What every memory does on the host: where elements of a row lie, and sums over lanes of our own."""
 
-    def __init__(self, placement: Placement, homes: Homes, layout: Layout, *, base: Callable[[Row], int]) -> None:
+    def __init__(
+        self, placement: Placement, live_tensors: LiveTensors, layout: Layout, *, base: Callable[[PlacementRow], int]
+    ) -> None:
         """`base` gives the address of a row's storage, 0 if the host cannot read it. Compiles every kernel."""
         from dcr_daemon.vllm_plugin.weights import kernels
 
-        homes.check(placement.rows, layout)
+        live_tensors.check(placement.rows, layout)
         self._kernels = kernels
-        self._homes = homes
-        self._rows = placement.rows  # keeps the permutations' tables alive, as `homes` does the storages
+        self._live_tensors = live_tensors
+        self._rows = placement.rows  # keeps the permutations' tables alive, as `live_tensors` does the storages
         self._by_tensor = placement.by_tensor
         self._boxes = len(placement.boxes)
         self._table = row_table(placement.rows, layout, base)
@@ -167,24 +169,24 @@ class HostTables:
         k = self._kernels.locate(part, self._table[row], picked, element, target)
         return picked[:k] + lo, element[:k], target[:k]
 
-    def sum_lanes(self, row: int, lanes: Bits, element: U32) -> int:
+    def sum_bits(self, row: int, lanes: Bits, element: U32) -> int:
         line, k = self._table[row], self._kernels
         key = line[k.KEY : k.KEY + 1].view(np.uint64)[0]
         start = int(line[k.START])
-        return int(k.sum_lanes(_address(lanes), lanes.itemsize, start, _address(element), element.size, key))
+        return int(k.sum_bits(_address(lanes), lanes.itemsize, start, _address(element), element.size, key))
 
-    def moved(self) -> str | None:
-        return self._homes.moved()
+    def moved_parameter(self) -> str | None:
+        return self._live_tensors.moved_parameter()
 
 
 class HostMemory(HostTables):
     """Live weights that the CPU addresses directly."""
 
-    def __init__(self, placement: Placement, homes: Homes, layout: Layout) -> None:
-        def base(row: Row) -> int:
-            return int(homes.live[row.parameter].untyped_storage().data_ptr())
+    def __init__(self, placement: Placement, live_tensors: LiveTensors, layout: Layout) -> None:
+        def base(row: PlacementRow) -> int:
+            return int(live_tensors.live[row.parameter].untyped_storage().data_ptr())
 
-        super().__init__(placement, homes, layout, base=base)
+        super().__init__(placement, live_tensors, layout, base=base)
         self._groups = np.zeros((0, self._kernels.GROUP_COLUMNS), dtype=np.int64)
         self._staged: tuple[Group, ...] = ()
         self._sums = np.zeros(0, dtype=np.uint64)
@@ -196,7 +198,7 @@ class HostMemory(HostTables):
             int(line[self._kernels.ADDRESS]), out.itemsize, _address(targets), targets.size, _address(out)
         )
 
-    def stage(self, groups: Sequence[Group]) -> None:
+    def load_groups(self, groups: Sequence[Group]) -> None:
         k = self._kernels
         table = np.zeros((len(groups), k.GROUP_COLUMNS), dtype=np.int64)
         for line, group in zip(table, groups, strict=True):
@@ -208,15 +210,15 @@ class HostMemory(HostTables):
         self._groups, self._sums = table, np.zeros(len(groups), dtype=np.uint64)
         self._staged = tuple(groups)  # keeps the arrays behind the addresses alive
 
-    def scatter(self, side: Side, *, stop: int | None = None) -> None:
-        column = self._kernels.G_NEW if side is Side.NEW else self._kernels.G_OLD
+    def scatter(self, side: ValueSet, *, stop: int | None = None) -> None:
+        column = self._kernels.G_NEW if side is ValueSet.NEW else self._kernels.G_OLD
         self._kernels.scatter(self._groups, column, 0, len(self._groups) if stop is None else stop)
 
     def group_sums(self) -> U64:
         self._kernels.sum_groups(self._groups, self._sums, self._scratch.ctypes.data)
         return self._sums.copy()
 
-    def box_sums(self, tick: Tick, tensors: range | None = None) -> U64:
+    def box_sums(self, tick: SliceCallback, tensors: range | None = None) -> U64:
         rows = [number for number, row in enumerate(self._rows) if tensors is None or row.tensor in tensors]
         sums = np.zeros(len(rows), dtype=np.uint64)
         self._sweep(self._table[rows], sums, np.zeros(0, dtype=np.int64), tick)
@@ -224,17 +226,17 @@ class HostMemory(HostTables):
         np.add.at(boxes, [self._rows[number].box for number in rows], sums)
         return boxes
 
-    def overwrite(self, tensor: int, lanes: Bits, tick: Tick) -> None:
+    def overwrite(self, tensor: int, lanes: Bits, tick: SliceCallback) -> None:
         rows = self._table[self._by_tensor.get(tensor, [])]
         self._sweep(rows, np.zeros(0, dtype=np.uint64), np.full(len(rows), lanes.ctypes.data, dtype=np.int64), tick)
 
-    def _sweep(self, rows: I64, sums: U64, files: I64, tick: Tick) -> None:
+    def _sweep(self, rows: I64, sums: U64, files: I64, tick: SliceCallback) -> None:
         k, cursor = self._kernels, np.zeros(2, dtype=np.int64)
         ends = np.cumsum(rows[:, k.SHAPE : k.SHAPE + 4].prod(axis=1) * rows[:, k.WIDTH])
         seen = 0
         while cursor[0] < len(rows):
             k.walk(rows, cursor, SWEEP, sums, files)
-            faults.slice_done()
+            faults.after_slice()
             whole, part = cursor.tolist()
             now = int(ends[whole - 1]) if whole else 0
             now += part * int(rows[whole, k.WIDTH]) if part else 0
@@ -247,18 +249,18 @@ def _address(array: npt.NDArray[Any]) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def _window(elements: I64, row: Row) -> tuple[int, int]:
+def _window(elements: I64, row: PlacementRow) -> tuple[int, int]:
     """The part of `elements` that may lie in a row: by bisection if they ascend, else all."""
     if elements.size == 0:
         return 0, 0
-    start, last = row.side.dst, row.side.last
+    start, last = row.canonical_box.dst, row.canonical_box.last
     if elements[0] >= start and elements[-1] <= last:
         return 0, elements.size
     lo, hi = np.searchsorted(elements, [start, last + 1])
     return int(lo), int(hi)
 
 
-def lanes_of(tensor: torch.Tensor) -> Bits:
+def uint_view(tensor: torch.Tensor) -> Bits:
     """A host tensor's bits as flat unsigned lanes (a view where it is contiguous)."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
     return flat.view(lane_dtype(tensor.element_size()))

@@ -34,11 +34,11 @@ from dcr_daemon.canonical.region import (
     restrict,
     wire_pieces,
 )
-from dcr_daemon.vllm_plugin.calls import BoxRow, Held
+from dcr_daemon.vllm_plugin.calls import BoxRow, TensorHandling
 
 WIDE = 1 << 32  #: relative places are kept as u32
 FEW = 16  #: rows of one tensor that are looked at one by one
-MOST_CUTS = 4096  #: of one copy that has more axes than a box or a row
+MAX_CUTS = 4096  #: of one copy that has more axes than a box or a row
 
 
 Ints = npt.NDArray[np.int64]
@@ -60,7 +60,7 @@ class Copy:
         return self.region.name
 
 
-def copied(tensor: str, place: int, element: int, axes: Iterable[Axis]) -> Region:
+def copy_region(tensor: str, place: int, element: int, axes: Iterable[Axis]) -> Region:
     """The normal region of a copy from canonical `element` on to storage `place` on.
 
     Args:
@@ -93,7 +93,7 @@ class Repack:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PlacementRow:
     """A region as the kernels walk it; `offset`: the storage element of the parameter's own 0. `side`: its canonical
     elements.
 
@@ -105,7 +105,7 @@ class Row:
     parameter: str
     region: Region
     offset: int
-    side: Box
+    canonical_box: Box
     repack: Repack | None = None
 
     @property
@@ -135,12 +135,12 @@ class Row:
         return self.region.shifted(src=self.offset)
 
 
-def coincide(one: Region, other: Region) -> bool:
+def same_places(one: Region, other: Region) -> bool:
     """Whether both put the same canonical numbers at the same places, whatever their tensors are called."""
     return (one.src, one.dst, one.axes) == (other.src, other.dst, other.axes)
 
 
-def identity(region: Region, tensor: int) -> BoxRow:
+def box_row(region: Region, tensor: int) -> BoxRow:
     """The canonical side alone, merged as far as it goes: equal on every rank that holds the same elements."""
     alone = box(region)
     return BoxRow(tensor, alone.dst, alone.shape, alone.strides)
@@ -174,7 +174,7 @@ def _in_axes(region: Region) -> Iterator[Region]:
             yield from _in_axes(normalise(part))
 
 
-def walkable(region: Region, repack: Repack | None = None) -> list[Region]:
+def split_rows(region: Region, repack: Repack | None = None) -> list[Region]:
     """A normal region cut into what one row can say.
 
     Raises:
@@ -188,7 +188,7 @@ def walkable(region: Region, repack: Repack | None = None) -> list[Region]:
 
 
 @lru_cache(maxsize=1 << 16)
-def apart(one: Box, other: Box) -> bool:
+def disjoint(one: Box, other: Box) -> bool:
     """`Box.apart`, once: the tensors of all layers, and of all versions, are cut alike."""
     return one.apart(other)
 
@@ -197,32 +197,32 @@ def apart(one: Box, other: Box) -> bool:
 class Placement:
     """All that one worker holds of a layout. Lists are in layout order where they are per tensor.
 
-    `twins`: pairs of rows that are one and the same memory, whose tensors must therefore stay equal. `loaded`: tensors
-    that the loader computes with, and the parameters that it fills from them; `forms`: those parameters in load format,
-    for whoever runs the loader.
+    `aliases`: pairs of rows that are one and the same memory, whose tensors must therefore stay equal. `computed`:
+    tensors that the loader computes with, and the parameters that it fills from them; `load_formats`: those parameters
+    in load format, for whoever runs the loader.
     """
 
-    held: list[Held]
+    held: list[TensorHandling]
     boxes: list[BoxRow] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
+    rows: list[PlacementRow] = field(default_factory=list)
     refusals: dict[str, str] = field(default_factory=dict)
     by_tensor: dict[int, list[int]] = field(default_factory=dict)
-    twins: list[tuple[int, int]] = field(default_factory=list)
-    loaded: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    forms: dict[str, Any] = field(default_factory=dict)
+    aliases: list[tuple[int, int]] = field(default_factory=list)
+    computed: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    load_formats: dict[str, Any] = field(default_factory=dict)
     _ends: dict[int, tuple[Ints, Ints, Ints]] = field(default_factory=dict)
 
-    def met(self, tensor: int, segment: Box) -> list[int]:
+    def rows_meeting(self, tensor: int, segment: Box) -> list[int]:
         """Numbers of the rows that may hold elements of a box of `tensor`."""
         rows = self.by_tensor.get(tensor, [])
         if len(rows) > FEW:
             if tensor not in self._ends:
-                sides = [self.rows[number].side for number in rows]
+                sides = [self.rows[number].canonical_box for number in rows]
                 first, last = [side.dst for side in sides], [side.last for side in sides]
                 self._ends[tensor] = np.array(rows), np.array(first), np.array(last)
             numbers, starts, ends = self._ends[tensor]
             rows = numbers[(starts <= segment.last) & (ends >= segment.dst)].tolist()
-        return [number for number in rows if not apart(self.rows[number].side, segment)]
+        return [number for number in rows if not disjoint(self.rows[number].canonical_box, segment)]
 
     def add(self, copy: Copy, *, tensor: int, offset: int, repack: Repack | None) -> None:
         """Add one copy as a box with its rows, or, where one box has not axes enough, as several.
@@ -234,12 +234,14 @@ class Placement:
             Unplaceable: it has far too many axes, or a permuted block is too large.
         """
         spare = sorted(copy.region.shape)[:-MAX_RANK]
-        if math.prod(spare) > MOST_CUTS:
+        if math.prod(spare) > MAX_CUTS:
             raise Unplaceable(f"a copy with {len(copy.region.shape)} axes, cut {math.prod(spare)} times")
         for piece in wire_pieces(copy.region):
-            parts = walkable(piece, repack)
-            rows = [Row(len(self.boxes), tensor, copy.parameter, part, offset, box(part), repack) for part in parts]
-            self.boxes.append(identity(piece, tensor))
+            parts = split_rows(piece, repack)
+            rows = [
+                PlacementRow(len(self.boxes), tensor, copy.parameter, part, offset, box(part), repack) for part in parts
+            ]
+            self.boxes.append(box_row(piece, tensor))
             self.by_tensor.setdefault(tensor, []).extend(range(len(self.rows), len(self.rows) + len(rows)))
             self.rows.extend(rows)
 

@@ -20,10 +20,19 @@ import torch
 
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.vllm_plugin.weights import faults
-from dcr_daemon.vllm_plugin.weights.memory import U32, U64, Bits, Group, Homes, HostTables, Side, Tick
-from dcr_daemon.vllm_plugin.weights.placement import Placement, Row
+from dcr_daemon.vllm_plugin.weights.memory import (
+    U32,
+    U64,
+    Bits,
+    Group,
+    HostTables,
+    LiveTensors,
+    SliceCallback,
+    ValueSet,
+)
+from dcr_daemon.vllm_plugin.weights.placement import Placement, PlacementRow
 
-LANES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+SIGNED_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 SLICE = 1 << 22  #: elements per step, bounding temporary memory to about 200 MiB
 
 
@@ -75,13 +84,13 @@ class Batch:
 
 
 class TorchMemory(HostTables):
-    """Live weights behind torch tensors. Host work (`locate`, `sum_lanes`) is inherited."""
+    """Live weights behind torch tensors. Host work (`locate`, `sum_bits`) is inherited."""
 
-    def __init__(self, placement: Placement, homes: Homes, layout: Layout, device: torch.device) -> None:
-        super().__init__(placement, homes, layout, base=lambda row: 0)
+    def __init__(self, placement: Placement, live_tensors: LiveTensors, layout: Layout, device: torch.device) -> None:
+        super().__init__(placement, live_tensors, layout, base=lambda row: 0)
         self._layout = layout
         self._device = device
-        self._views = {name: lane_view(tensor) for name, tensor in homes.live.items()}
+        self._views = {name: storage_bits(tensor) for name, tensor in live_tensors.live.items()}
         self._repacks: dict[int, torch.Tensor] = {}
         self._batches: list[Batch] = []
         self._count = 0
@@ -107,7 +116,7 @@ class TorchMemory(HostTables):
             values = self._views[place.parameter][index].cpu().numpy()
             out[:] = values.view(out.dtype)
 
-    def stage(self, groups: Sequence[Group]) -> None:
+    def load_groups(self, groups: Sequence[Group]) -> None:
         by_parameter: dict[str, list[int]] = {}
         for number, group in enumerate(groups):
             by_parameter.setdefault(self._rows[group.row].parameter, []).append(number)
@@ -138,11 +147,11 @@ class TorchMemory(HostTables):
             ends=torch.tensor(np.cumsum(sizes), device=self._device),
         )
 
-    def scatter(self, side: Side, *, stop: int | None = None) -> None:
+    def scatter(self, side: ValueSet, *, stop: int | None = None) -> None:
         """`stop` cuts at a batch: all groups of the parameters whose first group is below it."""
         for batch in self._batches:
             if stop is None or batch.numbers[0] < stop:
-                batch.view[batch.index] = batch.new if side is Side.NEW else batch.old
+                batch.view[batch.index] = batch.new if side is ValueSet.NEW else batch.old
         self._finish()
 
     def _finish(self) -> None:
@@ -156,7 +165,7 @@ class TorchMemory(HostTables):
             sums[batch.numbers] = totals.cpu().numpy().view(np.uint64)
         return sums
 
-    def box_sums(self, tick: Tick, tensors: range | None = None) -> U64:
+    def box_sums(self, tick: SliceCallback, tensors: range | None = None) -> U64:
         boxes = [0] * self._boxes
         for number, row in enumerate(self._rows):
             if tensors is not None and row.tensor not in tensors:
@@ -167,11 +176,11 @@ class TorchMemory(HostTables):
                     element, target = self._walk(number, row, first, min(SLICE, row.region.elements - first))
                     lanes = self._views[row.parameter][target]
                     boxes[row.box] += int(summands(lanes, element, key, width).sum().item())
-                faults.slice_done()
+                faults.after_slice()
                 tick(element.numel() * width)
         return np.array([total % (1 << 64) for total in boxes], dtype=np.uint64)
 
-    def overwrite(self, tensor: int, lanes: Bits, tick: Tick) -> None:
+    def overwrite(self, tensor: int, lanes: Bits, tick: SliceCallback) -> None:
         signed = lanes.view(f"<i{lanes.itemsize}")
         for number in self._by_tensor.get(tensor, []):
             row = self._rows[number]
@@ -182,7 +191,7 @@ class TorchMemory(HostTables):
                     self._views[row.parameter][target] = values
                 tick(element.numel() * lanes.itemsize)
 
-    def _walk(self, number: int, row: Row, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _walk(self, number: int, row: PlacementRow, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Canonical element and live storage element of ordinals [first, first + count) of a row."""
         rest = torch.arange(first, first + count, dtype=torch.int64, device=self._device)
         element, local = torch.full_like(rest, row.region.dst), torch.zeros_like(rest)
@@ -199,16 +208,16 @@ class TorchMemory(HostTables):
         return element, table[local + row.inner] + row.base
 
 
-def lane_view(tensor: torch.Tensor) -> torch.Tensor:
+def storage_bits(tensor: torch.Tensor) -> torch.Tensor:
     """The whole storage as flat signed lanes of the tensor's width."""
-    lane = LANES[tensor.element_size()]
+    lane = SIGNED_DTYPES[tensor.element_size()]
     flat = torch.empty(0, dtype=lane, device=tensor.device)
     return flat.set_(tensor.untyped_storage())
 
 
 def flip_bit(tensor: torch.Tensor, element: int) -> None:
     """For tests: flip the lowest bit of a storage element, as failing memory would."""
-    lane_view(tensor)[element] ^= 1
+    storage_bits(tensor)[element] ^= 1
 
 
 def _totals(batch: Batch) -> torch.Tensor:

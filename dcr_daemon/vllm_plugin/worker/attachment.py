@@ -17,12 +17,12 @@ from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.canonical.region import box
 from dcr_daemon.codec.warm import compile_kernels
 from dcr_daemon.errors import Corrupt, EngineRefused
-from dcr_daemon.vllm_plugin.calls import FingerprintRank, Held, HopFiles, Start
+from dcr_daemon.vllm_plugin.calls import FingerprintRank, HopFiles, Start, TensorHandling
 from dcr_daemon.vllm_plugin.loader import place_model
-from dcr_daemon.vllm_plugin.loader.computed import Feeder, Values, read_values, write_fed
+from dcr_daemon.vllm_plugin.loader.computed import ComputedLoader, Values, read_values, write_computed
 from dcr_daemon.vllm_plugin.weights import faults
 from dcr_daemon.vllm_plugin.weights.dense import DenseFiles
-from dcr_daemon.vllm_plugin.weights.memory import Homes, HostMemory, Memory, Side, holders_of
+from dcr_daemon.vllm_plugin.weights.memory import HostMemory, LiveTensors, ValueSet, WeightMemory, holders_of
 from dcr_daemon.vllm_plugin.weights.placement import Placement
 from dcr_daemon.vllm_plugin.worker.jobs import Job
 from dcr_daemon.vllm_plugin.worker.transaction import Arena, Preparation, Transaction
@@ -35,12 +35,12 @@ class Attachment:
 
     layout: Layout
     placement: Placement
-    memory: Memory | None
+    memory: WeightMemory | None
     generation: int
-    feeder: Feeder | None = None
+    computed_loader: ComputedLoader | None = None
 
     @property
-    def live(self) -> Memory:
+    def live(self) -> WeightMemory:
         if self.memory is None:
             raise RuntimeError("this model was refused at attach")
         return self.memory
@@ -49,45 +49,45 @@ class Attachment:
         """Decode against live weights; reads only (must E4)."""
         faults.point("job")
         preparation = Preparation(
-            layout=self.layout, placement=self.placement, memory=self.live, arena=arena, advance=job.advance
+            layout=self.layout, placement=self.placement, memory=self.live, arena=arena, advance=job.report_progress
         )
         txn = preparation.run(job.id, hops)
         last = hops[txn.fits - 1] if hops else None
         if last is not None and last.loaded:
-            txn.values = self.read_loaded([last.loaded], last.after)
-        elif txn.loaded:
-            names = shorten(self.layout[tensor].name for tensor in sorted(txn.loaded))
+            txn.values = self.read_computed([last.loaded], last.after)
+        elif txn.computed:
+            names = shorten(self.layout[tensor].name for tensor in sorted(txn.computed))
             raise EngineRefused(f"the change comes without the bytes of {names}, which the loader computes with")
         return txn
 
-    def read_loaded(self, paths: Sequence[str], vector: str) -> Values:
+    def read_computed(self, paths: Sequence[str], vector: str) -> Values:
         """The canonical bytes of what the loader computes with, as the version of `vector` has them."""
-        tensors = sorted(self.placement.loaded)
+        tensors = sorted(self.placement.computed)
         return read_values(paths, self.layout, tensors, vector) if tensors else {}
 
-    def stage(self, txn: Transaction) -> None:
+    def run_loader(self, txn: Transaction) -> None:
         """Run the loader over what came with a transaction, on scratch. On the main thread, never beside a step."""
-        if txn.values is not None and self.feeder is not None:
-            txn.fed, txn.values = self.feeder.stage(txn.values), None
+        if txn.values is not None and self.computed_loader is not None:
+            txn.computed_parameters, txn.values = self.computed_loader.compute(txn.values), None
 
     def differing(self, values: Values) -> list[str]:
         """Parameters that do not hold what the loader makes of these values."""
-        return [fed.name for fed in self.feeder.stage(values)] if self.feeder is not None else []
+        return [fed.name for fed in self.computed_loader.compute(values)] if self.computed_loader is not None else []
 
-    def feed(self, values: Values) -> None:
+    def write_computed(self, values: Values) -> None:
         """Write what the loader makes of these values, at once: for a load, which goes forward only."""
-        if self.feeder is not None:
-            write_fed(self.feeder.stage(values), Side.NEW)
+        if self.computed_loader is not None:
+            write_computed(self.computed_loader.compute(values), ValueSet.NEW)
 
     def fingerprint(self, job: Job) -> FingerprintRank:
         """Sum all that is held; reads only."""
         faults.point("job")
-        return FingerprintRank(id=job.id, sums=self.live.box_sums(job.tick).tobytes())
+        return FingerprintRank(id=job.id, sums=self.live.box_sums(job.check_cancelled).tobytes())
 
     def scrub(self, job: Job, arg: Start) -> FingerprintRank:
         """Sum what is held of some tensors, slowly; reads only."""
         faults.point("job")
-        sums = self.live.box_sums(job.pace(arg.rate), range(*arg.tensors))
+        sums = self.live.box_sums(job.rate_limited(arg.rate), range(*arg.tensors))
         return FingerprintRank(id=job.id, sums=sums.tobytes())
 
     def check_load(self, arg: Start) -> None:
@@ -98,8 +98,8 @@ class Attachment:
             EngineRefused: tensors that share their memory here differ in the files.
         """
         files = DenseFiles(arg.files, self.layout)
-        require_all(files, sorted({*self.placement.by_tensor, *self.placement.loaded}))
-        for one, other in self.placement.twins:
+        require_all(files, sorted({*self.placement.by_tensor, *self.placement.computed}))
+        for one, other in self.placement.aliases:
             rows = [self.placement.rows[number] for number in (one, other)]
             mine, theirs = (files.lanes(row.tensor) for row in rows)
             part = box(rows[0].region)
@@ -116,15 +116,15 @@ class Attachment:
         The loaded tensors are only read here: they come from the anchor, or alone from a file of their own, and
         `feed` writes them.
         """
-        values = self.read_loaded([arg.loaded] if arg.loaded else arg.files, arg.vector)
+        values = self.read_computed([arg.loaded] if arg.loaded else arg.files, arg.vector)
         if not arg.files:
             return values
         files = DenseFiles(arg.files, self.layout)
         tensors = sorted(self.placement.by_tensor)
         require_all(files, tensors)
         for done, tensor in enumerate(tensors):
-            self.live.overwrite(tensor, files.lanes(tensor), job.tick)
-            job.advance((done + 1) / len(tensors))
+            self.live.overwrite(tensor, files.lanes(tensor), job.check_cancelled)
+            job.report_progress((done + 1) / len(tensors))
         return values
 
     def describe(self) -> list[dict[str, Any]]:
@@ -165,22 +165,27 @@ def attach(
     A loader that ran again since the model was loaded (a reload) no longer shows where it puts things. But the first
     recording stays true as long as no storage moved, and content proves it anew; so it is used again.
     """
-    if before is not None and before.memory is not None and before.layout == layout and before.memory.moved() is None:
-        return Attachment(layout, before.placement, before.memory, generation, before.feeder)
+    if (
+        before is not None
+        and before.memory is not None
+        and before.layout == layout
+        and before.memory.moved_parameter() is None
+    ):
+        return Attachment(layout, before.placement, before.memory, generation, before.computed_loader)
     placement, live = place_model.attach_model(model, config, layout, platform)
     if placement.refusals:
         return Attachment(layout, placement, None, generation)
     try:
-        memory = open_memory(placement, Homes(live, holders_of(model)), layout, device)
+        memory = open_memory(placement, LiveTensors(live, holders_of(model)), layout, device)
     except ValueError as error:
-        refused = Placement(held=[Held.REFUSED] * len(layout), refusals={"": str(error)})
+        refused = Placement(held=[TensorHandling.REFUSED] * len(layout), refusals={"": str(error)})
         return Attachment(layout, refused, None, generation)
     compile_kernels(spec.width for spec in layout)
     dtype = config.model_config.dtype if config is not None else None
-    return Attachment(layout, placement, memory, generation, Feeder(model, placement, live, layout, dtype))
+    return Attachment(layout, placement, memory, generation, ComputedLoader(model, placement, live, layout, dtype))
 
 
-def open_memory(placement: Placement, homes: Homes, layout: Layout, device: torch.device) -> Memory:
+def open_memory(placement: Placement, homes: LiveTensors, layout: Layout, device: torch.device) -> WeightMemory:
     """The memory for a device; compiles its kernels."""
     if device.type == "cpu":
         return HostMemory(placement, homes, layout)

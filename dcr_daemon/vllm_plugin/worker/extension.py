@@ -20,7 +20,7 @@ from dcr_daemon.vllm_plugin import calls
 from dcr_daemon.vllm_plugin.calls import EXIT_DIRTY, Code, Op, Reply
 from dcr_daemon.vllm_plugin.weights import faults
 from dcr_daemon.vllm_plugin.worker.jobs import code_of
-from dcr_daemon.vllm_plugin.worker.session import Rank, Refusal
+from dcr_daemon.vllm_plugin.worker.session import Refusal, WorkerSession
 
 log = logging.getLogger("dcr.worker")
 
@@ -37,23 +37,23 @@ class WorkerExtension:
         call = str(env.get("call", "")) if isinstance(env, dict) else ""
         rank = getattr(self, "rank", -1)
         try:
-            state = self.__dict__.get("_dcr_rank")
+            state = self.__dict__.get("_dcr_session")
             if state is None:
-                state = self.__dict__["_dcr_rank"] = install(self)
+                state = self.__dict__["_dcr_session"] = install(self)
         except Exception as error:  # must E3: no exception leaves a worker
             log.exception("dcr: this worker cannot be guarded")
             return calls.plain(Reply(rank=rank, call=call, ok=False, code=Code.FAILED, error=str(error)))
         return answer(state, env, call)
 
 
-def answer(rank: Rank, env: dict[str, Any], call: str) -> dict[str, Any]:
+def answer(rank: WorkerSession, env: dict[str, Any], call: str) -> dict[str, Any]:
     """Parse, fence, dispatch; whatever goes wrong becomes a reply that still tells the worker's state."""
     code, error, hint, result = "", "", "", None
     try:
         message = calls.parse(env, calls.Call)
         op = Op(message.op)
         if op not in FREE:
-            rank.fence(message.token)
+            rank.require_token(message.token)
         result = _dispatch(rank, op, message)
     except Refusal as refusal:
         code, error, hint = refusal.code, refusal.error, refusal.hint
@@ -79,7 +79,7 @@ def answer(rank: Rank, env: dict[str, Any], call: str) -> dict[str, Any]:
     )
 
 
-def _dispatch(rank: Rank, op: Op, message: calls.Call) -> Any:
+def _dispatch(rank: WorkerSession, op: Op, message: calls.Call) -> Any:
     simple: dict[Op, Callable[[], Any]] = {
         Op.HELLO: rank.status,
         Op.STATUS: rank.status,
@@ -94,7 +94,7 @@ def _dispatch(rank: Rank, op: Op, message: calls.Call) -> Any:
     if op is Op.FAULT:
         if not faults.ENABLED:
             raise Refusal(Code.REFUSED, "faults are for tests: DCR_TEST_FAULTS is not set in this worker")
-        return _plant(rank, message.arg)
+        return _inject(rank, message.arg)
     with_argument: dict[Op, tuple[type, Callable[[Any], Any]]] = {
         Op.START: (calls.Start, rank.start),
         Op.POLL: (calls.JobRef, rank.poll),
@@ -112,7 +112,7 @@ def _dispatch(rank: Rank, op: Op, message: calls.Call) -> Any:
     return method(calls.parse(message.arg, kind))
 
 
-def _plant(rank: Rank, arg: dict[str, Any]) -> None:
+def _inject(rank: WorkerSession, arg: dict[str, Any]) -> None:
     """A fault on every rank, or on the one that `rank` names; `damage` names a tensor in which a bit flips now."""
     if arg.pop("rank", rank.rank) != rank.rank:
         return
@@ -122,11 +122,11 @@ def _plant(rank: Rank, arg: dict[str, Any]) -> None:
         faults.inject(**arg)
 
 
-def install(worker: Any) -> Rank:
+def install(worker: Any) -> WorkerSession:
     """Make the state of a vLLM worker, guard its forward pass and watch whoever writes weights."""
     from vllm.platforms import current_platform
 
-    rank = Rank(
+    rank = WorkerSession(
         rank=int(worker.rank),
         model=worker.model_runner.get_model(),
         config=worker.vllm_config,
@@ -137,7 +137,7 @@ def install(worker: Any) -> Rank:
     return rank
 
 
-def guard(worker: Any, rank: Rank) -> None:
+def guard(worker: Any, rank: WorkerSession) -> None:
     """Wrap the worker's own methods, on the instance: vLLM looks them up there at each call."""
     missing = [name for name in FORWARD if not callable(getattr(worker, name, None))]
     if missing:
@@ -149,7 +149,7 @@ def guard(worker: Any, rank: Rank) -> None:
             setattr(worker, name, _watched(getattr(worker, name), name, rank))
 
 
-def _guarded(forward: Callable[..., Any], rank: Rank) -> Callable[..., Any]:
+def _guarded(forward: Callable[..., Any], rank: WorkerSession) -> Callable[..., Any]:
     @functools.wraps(forward)
     def guarded(*args: Any, **kwargs: Any) -> Any:
         if rank.dirty:
@@ -161,10 +161,10 @@ def _guarded(forward: Callable[..., Any], rank: Rank) -> Callable[..., Any]:
     return guarded
 
 
-def _watched(writer: Callable[..., Any], name: str, rank: Rank) -> Callable[..., Any]:
+def _watched(writer: Callable[..., Any], name: str, rank: WorkerSession) -> Callable[..., Any]:
     @functools.wraps(writer)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        rank.foreign(name)  # before the write, so that a failing one counts too
+        rank.note_external_write(name)  # before the write, so that a failing one counts too
         return writer(*args, **kwargs)
 
     return watched

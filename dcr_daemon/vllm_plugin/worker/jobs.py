@@ -48,12 +48,12 @@ class Job:
     def live(self) -> bool:
         return self.state in LIVE
 
-    def tick(self, size: int = 0) -> None:
+    def check_cancelled(self, size: int = 0) -> None:
         """Called by the work between slices (of `size` bytes); raises `Cancelled`."""
         if self.cancelled.is_set():
             raise Cancelled
 
-    def pace(self, rate: float) -> Callable[[int], None]:
+    def rate_limited(self, rate: float) -> Callable[[int], None]:
         """A tick that holds the work to `rate` bytes a second (0: to none); a cancel ends its sleep at once."""
         began, done = time.monotonic(), 0
 
@@ -63,13 +63,13 @@ class Job:
             ahead = done / rate - (time.monotonic() - began) if rate else 0.0
             if ahead > 0:
                 self.cancelled.wait(ahead)
-            self.tick()
+            self.check_cancelled()
 
         return tick
 
-    def advance(self, progress: float) -> None:
+    def report_progress(self, progress: float) -> None:
         self.progress = progress
-        self.tick()
+        self.check_cancelled()
 
     @property
     def status(self) -> JobStatus:
@@ -86,7 +86,7 @@ def allowed_cpus() -> set[int]:
         return os.sched_getaffinity(0)
 
 
-class Background:
+class BackgroundThread:
     """The thread. `start` and everything else here is called on the worker's main thread only."""
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ class Background:
 
     def _work(self, job: Job) -> JobState:
         try:
-            job.tick()
+            job.check_cancelled()
             job.result = job.work(job)
         except Cancelled:
             return JobState.CANCELLED

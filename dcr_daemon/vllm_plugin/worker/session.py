@@ -19,14 +19,14 @@ from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.vllm_plugin import calls
 from dcr_daemon.vllm_plugin.calls import Code, JobKind, JobState, TxnState
 from dcr_daemon.vllm_plugin.weights import faults
-from dcr_daemon.vllm_plugin.weights.memory import lanes_of
+from dcr_daemon.vllm_plugin.weights.memory import uint_view
 from dcr_daemon.vllm_plugin.weights.torch_memory import flip_bit
 from dcr_daemon.vllm_plugin.worker.attachment import Attachment, attach
-from dcr_daemon.vllm_plugin.worker.jobs import Background, Job
+from dcr_daemon.vllm_plugin.worker.jobs import BackgroundThread, Job
 from dcr_daemon.vllm_plugin.worker.transaction import Arena, Transaction
 
 KEPT_OUTCOMES = 16
-OPEN = (TxnState.BEGUN, TxnState.ROLLED_BACK)
+BEGUN_STATES = (TxnState.BEGUN, TxnState.ROLLED_BACK)
 
 
 class Refusal(Exception):
@@ -37,7 +37,7 @@ class Refusal(Exception):
         self.code, self.error, self.hint = code, error, hint
 
 
-class Rank:
+class WorkerSession:
     """State of one worker.
 
     Args:
@@ -54,7 +54,7 @@ class Rank:
         self._changed_by = ""
         self._epoch = 0  # moves with every write of our own, and when what was prepared is dropped
         self._token = 0
-        self._here: Attachment | None = None
+        self._attachment: Attachment | None = None
         self._arena: Arena | None = None
         self._txn: Transaction | None = None
         self._txn_id: str | None = None
@@ -62,7 +62,7 @@ class Rank:
         self._state = TxnState.NONE
         self._applied = False
         self._outcomes: dict[str, str] = {}
-        self._background = Background()
+        self._background = BackgroundThread()
 
     # -- facts ---------------------------------------------------------------------------------------------------
 
@@ -85,7 +85,7 @@ class Rank:
 
     def checksums(self) -> calls.Checksums:
         def digest(tensors: Any) -> dict[str, str]:
-            return {name: hashlib.sha256(lanes_of(tensor.cpu()).data).hexdigest() for name, tensor in tensors}
+            return {name: hashlib.sha256(uint_view(tensor.cpu()).data).hexdigest() for name, tensor in tensors}
 
         return calls.Checksums(
             parameters=digest(self._model.named_parameters(remove_duplicate=False)),
@@ -105,17 +105,17 @@ class Rank:
                 int(row.targets()[0]),
             )
 
-    def foreign(self, name: str) -> None:
+    def note_external_write(self, name: str) -> None:
         """Somebody else is about to change weights: whatever we know of them is void (must F1)."""
         self._background.quiesce()
         self.generation += 1
         self._changed_by = name
-        if self._state not in OPEN:
+        if self._state not in BEGUN_STATES:
             self._forget()
 
     # -- ownership -----------------------------------------------------------------------------------------------
 
-    def fence(self, token: int) -> None:
+    def require_token(self, token: int) -> None:
         if token != self._token:
             raise Refusal(Code.FENCED, f"fenced: token {token}, the owner has {self._token}")
 
@@ -124,7 +124,7 @@ class Rank:
         reserving anew would destroy the old values that a rollback needs."""
         if token <= self._token:
             raise Refusal(Code.FENCED, f"fenced: token {token} is not above {self._token}")
-        if self._state in OPEN:
+        if self._state in BEGUN_STATES:
             self._token = token
             return calls.AttachedRank(token=token, adopted=self._txn_id)
         self._background.quiesce()
@@ -148,16 +148,16 @@ class Rank:
 
     def _record(self, layout: Layout) -> Attachment:
         """Find out where a layout lies now."""
-        self._here = attach(
+        self._attachment = attach(
             self._model,
             self._config,
             layout,
             platform=self._platform,
             device=self._device,
             generation=self.generation,
-            before=self._here,
+            before=self._attachment,
         )
-        return self._here
+        return self._attachment
 
     def _reserve(self, cap: int) -> None:
         """Have exactly `cap` bytes for a transaction, those of an earlier attach if they are as many."""
@@ -167,16 +167,16 @@ class Rank:
         try:
             self._arena = Arena(cap)
         except MemoryError:
-            self._here = None
+            self._attachment = None
             raise Refusal(Code.EXHAUSTED, f"no {cap} bytes for a transaction", "lower the transaction cap") from None
 
     def _recorded(self) -> Attachment:
         """What attach found, whether or not somebody has written since."""
-        if self._here is None:
+        if self._attachment is None:
             raise Refusal(Code.REFUSED, "no layout is attached", "attach first")
-        if self._here.placement.refusals:
+        if self._attachment.placement.refusals:
             raise Refusal(Code.REFUSED, "this model was refused at attach")
-        return self._here
+        return self._attachment
 
     def _attached(self) -> Attachment:
         here = self._recorded()
@@ -195,8 +195,12 @@ class Rank:
             self._background.quiesce()
         elif job is not None and job.live:
             raise Refusal(Code.REFUSED, f"job {job.id} ({job.kind}) is {job.state}", "join or cancel it first")
-        loading_now = self._state in OPEN and self._kind == "load"
-        if self._state in OPEN and arg.kind is not JobKind.CHECK and (not loading_now or arg.kind is JobKind.PREPARE):
+        loading_now = self._state in BEGUN_STATES and self._kind == "load"
+        if (
+            self._state in BEGUN_STATES
+            and arg.kind is not JobKind.CHECK
+            and (not loading_now or arg.kind is JobKind.PREPARE)
+        ):
             raise Refusal(Code.REFUSED, f"transaction {self._txn_id} is {self._state}")
         if arg.kind is JobKind.LOAD and not loading_now:
             raise Refusal(Code.REFUSED, "a load is begun first")
@@ -213,7 +217,7 @@ class Rank:
             JobKind.PREPARE: lambda job: here.prepare(job, arg.hops, arena),
             JobKind.FINGERPRINT: here.fingerprint,
             JobKind.SCRUB: lambda job: here.scrub(job, arg),
-            JobKind.COMPARE: lambda job: here.read_loaded([arg.loaded], arg.vector),
+            JobKind.COMPARE: lambda job: here.read_computed([arg.loaded], arg.vector),
             JobKind.CHECK: lambda job: here.check_load(arg),
             JobKind.LOAD: lambda job: here.load(job, arg),
         }[arg.kind]
@@ -247,7 +251,7 @@ class Rank:
         if job.kind is JobKind.CHECK:
             return job.status
         if job.kind is JobKind.LOAD:
-            self._attached().feed(job.result)
+            self._attached().write_computed(job.result)
             self._applied = True
             return job.status
         if job.kind is JobKind.COMPARE:
@@ -255,7 +259,7 @@ class Rank:
         if job.kind in (JobKind.FINGERPRINT, JobKind.SCRUB):
             return job.result
         if self._txn is not job.result:
-            self._attached().stage(job.result)
+            self._attached().run_loader(job.result)
             self._txn, self._txn_id, self._kind = job.result, job.id, "delta"
             self._state, self._applied = TxnState.HELD, False
         return job.result.answer
@@ -271,7 +275,7 @@ class Rank:
     def check(self, arg: calls.TxnRef) -> calls.Status:
         """Whether it could begin now; the same that `begin` asks for, without doing it."""
         self._expect(arg.txn, TxnState.PREPARED, TxnState.BEGUN)
-        self._steady()
+        self._require_unmoved()
         return self.status()
 
     def begin(self, arg: calls.Begin) -> calls.Status:
@@ -279,16 +283,16 @@ class Rank:
         neither go forward nor back (must E5), an unfinished load too: it writes everything, so no old value is needed
         any more, nor does it matter who has written meanwhile, or where storages have moved to."""
         if arg.kind == "delta":
-            if self._state in OPEN:
+            if self._state in BEGUN_STATES:
                 self._expect(arg.txn, TxnState.BEGUN)
                 return self.status()
             self._expect(arg.txn, TxnState.PREPARED)
-            self._steady()
+            self._require_unmoved()
             self._background.quiesce()
         else:
             self._background.quiesce()
             here = self._recorded()
-            if here.generation != self.generation or here.live.moved() is not None:
+            if here.generation != self.generation or here.live.moved_parameter() is not None:
                 self._record(here.layout)
                 self._recorded()
             self._forget()
@@ -335,7 +339,7 @@ class Rank:
 
     def drop(self) -> calls.Status:
         """Forget what is prepared or being prepared."""
-        if self._state in OPEN:
+        if self._state in BEGUN_STATES:
             raise Refusal(Code.REFUSED, f"transaction {self._txn_id} is {self._state}; it ends in commit or rollback")
         self._background.quiesce()
         self._forget()
@@ -360,18 +364,18 @@ class Rank:
             held = f"{self._txn_id} is {self._state}" if self._txn_id else "there is none"
             raise Refusal(Code.REFUSED, f"transaction {txn} is not {' or '.join(states)}: {held}")
 
-    def _steady(self) -> None:
-        moved = self._attached().live.moved()
+    def _require_unmoved(self) -> None:
+        moved = self._attached().live.moved_parameter()
         if moved is not None:
             raise Refusal(Code.UNPROVED, f"storage of {moved} moved or was replaced", "attach again")
 
     def _writable(self, name: str) -> tuple[Transaction, Attachment]:
         """A begun delta and where to write it. Also after somebody else's write: then rollback is the way out."""
-        self._expect(name, *OPEN)
-        here = self._here
+        self._expect(name, *BEGUN_STATES)
+        here = self._attachment
         if self._txn is None or here is None:
             raise Refusal(Code.REFUSED, f"{name} is a dense load: it only goes forward", "load again, then commit")
-        moved = here.live.moved()
+        moved = here.live.moved_parameter()
         if moved is not None:
             raise Refusal(Code.UNPROVED, f"storage of {moved} moved or was replaced inside a transaction")
         return self._txn, here

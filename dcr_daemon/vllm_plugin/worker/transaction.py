@@ -22,9 +22,9 @@ from dcr_daemon.codec.chunk import Changes
 from dcr_daemon.codec.decode import Chunk, open_chunk
 from dcr_daemon.errors import CorruptChunk, EngineRefused, ResourceExhausted
 from dcr_daemon.vllm_plugin.calls import HopFiles, PreparedRank, SegmentSums, Sums
-from dcr_daemon.vllm_plugin.loader.computed import Fed, Values, write_fed
+from dcr_daemon.vllm_plugin.loader.computed import ComputedParameter, Values, write_computed
 from dcr_daemon.vllm_plugin.weights import faults
-from dcr_daemon.vllm_plugin.weights.memory import U32, U64, Bits, Group, Memory, Side
+from dcr_daemon.vllm_plugin.weights.memory import U32, U64, Bits, Group, ValueSet, WeightMemory
 from dcr_daemon.vllm_plugin.weights.placement import Placement
 
 Advance = Callable[[float], None]
@@ -71,32 +71,32 @@ class Transaction:
     fits: int
     groups: list[Group]
     answer: PreparedRank
-    loaded: frozenset[int] = frozenset()
+    computed: frozenset[int] = frozenset()
     values: Values | None = None
-    fed: list[Fed] = field(default_factory=list)
+    computed_parameters: list[ComputedParameter] = field(default_factory=list)
 
-    def apply(self, memory: Memory, placement: Placement) -> Sums:
+    def apply(self, memory: WeightMemory, placement: Placement) -> Sums:
         """Write the new values; sums of what is in memory afterwards. What was fed is compared here, bit by bit."""
         if faults.should_fail("apply"):
-            memory.scatter(Side.NEW, stop=len(self.groups) // 2)
+            memory.scatter(ValueSet.NEW, stop=len(self.groups) // 2)
             faults.fail("apply")
-        memory.scatter(Side.NEW)
-        write_fed(self.fed, Side.NEW)
+        memory.scatter(ValueSet.NEW)
+        write_computed(self.computed_parameters, ValueSet.NEW)
         if faults.should_fail("flip") and self.groups:
             _flip(memory, self.groups)
         return box_sums(self.groups, memory.group_sums(), placement)
 
-    def rollback(self, memory: Memory, placement: Placement) -> Sums:
+    def rollback(self, memory: WeightMemory, placement: Placement) -> Sums:
         """Write the old values back; sums of what is in memory afterwards."""
         faults.point("rollback")
-        memory.scatter(Side.OLD)
-        write_fed(self.fed, Side.OLD)
+        memory.scatter(ValueSet.OLD)
+        write_computed(self.computed_parameters, ValueSet.OLD)
         return box_sums(self.groups, memory.group_sums(), placement)
 
 
-def _flip(memory: Memory, groups: list[Group]) -> None:
+def _flip(memory: WeightMemory, groups: list[Group]) -> None:
     groups[0].new[0] ^= 1
-    memory.scatter(Side.NEW)
+    memory.scatter(ValueSet.NEW)
     groups[0].new[0] ^= 1
 
 
@@ -118,7 +118,7 @@ class Preparation:
         *,
         layout: Layout,
         placement: Placement,
-        memory: Memory,
+        memory: WeightMemory,
         arena: Arena,
         advance: Advance = lambda part: None,
     ) -> None:
@@ -130,9 +130,9 @@ class Preparation:
         self._groups: list[Group] = []
         self._by_row: dict[int, list[Group]] = {}
         self._sums: dict[int, tuple[int, int]] = {}  # old and new of groups (by identity) that no later hop has changed
-        self._loaded: set[int] = set()
+        self._computed: set[int] = set()
         self._held = np.zeros(len(layout), dtype=bool)
-        self._held[[*placement.by_tensor, *placement.loaded]] = True
+        self._held[[*placement.by_tensor, *placement.computed]] = True
 
     def run(self, txn: str, hops: Sequence[HopFiles]) -> Transaction:
         """Prepare as many hops as fit.
@@ -146,7 +146,7 @@ class Preparation:
         fits = len(hops)
         while True:
             self._arena.reset()
-            self._groups, self._by_row, self._sums, self._loaded = [], {}, {}, set()
+            self._groups, self._by_row, self._sums, self._computed = [], {}, {}, set()
             done: list[SegmentSums] = []
             try:
                 for number, hop in enumerate(hops[:fits]):
@@ -166,9 +166,9 @@ class Preparation:
         entries: list[tuple[int, int, int, int, int]] = []
         for segment_number, chunk, index, part in self._segments(hop):
             segment = chunk.segment(index)
-            if segment.tensor in self._placement.loaded:
-                self._loaded.add(segment.tensor)
-            if rows := self._placement.met(segment.tensor, segment.box):
+            if segment.tensor in self._placement.computed:
+                self._computed.add(segment.tensor)
+            if rows := self._placement.rows_meeting(segment.tensor, segment.box):
                 changes = chunk.changes(index)
                 elements = segment.box.canonical(changes.positions)
                 if not segment.box.ascending:
@@ -179,7 +179,7 @@ class Preparation:
                     entry = self._change(number, row, changes, elements)
                     if entry is not None:
                         entries.append((segment_number, self._placement.rows[row].box, *entry))
-            faults.slice_done()
+            faults.after_slice()
             self._advance((of[0] + part) / of[1])
         self._advance((of[0] + 1) / of[1])
         return _segment_sums(hop.version, entries)
@@ -214,8 +214,8 @@ class Preparation:
         if picked.size < elements.size:
             changes = Changes(changes.segment, changes.positions[picked], changes.operands[picked])
         new = changes.resolve(old).astype(lane, copy=False)
-        before = self._memory.sum_lanes(row, old, element)
-        after = self._memory.sum_lanes(row, new, element)
+        before = self._memory.sum_bits(row, old, element)
+        after = self._memory.sum_bits(row, new, element)
         fresh = self._update(held, new, picked.size)
         group = self._append(hop, row, element, target, old, new, fresh)
         if group is not None and fresh is None:
@@ -267,9 +267,9 @@ class Preparation:
         self._by_row.setdefault(row, []).append(group)
         return group
 
-    def _require_twins(self) -> None:
+    def _require_equal_aliases(self) -> None:
         """One memory under two names takes one value: raises `EngineRefused` if a change gives it two."""
-        for pair in self._placement.twins:
+        for pair in self._placement.aliases:
             changes = [self._by_row.get(row, []) for row in pair]
             if not any(changes):
                 continue
@@ -284,11 +284,11 @@ class Preparation:
     def _finish(self, txn: str, fits: int, done: list[SegmentSums]) -> Transaction:
         """Stage the groups, and say what apply and rollback will have to answer."""
         memory, groups = self._memory, self._groups
-        self._require_twins()
-        memory.stage(groups)
+        self._require_equal_aliases()
+        memory.load_groups(groups)
         sums = [
             self._sums.get(id(g))
-            or (memory.sum_lanes(g.row, g.old, g.element), memory.sum_lanes(g.row, g.new, g.element))
+            or (memory.sum_bits(g.row, g.old, g.element), memory.sum_bits(g.row, g.new, g.element))
             for g in groups
         ]
         old, new = np.array(sums, dtype=np.uint64).reshape(-1, 2).T
@@ -300,7 +300,7 @@ class Preparation:
             before=box_sums(groups, old, self._placement),
             after=box_sums(groups, new, self._placement),
         )
-        return Transaction(txn, fits, groups, answer, frozenset(self._loaded))
+        return Transaction(txn, fits, groups, answer, frozenset(self._computed))
 
 
 def _joined(groups: Sequence[Group]) -> tuple[npt.NDArray[Any], ...]:

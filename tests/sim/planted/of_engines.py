@@ -9,56 +9,56 @@ from sim.planted.bug import Put, bug
 
 from dcr_daemon.engine.port import Verdict
 from dcr_daemon.subscribe import driver
-from dcr_daemon.vllm_plugin.calls import TxnState
+from dcr_daemon.vllm_plugin.calls import Op, TxnRef, TxnState
 from dcr_daemon.vllm_plugin.core import coordinator, engine_core, verify_sums
-from dcr_daemon.vllm_plugin.core.coordinator import Changes
+from dcr_daemon.vllm_plugin.core.coordinator import TransactionCoordinator
 from dcr_daemon.vllm_plugin.core.engine_core import Core
-from dcr_daemon.vllm_plugin.weights.memory import Side
-from dcr_daemon.vllm_plugin.worker.session import Rank
+from dcr_daemon.vllm_plugin.weights.memory import ValueSet
+from dcr_daemon.vllm_plugin.worker.session import WorkerSession
 from dcr_daemon.vllm_plugin.worker.transaction import Transaction
 
 
 @bug("E1", "rank_fails_again")
 def anybody_may_resume(put: Put) -> None:
     """A change that is neither written nor taken back is left, and generation goes on."""
-    right = Changes._still_begun
+    right = TransactionCoordinator._still_begun
 
-    def still_begun(self: Changes, *arguments: Any) -> Any:
-        self._core.moving = ""
+    def still_begun(self: TransactionCoordinator, *arguments: Any) -> Any:
+        self._core.paused_for = ""
         self._core.host.paused = "no"  # type: ignore[attr-defined]
         return right(self, *arguments)
 
-    put(Changes, "_still_begun", still_begun)
+    put(TransactionCoordinator, "_still_begun", still_begun)
 
 
 @bug("E2 (elsewhere: a recovered engine served what it had booted with)", "first", "engine_dies")
 def born_running(put: Put) -> None:
     """An engine takes requests before anybody has looked at its weights."""
 
-    def awaken(self: Core) -> None:
-        self.ranks.ask(engine_core.Op.HELLO, engine_core.calls.Status)
+    def start_paused(self: Core) -> None:
+        self.workers.ask(engine_core.Op.HELLO, engine_core.calls.Status)
 
-    put(Core, "awaken", awaken)
+    put(Core, "start_paused", start_paused)
 
 
 @bug("E2", "rank_fails_again")
 def rollback_resumes(put: Put) -> None:
     """What is rolled back is resumed, also where it had never been ready."""
-    right = Changes._end
+    right = TransactionCoordinator._finish
 
-    def end(self: Changes, txn: str, verdict: Verdict, *arguments: Any) -> Any:
+    def end(self: TransactionCoordinator, txn: str, verdict: Verdict, *arguments: Any) -> Any:
         if verdict is Verdict.ROLLED_BACK:
-            self._was = "no"
+            self._pause_state_before = "no"
         return right(self, txn, verdict, *arguments)
 
-    put(Changes, "_end", end)
+    put(TransactionCoordinator, "_finish", end)
 
 
 @bug("E3", "second_owner")
 def every_subscriber_is_the_owner(put: Put) -> None:
     """Calls are carried out whatever owner's token they carry."""
     put(Core, "_require_owner", lambda self, call: None)
-    put(Rank, "fence", lambda self, token: None)
+    put(WorkerSession, "require_token", lambda self, token: None)
 
 
 @bug("E4 (elsewhere: the checksum of the delta passed, the weights were wrong)", "flipped_bits")
@@ -73,29 +73,27 @@ def every_rank_judges_for_itself(put: Put) -> None:
 @bug("E5", "rank_fails_again", "rank_fails")
 def nobody_looks_after_the_write(put: Put) -> None:
     """A rank that did not write is believed to have written."""
-    put(coordinator, "_faults", lambda replies: "")
+    put(coordinator, "_failures", lambda replies: "")
     put(verify_sums, "compare_written", lambda *_: "")
     put(
-        Changes,
-        "_written",
-        lambda self, change: (self._core.ranks.replies(coordinator.Op.APPLY, coordinator.TxnRef(txn=change.txn)), "")[
-            1
-        ],
+        TransactionCoordinator,
+        "_apply_and_verify",
+        lambda self, change: self._core.workers.replies(Op.APPLY, TxnRef(txn=change.txn)) and "",
     )
 
 
 @bug("E5 (elsewhere: version raised although the apply failed)", "rank_fails_again")
 def failed_change_raises_the_version(put: Put) -> None:
     """After a rollback the engine says that it is at the new version."""
-    right = Changes._roll_back
+    right = TransactionCoordinator._roll_back
 
-    def roll_back(self: Changes, change: Any, *arguments: Any) -> Any:
+    def roll_back(self: TransactionCoordinator, change: Any, *arguments: Any) -> Any:
         ended = right(self, change, *arguments)
         if ended.verdict is Verdict.ROLLED_BACK:
             self._core.proved = change.version
         return ended
 
-    put(Changes, "_roll_back", roll_back)
+    put(TransactionCoordinator, "_roll_back", roll_back)
 
 
 @bug("E6", "rank_fails_again")
@@ -115,9 +113,9 @@ def old_values_are_not_kept(put: Put) -> None:
 )
 def begun_is_forgotten_at_attach(put: Put) -> None:
     """The next owner finds a change that was begun, and goes on as if the weights were what they summed to before."""
-    right_attach, right_sum = Rank.attach, Core.fingerprint
+    right_attach, right_sum = WorkerSession.attach, Core.fingerprint
 
-    def attach(self: Rank, token: int, arg: Any) -> Any:
+    def attach(self: WorkerSession, token: int, arg: Any) -> Any:
         self._state, self.dirty, self._txn, self._txn_id = TxnState.NONE, False, None, None
         return right_attach(self, token, arg)
 
@@ -127,15 +125,15 @@ def begun_is_forgotten_at_attach(put: Put) -> None:
             live = yield from right_sum(self, job_id, placement)
         return live
 
-    put(Rank, "attach", attach)
+    put(WorkerSession, "attach", attach)
     put(Core, "fingerprint", fingerprint)
 
 
 @bug("E6", "two_subscribers", "subscriber_dies")
 def prepared_outlives_its_base(put: Put) -> None:
     """What was prepared once may be swapped in later, whatever the weights are by then."""
-    put(Changes, "forget_prepared", lambda self: None)
-    put(Rank, "_forget", lambda self: None)
+    put(TransactionCoordinator, "forget_prepared", lambda self: None)
+    put(WorkerSession, "_forget", lambda self: None)
 
 
 @bug("E7 (elsewhere: a killed XOR apply toggled the finished tensors at each retry)", "rank_fails_again", "rank_fails")
@@ -148,8 +146,8 @@ def change_is_applied_as_a_difference(put: Put) -> None:
             memory.gather(group.row, group.target, lanes)
             keep = group.new.copy()
             group.new[:] = lanes + (keep - group.old)
-            memory.stage(self.groups)
-            memory.scatter(Side.NEW)
+            memory.load_groups(self.groups)
+            memory.scatter(ValueSet.NEW)
             group.new[:] = keep
         return self.answer.after
 
@@ -159,8 +157,8 @@ def change_is_applied_as_a_difference(put: Put) -> None:
 @bug("F1 (elsewhere: a reload brought back cached weights)", "foreign_write")
 def foreign_writes_are_not_noticed(put: Put) -> None:
     """Somebody reloads other weights, and the engine goes on as if they were its own."""
-    put(Core, "notice_writes", lambda self: None)
-    put(Rank, "foreign", lambda self, name: None)
+    put(Core, "note_external_writes", lambda self: None)
+    put(WorkerSession, "note_external_write", lambda self, name: None)
 
 
 @bug("F1 (elsewhere: the label moved, the weights did not)", "engine_dies", "late_replica")
