@@ -125,6 +125,27 @@ async def sleep(seconds: float) -> None:
     await _current.sleep(seconds)
 
 
+async def wait_event(event: asyncio.Event, seconds: float) -> bool:
+    """Wait until `event` is set, `seconds` at most; returns whether it is set."""
+    await run_until_first(event.wait(), sleep(seconds))
+    return event.is_set()
+
+
+async def run_until_first(*works: Coroutine[Any, Any, Any]) -> Any:
+    """Run coroutines side by side until one of them ends or fails; the others are cancelled and have ended then.
+
+    Returns what the one that ended returned, or raises what it raised; of several, the first in the order given.
+    """
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return next(task for task in tasks if task in done).result()
+
+
 def nonce(size: int = 8) -> str:
     """`2 * size` lower-case hex digits nobody has drawn before."""
     return _current.nonce(size)

@@ -6,11 +6,12 @@ have a stricter rule of their own (must L1), because *another* record may stand 
 
 from __future__ import annotations
 
-from dcr_daemon import runtime
-from dcr_daemon.errors import Corrupt, KeyNotFound, StoreUnavailable
+import contextlib
+
+from dcr_daemon.errors import Corrupt, KeyNotFound
 from dcr_daemon.store.keys import check_key
 from dcr_daemon.store.port import Outcome, Store
-from dcr_daemon.store.retry import RetryPolicy
+from dcr_daemon.store.retry import RetryPolicy, Transient, retry
 
 
 async def put_if_absent(
@@ -27,22 +28,19 @@ async def put_if_absent(
     """
     check_key(key)
     body = body.cast("B") if isinstance(body, memoryview) else body
-    patience = patience or RetryPolicy()
-    left, tries = patience.seconds, 0
-    while True:
-        tries += 1
-        started = runtime.monotonic()
+
+    async def attempt(_: float) -> None:
         outcome = await store.create(key, body)
-        if outcome is Outcome.WON or await _holds(store, key, body):
-            return
-        pause = patience.pause(tries, throttled=False)
-        left -= runtime.monotonic() - started + pause
-        if left <= 0:
-            raise StoreUnavailable(
-                f"{store.url}/{key}: still undecided after {tries} creates in {patience.seconds:g} s",
-                hint="the object may or may not exist; trying again with the same bytes is safe",
-            )
-        await runtime.sleep(pause)
+        if outcome is not Outcome.WON and not await _holds(store, key, body):
+            raise Transient("the create is still undecided")
+
+    await retry(
+        attempt,
+        what=f"{store.url}/{key}",
+        patience=patience or RetryPolicy(),
+        gate=contextlib.nullcontext(),
+        hint="the object may or may not exist; trying again with the same bytes is safe",
+    )
 
 
 async def _holds(store: Store, key: str, body: bytes | memoryview) -> bool:

@@ -22,6 +22,8 @@ HEARD = 0.25  #: seconds that a try has to be given for its silence to say anyth
 QUIET_TRIES = 2  #: failures in a row that nobody needs to hear about,
 QUIET_SECONDS = 15.0  #: unless they took this long: a store that swallows requests fails seldom
 
+HINT = "check the network, the endpoint and the store's health; a restart continues where this stopped"
+
 
 class Transient(Exception):
     """A request failed in a way that may pass. `throttled`: the store asked for fewer requests."""
@@ -63,6 +65,7 @@ async def retry(
     gate: AbstractAsyncContextManager[Any],
     progress: Callable[[], int] = lambda: 0,
     emit: Emit = discard,
+    hint: str = HINT,
 ) -> T:
     """Call `attempt(seconds left)` until it answers.
 
@@ -73,6 +76,7 @@ async def retry(
         gate: held during a try and not during a pause; waiting for it costs no patience.
         progress: bytes that have arrived so far over all tries.
         emit: told once, early, that a request does not get through.
+        hint: the hint of the error.
 
     Raises:
         StoreUnavailable: the patience is used up.
@@ -97,7 +101,7 @@ async def retry(
         if left <= 0:
             raise StoreUnavailable(
                 f"{what}: {told.reason} (tried {total} times, {patience.seconds:g} s without progress)",
-                hint="check the network, the endpoint and the store's health; a restart continues where this stopped",
+                hint=hint,
             ) from failure
         if not said and (tries > QUIET_TRIES or patience.seconds - left >= QUIET_SECONDS):
             emit(Waiting(what=f"{what}: {failure.reason}"))

@@ -1,4 +1,8 @@
-"""Requests side by side: a bounded number of them, of a bounded number of bytes. The first failure ends all."""
+"""Tasks side by side: a bounded number of them, of a bounded number of bytes. The first failure ends all.
+
+Used wherever many objects are read or written at once. It differs from `asyncio.TaskGroup` in its bounds, and in that
+the first failure is raised as it is, not in an exception group.
+"""
 
 from __future__ import annotations
 
@@ -12,51 +16,75 @@ Work = Callable[[], Coroutine[Any, Any, T]]
 
 
 class TaskLimiter:
-    """A context: when it is left all work has ended, or one has failed and the others are cancelled.
+    """Starts tasks within bounds.
+
+    As a context manager: when it is left, all tasks have ended, or one has failed and the others are cancelled. A class
+    that keeps one for longer calls `finish` or `cancel` instead.
 
     Args:
-        most: how many run at a time.
-        room: bytes that all under way may have together; one alone may have more.
+        limit: how many tasks run at a time; None for any number.
+        budget_bytes: bytes that the running tasks may have together; a single task may have more.
     """
 
-    def __init__(self, most: int, room: int | None = None) -> None:
-        self._most, self._room = most, room
+    def __init__(self, limit: int | None, budget_bytes: int | None = None) -> None:
+        self._limit, self._budget_bytes = limit, budget_bytes
         self._sizes: dict[asyncio.Task[Any], int] = {}
-        self._moved = asyncio.Event()
+        self._one_ended = asyncio.Event()
         self._failure: BaseException | None = None
 
+    @property
+    def bytes(self) -> int:
+        """Bytes that the running tasks have together."""
+        return sum(self._sizes.values())
+
+    def is_full(self, size: int = 0) -> bool:
+        """Whether a task of `size` bytes would have to wait."""
+        running = len(self._sizes)
+        over_limit = self._limit is not None and running >= self._limit
+        over_budget = self._budget_bytes is not None and self.bytes + size > self._budget_bytes
+        return running > 0 and (over_limit or over_budget)
+
     async def start(self, work: Work[T], size: int = 0) -> asyncio.Task[T]:
-        """Begin `work`, which takes `size` bytes, when there is room; in the order in which this is called.
+        """Start `work`, which takes `size` bytes, as soon as the bounds allow it; in the order of the calls.
 
         Raises:
-            whatever work that was begun has raised.
+            What a task has raised.
         """
-        while self._full(size) and not self._failure:
-            await self._move()
-        self._raise()
+        while self.is_full(size) and not self._failure:
+            await self._wait_one()
+        self.raise_failure()
         task = asyncio.create_task(work())
         self._sizes[task] = size
         task.add_done_callback(self._ended)
         return task
 
-    def _full(self, size: int) -> bool:
-        running = len(self._sizes)
-        crowded = self._room is not None and sum(self._sizes.values()) + size > self._room
-        return running > 0 and (running >= self._most or crowded)
+    def raise_failure(self) -> None:
+        """Raise what the first task to fail has raised, if one has failed."""
+        if self._failure:
+            raise self._failure
+
+    async def finish(self) -> None:
+        """Wait until all tasks have ended, or one has failed. Raises what it raised; the others still run then."""
+        while self._sizes and not self._failure:
+            await self._wait_one()
+        self.raise_failure()
+
+    async def cancel(self) -> None:
+        """Cancel the tasks that run; returns when all have ended."""
+        running = list(self._sizes)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         del self._sizes[task]
         if not task.cancelled() and (failure := task.exception()):
             self._failure = self._failure or failure
-        self._moved.set()
+        self._one_ended.set()
 
-    async def _move(self) -> None:
-        self._moved.clear()
-        await self._moved.wait()
-
-    def _raise(self) -> None:
-        if self._failure:
-            raise self._failure
+    async def _wait_one(self) -> None:
+        self._one_ended.clear()
+        await self._one_ended.wait()
 
     async def __aenter__(self) -> Self:
         return self
@@ -66,18 +94,15 @@ class TaskLimiter:
     ) -> None:
         try:
             while error is None and self._sizes and not self._failure:
-                await self._move()
+                await self._wait_one()
         finally:
-            left = list(self._sizes)
-            for task in left:
-                task.cancel()
-            await asyncio.gather(*left, return_exceptions=True)
+            await self.cancel()
         if error is None:
-            self._raise()
+            self.raise_failure()
 
 
-async def run_limited(works: Iterable[Work[T]], most: int) -> list[T]:
-    """What all of them return, in order; raises what the first to fail raised."""
-    async with TaskLimiter(most) as group:
+async def run_limited(works: Iterable[Work[T]], limit: int) -> list[T]:
+    """Run at most `limit` at a time; returns what all return, in order. Raises what the first to fail has raised."""
+    async with TaskLimiter(limit) as group:
         tasks = [await group.start(work) for work in works]
     return [task.result() for task in tasks]

@@ -10,9 +10,9 @@ import asyncio
 import contextlib
 import fcntl
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from dcr_daemon import runtime
 from dcr_daemon.disk import disk_full, exhausted
@@ -111,7 +111,7 @@ async def _run(
     driver = Driver(place, engine, emit)
     async with reporter.running():
         try:
-            await _until_first(driver.run(), place.feed.run(), scrub.run())
+            await runtime.run_until_first(driver.run(), place.feed.run(), scrub.run())
         except Fenced as error:
             emit(FencedOut(what="the engine", by="another subscriber"))
             reporter.set(state="fenced", serving=False, detail=error.message)
@@ -166,16 +166,3 @@ def _only_one(home: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-async def _until_first(*jobs: Coroutine[Any, Any, None]) -> None:
-    """Run jobs together until one ends or fails; then the others are cancelled, and its failure is raised."""
-    tasks = [asyncio.create_task(job) for job in jobs]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    for task in done:
-        task.result()

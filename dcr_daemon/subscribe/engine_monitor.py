@@ -38,18 +38,8 @@ class EngineMonitor:
             EngineGone: the engine went away, is another one, or is no longer proved at `version`. So too.
             What `work` raises.
         """
-        task = asyncio.ensure_future(work)
-        watch = [asyncio.ensure_future(self._look(incarnation, version)), asyncio.ensure_future(self._damage())]
-        try:
-            done, _ = await asyncio.wait([task, *watch], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for one in (task, *watch):
-                one.cancel()
-            await asyncio.gather(task, *watch, return_exceptions=True)
-        if task not in done:
-            for one in done:
-                one.result()
-        return task.result()
+        result: T = await runtime.run_until_first(work, self._look(incarnation, version), self._damage())
+        return result
 
     async def _look(self, incarnation: str, version: int | None) -> None:
         """Until something is wrong with it."""

@@ -87,12 +87,6 @@ class LedgerFollower:
 
     async def wait_change(self, seconds: float) -> bool:
         """Wait for the next record, `seconds` at most; tells whether there was one."""
-        waits = [asyncio.ensure_future(self._changed.wait()), asyncio.ensure_future(runtime.sleep(seconds))]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
-        changed = self._changed.is_set()
+        changed = await runtime.wait_event(self._changed, seconds)
         self._changed.clear()
         return changed

@@ -8,6 +8,7 @@ answer or a strange object only end or delay the prefetch, never the replica.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import PurePosixPath
 
 from dcr_daemon import runtime
@@ -18,7 +19,8 @@ from dcr_daemon.events import ChunkFetched, Emit, Waiting
 from dcr_daemon.ledger import names
 from dcr_daemon.ledger.records import OpenRef
 from dcr_daemon.store.port import Entry, Store
-from dcr_daemon.subscribe.stage import CONCURRENCY, Stage, all_or_none
+from dcr_daemon.store.task_limiter import TaskLimiter
+from dcr_daemon.subscribe.stage import CONCURRENCY, Stage
 
 
 class Prefetch:
@@ -50,23 +52,16 @@ class Prefetch:
                 return
             except StoreUnavailable as error:
                 self._emit(Waiting(what=f"prefetch of version {self.opened.version}: {error.message}"))
-            await self._pause()
-
-    async def _pause(self) -> None:
-        stopped, slept = asyncio.ensure_future(self._stopped.wait()), asyncio.ensure_future(runtime.sleep(self._poll))
-        try:
-            await asyncio.wait((stopped, slept), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            stopped.cancel()
-            slept.cancel()
+            await runtime.wait_event(self._stopped, self._poll)
 
     async def _look(self) -> None:
         """Fetch what is listed and not here yet."""
         fresh = [entry async for entry in self._store.list(self._prefix) if self._wanted(entry)]
-        for first in range(0, len(fresh), CONCURRENCY):
-            if self._stopped.is_set():
-                return
-            await all_or_none([self._fetch(entry) for entry in fresh[first : first + CONCURRENCY]])
+        async with TaskLimiter(CONCURRENCY) as group:
+            for entry in fresh:
+                if self._stopped.is_set():
+                    return
+                await group.start(partial(self._fetch, entry))
 
     def _wanted(self, entry: Entry) -> bool:
         name = PurePosixPath(entry.key).name

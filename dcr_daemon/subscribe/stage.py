@@ -7,14 +7,13 @@ Files left by an earlier run are used if their digest is right, so that a restar
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import os
 import shutil
 import stat
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from dcr_daemon import runtime
 from dcr_daemon.canonical.layout import Layout
@@ -25,6 +24,7 @@ from dcr_daemon.errors import Corrupt, DcrError, Incompatible, ResourceExhausted
 from dcr_daemon.events import ChunkFetched, Emit, Staged
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.records import ChunkRef, Part, Seal, Stream
+from dcr_daemon.store.task_limiter import run_limited
 from dcr_daemon.subscribe.files import file_digest, write_staged
 
 CONCURRENCY = 8  #: objects fetched at a time
@@ -82,7 +82,6 @@ class Stage:
         self.stream = stream
         self._workers = workers
         self._emit = emit
-        self._fetching = asyncio.Semaphore(CONCURRENCY)
         self._sizes: dict[Path, int] = {
             file: file.stat().st_size for file in path.glob("*-*/*.dcr") if not file.name.startswith(".")
         }
@@ -137,7 +136,8 @@ class Stage:
         size = sum(chunk.size for chunk, _ in wanted.values())
         self._drop([path for path in self._sizes if path.parent == place and path not in wanted])
         self._make_room(wanted.keys(), size, kept)
-        await all_or_none([self._complete(path, chunk, part, seal) for path, (chunk, part) in wanted.items()])
+        works = (partial(self._complete, path, chunk, part, seal) for path, (chunk, part) in wanted.items())
+        await run_limited(works, CONCURRENCY)
         self._emit(Staged(version=seal.version, bytes=size, chunks=len(wanted)))
         return VersionDelta(
             version=seal.version,
@@ -161,17 +161,15 @@ class Stage:
             self._drop([others.pop()])
 
     async def _complete(self, path: Path, chunk: ChunkRef, part: Part, seal: Seal) -> None:
-        async with self._fetching:
-            if self._sizes.get(path) == chunk.size:
-                if await self._workers.run(file_digest, path) == chunk.sha256:
-                    return
-                self._drop([path])
-            began = runtime.monotonic()
-            body = await self.objects.read_chunk(chunk, seal.version)
-            self._check(body, chunk, part)
-            await self.keep(path, body)
-            runtime.failpoint("subscribe.chunk.kept")
-            seconds = runtime.monotonic() - began
+        if self._sizes.get(path) == chunk.size:
+            if await self._workers.run(file_digest, path) == chunk.sha256:
+                return
+            self._drop([path])
+        began = runtime.monotonic()
+        body = await self.objects.read_chunk(chunk, seal.version)
+        self._check(body, chunk, part)
+        await self.keep(path, body)
+        runtime.failpoint("subscribe.chunk.kept")
         self._emit(
             ChunkFetched(
                 version=seal.version,
@@ -179,7 +177,7 @@ class Stage:
                 key=chunk.key,
                 bytes=len(body),
                 sealed=True,
-                seconds=seconds,
+                seconds=runtime.monotonic() - began,
             )
         )
 
@@ -245,14 +243,3 @@ class Stage:
 
 def _version(path: Path) -> int:
     return int(path.parent.name.partition("-")[0])
-
-
-async def all_or_none(jobs: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Await all; the first failure cancels the rest and is raised as it is."""
-    tasks = [asyncio.ensure_future(job) for job in jobs]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

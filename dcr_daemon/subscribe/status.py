@@ -98,17 +98,8 @@ class Reporter:
         while not self._closing or self._changed.is_set():
             self._changed.clear()
             await self._write()
-            await self._wait()
-
-    async def _wait(self) -> None:
-        if self._closing:
-            return
-        waits = [asyncio.ensure_future(self._changed.wait()), asyncio.ensure_future(runtime.sleep(self._refresh))]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
+            if not self._closing:
+                await runtime.wait_event(self._changed, self._refresh)
 
     async def _write(self) -> None:
         self._report = msgspec.structs.replace(

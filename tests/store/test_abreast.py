@@ -44,7 +44,7 @@ def test_bytes_are_bounded_but_for_one_that_is_alone() -> None:
     work = Work()
 
     async def run() -> None:
-        async with TaskLimiter(10, room=100) as group:
+        async with TaskLimiter(10, budget_bytes=100) as group:
             for n in range(30):
                 await group.start(partial(work.run, n, 40), 40)
             await group.start(partial(work.run, 30, 1000), 1000)

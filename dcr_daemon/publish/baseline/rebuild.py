@@ -24,12 +24,12 @@ from dcr_daemon.ledger.objects import ObjectPending, Objects
 from dcr_daemon.ledger.records import Anchor, AnchorIndex, ChunkRef, ObjectRef, Part, Seal
 from dcr_daemon.publish.baseline.baseline import Baseline
 from dcr_daemon.runtime import Workers
+from dcr_daemon.store.poller import REPORT_EVERY
 from dcr_daemon.store.task_limiter import TaskLimiter
 from dcr_daemon.wording import shorten
 
 AT_ONCE = 16  #: objects under way
 ROOM = 1 << 30  #: bytes that they may have together: of anchor files, which are the large ones, four
-TELL_EVERY = 5.0  #: seconds
 
 
 class Rebuild:
@@ -213,6 +213,6 @@ class _Progress:
 
     def add(self, size: int) -> None:
         self._done += size
-        if runtime.monotonic() - self._told > TELL_EVERY or (self._said and self._done == self._total):
+        if runtime.monotonic() - self._told > REPORT_EVERY or (self._said and self._done == self._total):
             self._told, self._said = runtime.monotonic(), True
             self._emit(Rebuilding(what=self._what, done=self._done, total=self._total))

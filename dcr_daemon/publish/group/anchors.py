@@ -6,7 +6,6 @@ Order: every file durable -> its fingerprint, summed over the very bytes that we
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -293,24 +292,16 @@ class _Writer:
         self, plan: Sequence[list[Piece]], name: Callable[[int], str]
     ) -> tuple[list[ObjectRef], Vector]:
         """The references of the planned files, and the fingerprint of what was put."""
-        slots = asyncio.Semaphore(CONCURRENCY)
 
         async def put_file(n: int, pieces: list[Piece]) -> ObjectRef:
-            async with slots:
-                body, sums = await self._workers.run(_pack, self._source, pieces)
-                for tensor, value in sums:
-                    self._sums[tensor] = (self._sums[tensor] + value) & MASK
-                file = await self.put(name(n), body)
-                runtime.failpoint("publish.anchor.file")
-                return file
+            body, sums = await self._workers.run(_pack, self._source, pieces)
+            for tensor, value in sums:
+                self._sums[tensor] = (self._sums[tensor] + value) & MASK
+            file = await self.put(name(n), body)
+            runtime.failpoint("publish.anchor.file")
+            return file
 
-        tasks = [asyncio.create_task(put_file(n, pieces)) for n, pieces in enumerate(plan)]
-        try:
-            files = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        files = await run_limited((partial(put_file, n, pieces) for n, pieces in enumerate(plan)), CONCURRENCY)
         return files, np.array(self._sums, dtype=np.uint64)
 
     async def put_hf_index(self, plan: Sequence[list[Piece]]) -> None:

@@ -16,10 +16,10 @@ from dcr_daemon.events import Emit, Waiting
 from dcr_daemon.ledger import records
 from dcr_daemon.ledger.records import PART_LIMIT
 from dcr_daemon.publish.rank import Rank
+from dcr_daemon.store.poller import Poller
 from dcr_daemon.store.port import Store
 from dcr_daemon.wording import shorten_ranks
 
-TELL_EVERY = 5.0  #: seconds
 FEW = 8  #: missing ranks up to which each is listed by itself, without the chunks of those that are there
 LOOKS = 6  #: at an object of which nobody has the digest, until two in a row agree
 _FIRST, _LAST = 0.02, 1.0  #: seconds between two looks
@@ -60,20 +60,19 @@ class ObjectCollector:
         """
         found: dict[int, str] = {}
         missing = list(range(1, self._rank.world))
-        pause, told = _FIRST, runtime.monotonic()
+        poller = Poller(first=_FIRST, longest=_LAST)
         while missing:
             if await self._look(missing, suffix, found):
-                pause, self._moved = _FIRST, runtime.monotonic()
+                poller.reset()
+                self._moved = runtime.monotonic()
             missing = [n for n in missing if n not in found]
             if not missing:
                 break
             self._check_lag(missing, what)
-            if runtime.monotonic() - told > TELL_EVERY:
-                told = runtime.monotonic()
+            if poller.report_due():
                 self._emit(Waiting(what=f"{what} of {shorten_ranks(missing)}"))
                 await self._check()
-            await runtime.sleep(pause)
-            pause = min(2 * pause, _LAST)
+            await poller.pause()
         return found
 
     async def _look(self, missing: list[int], suffix: str, found: dict[int, str]) -> bool:
@@ -154,13 +153,12 @@ async def read_listed(store: Store, key: str, *, limit: int, patience: float, la
 
 
 async def _wait_for(store: Store, key: str, limit: int, patience: float) -> bytes:
-    deadline, pause = runtime.monotonic() + patience, _FIRST
+    poller = Poller(first=_FIRST, longest=_LAST)
     while True:
         try:
             return await store.get(key, limit=limit)
         except KeyNotFound:
-            if runtime.monotonic() > deadline:
+            if poller.waited > patience:
                 hint = "if the bucket is a replica, it lags; if something deletes objects, the next version shows it"
                 raise StoreUnavailable(f"{key} is listed, and not there after {patience:g} s", hint=hint) from None
-        await runtime.sleep(pause)
-        pause = min(2 * pause, _LAST)
+        await poller.pause()

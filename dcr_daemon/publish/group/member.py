@@ -20,13 +20,14 @@ from dcr_daemon.events import Emit, Opened, Waiting
 from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.records import Abort, AnyRecord, Epoch, Fail, Open, Release, Seal
 from dcr_daemon.publish.group.anchors import write_share
-from dcr_daemon.publish.group.collect import TELL_EVERY, read_listed
+from dcr_daemon.publish.group.collect import read_listed
 from dcr_daemon.publish.group.context import RankContext
 from dcr_daemon.publish.group.leader import CLOSE_PATIENCE
 from dcr_daemon.publish.options import PublishOptions
 from dcr_daemon.publish.timeouts import with_timeout
 from dcr_daemon.publish.version.attempt import Attempt, put
 from dcr_daemon.publish.version.versions import SealedVersion
+from dcr_daemon.store.poller import Poller
 
 T = TypeVar("T")
 
@@ -245,18 +246,18 @@ class Member:
         self, found: Callable[[], T | None], what: str, look: Callable[[], Awaitable[None]] | None = None
     ) -> T:
         """Read the ledger on until `found` answers, or raises; see the module for when it ends otherwise."""
-        pause, told, stalled = _FIRST, runtime.monotonic(), _Stalled(self._options.patience)
-        began, start = told, LONG_START * self._options.patience
+        poller, stalled = Poller(first=_FIRST, longest=_LAST, factor=1.5), _Stalled(self._options.patience)
+        start = LONG_START * self._options.patience
         while True:
             try:
                 if await self._read():
-                    pause = _FIRST
+                    poller.reset()
                     stalled.moved()
                 if look:
                     await look()
                 if (answer := found()) is not None:
                     return answer
-                if self._epoch is None and runtime.monotonic() - began > start:
+                if self._epoch is None and poller.waited > start:
                     raise UpdateAborted(
                         f"{what}: rank 0 of this group has opened nothing in {start:g} s",
                         hint="is it alive, or is this process left over from an earlier start? End and start all ranks",
@@ -268,11 +269,9 @@ class Member:
                     )
             except StoreUnavailable as error:
                 self._emit(Waiting(what=f"the store of {self.ledger.store.url}: {error.message}"))
-            if runtime.monotonic() - told > TELL_EVERY:
-                told = runtime.monotonic()
+            if poller.report_due():
                 self._emit(Waiting(what=what))
-            await runtime.sleep(pause)
-            pause = min(1.5 * pause, _LAST)
+            await poller.pause()
 
     async def _progress(self) -> int:
         """How many objects the attempt under way has in the bucket."""

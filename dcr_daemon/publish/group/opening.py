@@ -18,7 +18,6 @@ from dcr_daemon.publish.baseline.base import CheckpointLanes
 from dcr_daemon.publish.baseline.baseline import Baseline
 from dcr_daemon.publish.baseline.blocks import Share, block_bytes
 from dcr_daemon.publish.group.anchors import write_whole
-from dcr_daemon.publish.group.collect import TELL_EVERY
 from dcr_daemon.publish.group.context import RankContext
 from dcr_daemon.publish.group.leader import CLOSE_PATIENCE, Leader
 from dcr_daemon.publish.group.member import Member
@@ -28,6 +27,7 @@ from dcr_daemon.publish.rank import Rank
 from dcr_daemon.publish.state import StateDirectory
 from dcr_daemon.publish.timeouts import with_timeout
 from dcr_daemon.runtime import Workers
+from dcr_daemon.store.poller import Poller
 from dcr_daemon.store.port import Store
 from dcr_daemon.store.probe import probe
 
@@ -78,8 +78,7 @@ async def open_member(options: PublishOptions, store: Store, emit: Emit, rank: R
         NotFound: rank 0 has not created it in `CREATION` seconds.
     """
     async with _Opening(options, store, emit, rank) as opening:
-        pause, told = 0.1, runtime.monotonic()
-        deadline = told + CREATION
+        poller = Poller(first=0.1, longest=2.0)
         while True:
             try:
                 await opening.ledger.read()
@@ -87,14 +86,12 @@ async def open_member(options: PublishOptions, store: Store, emit: Emit, rank: R
             except NotFound as error:
                 if not options.create:
                     raise
-                if runtime.monotonic() > deadline:
+                if poller.waited > CREATION:
                     hint = "rank 0 was to create it, and says why it has not"
                     raise NotFound(error.message, hint=hint) from error
-            if runtime.monotonic() - told > TELL_EVERY:
-                told = runtime.monotonic()
+            if poller.report_due():
                 emit(Waiting(what=f"the stream at {store.url}, which rank 0 creates"))
-            await runtime.sleep(pause)
-            pause = min(2 * pause, 2.0)
+            await poller.pause()
         member = Member(options, await opening.context(), emit)
         await member.catch_up()
         return member

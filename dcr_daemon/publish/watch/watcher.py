@@ -145,20 +145,11 @@ class Watcher:
 
     async def _wait(self) -> None:
         """Until something changed, or the next look is due; the session is tended meanwhile."""
-        changed, checks = (
-            asyncio.ensure_future(self._changed.wait()),
-            asyncio.ensure_future(self._session.run_idle_checks()),
-        )
-        try:
-            await asyncio.wait((changed, checks), timeout=self._interval, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            changed.cancel()
-            checks.cancel()
-            await asyncio.wait((changed, checks))
-        self._changed.clear()
-        if not checks.cancelled():
-            checks.result()  # raises `Fenced`; else the baseline is damaged
+        changed = runtime.wait_event(self._changed, self._interval)
+        # The checks return (None) only when they have found damage in the baseline; they raise `Fenced`.
+        if await runtime.run_until_first(self._session.run_idle_checks(), changed) is None:
             self._damaged = True
+        self._changed.clear()
 
     async def _run_once(self) -> None:
         await self._scan()
