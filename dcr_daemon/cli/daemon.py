@@ -17,7 +17,7 @@ from typing import cast, get_args
 from dcr_daemon import runtime
 from dcr_daemon.cli.options import run_async
 from dcr_daemon.errors import UsageError
-from dcr_daemon.events import Emit
+from dcr_daemon.events import Emit, Level
 from dcr_daemon.observe import Observer, logs
 from dcr_daemon.observe.fanout import EventFile
 from dcr_daemon.observe.health import Health, Policy, Role
@@ -40,9 +40,9 @@ class Observation:
 
 def run_daemon(watch: Observation, main: Callable[[Emit], Awaitable[None]], **context: str) -> None:
     """Run `main(emit)` until it returns, raises, or a signal asks it to stop. `context` goes on every log line."""
-    if watch.log_level not in get_args(logs.Level):
-        raise UsageError(f"there is no log level {watch.log_level!r}", hint=", ".join(get_args(logs.Level)))
-    logs.configure(cast(logs.Level, watch.log_level), json=watch.json or None)
+    if watch.log_level not in get_args(Level):
+        raise UsageError(f"there is no log level {watch.log_level!r}", hint=", ".join(get_args(Level)))
+    logs.configure(cast(Level, watch.log_level), json=watch.json or None)
     logs.bind(**context)
     interrupted = run_async(_supervise(watch, main))
     if interrupted:

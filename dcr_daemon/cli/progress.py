@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from dcr_daemon import runtime
-from dcr_daemon.events import Emit, Event, StoreRequest, Waiting, discard
+from dcr_daemon.events import Emit, Event, Notice, StoreRequest, discard, kind_of
 from dcr_daemon.observe.streams import put
 
 SILENCE = 3.0  #: seconds without a first answer that are worth a word
@@ -25,24 +25,24 @@ async def waits(url: str, emit: Emit = discard) -> AsyncIterator[Emit]:
     """
     said, answers = set[str](), [0]
 
-    def say(what: str) -> None:
-        if what not in said:
-            said.add(what)
+    def say(text: str) -> None:
+        if text not in said:
+            said.add(text)
             with suppress(OSError):
-                put(sys.stderr, f"dcr: waiting: {what}\n")
+                put(sys.stderr, f"dcr: {text}\n")
 
     def told(event: Event) -> None:
         match event:
             case StoreRequest():
                 answers[0] += 1
-            case Waiting():
-                say(event.what)
+            case Notice():
+                say(f"{kind_of(type(event))}: {event.what}")
         emit(event)
 
     async def listen() -> None:
         await runtime.sleep(SILENCE)
         if not answers[0]:
-            say(f"{url} has not answered for {SILENCE:.0f} s")
+            say(f"waiting: {url} has not answered for {SILENCE:.0f} s")
 
     listening = asyncio.ensure_future(listen())
     try:
@@ -65,8 +65,8 @@ def transfer(what: str, *, quiet: bool) -> Iterator[Emit]:
             match event:
                 case StoreRequest():
                     bar.update(task, advance=event.bytes)
-                case Waiting():
-                    bar.update(task, description=f"{what}: waiting for {event.what}")
+                case Notice():
+                    bar.update(task, description=f"{what}: {kind_of(type(event))}: {event.what}")
 
         yield emit
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from dcr_daemon import runtime
 from dcr_daemon.errors import StoreUnavailable
-from dcr_daemon.events import Emit, Waiting
+from dcr_daemon.events import Emit, Retrying
 from dcr_daemon.ledger.records import AnyRecord
 
 GAP_CHECK = 60  #: looks that found nothing between two checks that no record is missing
@@ -30,7 +30,7 @@ class Polling:
 class Follower:
     """An endless async iterator over the records that count, in order, each given once.
 
-    An unavailable store is waited out, with a `Waiting` event each time: a replica goes on serving what it has.
+    An unavailable store is waited out, with a `Retrying` event each time: a replica goes on serving what it has.
     Raises what reading the ledger raises otherwise (`Corrupt`, `Incompatible`).
     """
 
@@ -83,5 +83,5 @@ class Follower:
                 await self._check_gap()
             return await self._poll()
         except StoreUnavailable as error:
-            self._emit(Waiting(what=f"the store of {self._url}: {error.message}"))
+            self._emit(Retrying(what=f"the store of {self._url}: {error.message}"))
             return False

@@ -61,7 +61,7 @@ class Ledger:
 
     Args:
         memory: file of the high-water mark; None only for observers that act on nothing.
-        emit: gets `Alarm` for void records, `Waiting`, `Claimed`, `FencedOut`.
+        emit: gets `Alarm` for void records, `Retrying`, `Claimed`, `FencedOut`.
         polling: how `follow` waits.
     """
 

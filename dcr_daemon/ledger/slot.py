@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dcr_daemon import runtime
 from dcr_daemon.errors import Corrupt, KeyNotFound, StoreUnavailable
-from dcr_daemon.events import Emit, Waiting
+from dcr_daemon.events import Emit, Retrying
 from dcr_daemon.ledger import names
 from dcr_daemon.ledger.fold import Step, Tip, fold
 from dcr_daemon.ledger.records import RECORD_LIMIT
@@ -71,7 +71,7 @@ async def occupy(store: Store, seq: int, body: bytes, *, emit: Emit, tries: int 
             occupant = None
         if occupant is not None:
             return occupant
-        emit(Waiting(what=f"the outcome of record {seq}: sent, neither acknowledged nor readable"))
+        emit(Retrying(what=f"record {seq}: the store neither acknowledges it nor returns it"))
     raise Undecided(
         f"record {seq} of {store.url} was sent {tries} times; the store says neither that it exists nor that it cannot",
         hint="it will be resolved before anything else is written; see that the bucket answers",

@@ -71,8 +71,8 @@ class Health:
                 self.status = f"sealed version {event.version}"
             case e.Aborted():
                 self.status = f"aborted version {event.version}: {event.reason}"
-            case e.Waiting():
-                self.status = f"waiting: {event.what}"
+            case e.Notice():
+                self.status = f"{e.kind_of(type(event))}: {event.what}"
 
     def _subscriber(self, event: e.Event) -> None:
         match event:
@@ -87,8 +87,8 @@ class Health:
                     self._blocked = None
             case e.Blocked():
                 self._blocked = event
-            case e.Waiting() if self._served is None and not self._why.startswith(_LASTING):
-                self._why = f"waiting: {event.what}"
+            case e.Notice() if self._served is None and not self._why.startswith(_LASTING):
+                self._why = f"{e.kind_of(type(event))}: {event.what}"
             case _:
                 if reason := _why_not(event):
                     self._served, self._why = None, reason

@@ -11,45 +11,13 @@ import contextlib
 import logging
 import os
 import sys
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import structlog
 
-from dcr_daemon.events import (
-    Aborted,
-    Alarm,
-    Blocked,
-    ChunkFetched,
-    ChunkPut,
-    Damaged,
-    EngineLost,
-    Event,
-    FencedOut,
-    Mapped,
-    Paused,
-    RolledBack,
-    ShardTaken,
-    StoreRequest,
-    kind_of,
-)
+from dcr_daemon.events import Event, Level, RepetitionFilter, kind_of
 from dcr_daemon.observe.streams import put
-
-Level = Literal["debug", "info", "warning", "error"]
-_LEVELS: dict[type[Event], str] = {
-    ChunkPut: "debug",
-    ChunkFetched: "debug",
-    ShardTaken: "debug",
-    StoreRequest: "debug",
-    Aborted: "warning",
-    RolledBack: "error",
-    Alarm: "error",
-    Blocked: "warning",
-    Damaged: "error",
-    EngineLost: "warning",
-    Paused: "warning",
-    FencedOut: "error",
-}
 
 
 def configure(level: Level = "info", *, json: bool | None = None) -> None:
@@ -99,26 +67,17 @@ def logger() -> Any:
 
 
 class LogEvents:
-    """An `Emit` that logs each fact under its own name and at its own level.
-
-    Waiting for the same thing is said once, however often it is emitted: the next different fact ends the silence.
-    """
+    """An `Emit` that logs each event under its own name and at its own level, and a repeated `Notice` once."""
 
     def __init__(self) -> None:
         self._log = structlog.get_logger()
-        self._waiting = ""
+        self._filter = RepetitionFilter()
 
     def __call__(self, event: Event) -> None:
-        kind = kind_of(type(event))
+        if self._filter.repeats(event):
+            return
         fields = {k: v for k, v in msgspec.to_builtins(event).items() if k != "type" and v is not None}
-        if kind == "waiting":
-            if self._waiting == fields["what"]:
-                return
-            self._waiting = fields["what"]
-        elif _LEVELS.get(type(event)) != "debug":
-            self._waiting = ""
-        level = "warning" if isinstance(event, Mapped) and event.residual_bytes else _LEVELS.get(type(event), "info")
-        getattr(self._log, level)(kind, **_rounded(fields))
+        getattr(self._log, event.severity)(kind_of(type(event)), **_rounded(fields))
 
 
 def _rounded(fields: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""What a training script hears of its publisher without asking: Python's own logging, logger `dcr_daemon`.
+"""Events of a `Publisher` as messages of Python's own logging, logger `dcr_daemon`, for a training script.
 
-What somebody has to know (tensors that could not be projected, alarms, updates that came to nothing) is a warning or an
-error, which Python prints unless told otherwise; progress is `info` and `debug`. Whoever wants facts gives `emit`.
+Every message has its event's level: what somebody has to know (tensors that cannot be published directly, refusals,
+retries, alarms, aborted updates) is a warning or an error, which Python prints by default. A caller who wants the
+events themselves passes `emit` to the publisher.
 """
 
 from __future__ import annotations
@@ -10,27 +11,35 @@ import logging
 
 import msgspec
 
-from dcr_daemon.events import Aborted, Alarm, Event, FencedOut, Mapped, Sealed, Waiting
+from dcr_daemon.events import Aborted, Alarm, Event, FencedOut, Mapped, Notice, RepetitionFilter, Sealed, kind_of
 
 _logger = logging.getLogger("dcr_daemon")
 
 
-def log_event(event: Event) -> None:
-    """An `Emit`."""
+class EventLog:
+    """An `Emit` that logs each event at its own level, and a repeated `Notice` once."""
+
+    def __init__(self) -> None:
+        self._filter = RepetitionFilter()
+
+    def __call__(self, event: Event) -> None:
+        level = logging.getLevelNamesMapping()[event.severity.upper()]
+        if not self._filter.repeats(event) and _logger.isEnabledFor(level):
+            _logger.log(level, "%s", _text(event))
+
+
+def _text(event: Event) -> str:
     match event:
         case Mapped():
-            level = logging.WARNING if event.residual_bytes else logging.INFO
-            _logger.log(level, "what %d ranks publish:\n%s", event.ranks, event.report)
+            return f"what {event.ranks} ranks publish:\n{event.report}"
         case Alarm():
-            _logger.error("%s (must %s)", event.what, event.must)
+            return f"{event.what} (must {event.must})"
         case FencedOut():
-            _logger.error("%s was claimed by publisher %s", event.what, event.by)
+            return f"{event.what} was claimed by publisher {event.by}"
         case Aborted():
-            _logger.warning("version %d was given up: %s", event.version, event.reason)
+            return f"version {event.version} was aborted: {event.reason}"
         case Sealed():
-            _logger.info("version %d: %d elements changed, %d bytes", event.version, event.changed, event.bytes)
-        case Waiting():
-            _logger.info("waiting for %s", event.what)
-        case _:
-            if _logger.isEnabledFor(logging.DEBUG):
-                _logger.debug("%s", msgspec.json.encode(event).decode())
+            return f"version {event.version}: {event.changed} elements changed, {event.bytes} bytes"
+        case Notice():
+            return f"{kind_of(type(event))}: {event.what}"
+    return msgspec.json.encode(event).decode()

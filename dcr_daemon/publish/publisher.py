@@ -20,9 +20,9 @@ from types import TracebackType
 from typing import Any, Never, Self
 
 from dcr_daemon.errors import DcrError, Fenced, StoreUnavailable, UsageError
-from dcr_daemon.events import Emit, Rounded, Waiting
+from dcr_daemon.events import Degraded, Emit, Retrying, Rounded, Waiting
 from dcr_daemon.publish.baseline.blocks import block_bytes
-from dcr_daemon.publish.event_log import log_event
+from dcr_daemon.publish.event_log import EventLog
 from dcr_daemon.publish.group import update_steps
 from dcr_daemon.publish.group.leader import CLOSE_PATIENCE, Leader
 from dcr_daemon.publish.group.member import Member
@@ -71,7 +71,7 @@ class Publisher:
         lag: seconds of silence after which rank 0 gives a rank up that the next update finds missing.
         patience: seconds that an unreachable bucket is tried before an update is given up. If the fate of a record
             that was sent is open even then, the error says so, and the next call finds out before it begins (must L1).
-        emit: listens to events, on the publisher's own thread; Python's logging by default (`publish.event_log`).
+        emit: listens to events, on the publisher's own thread; default: Python's logging (`publish.event_log`).
 
     Raises:
         Fenced: another publisher holds the stream.
@@ -104,7 +104,7 @@ class Publisher:
         scrub_rate: float = SCRUB_RATE,
         lag: float = 30.0,
         patience: float = 600.0,
-        emit: Emit = log_event,
+        emit: Emit | None = None,
     ) -> None:
         self._options = PublishOptions(
             state=Path(state) if state else default_state(),
@@ -127,7 +127,7 @@ class Publisher:
         self._trainer = trainer or Trainer()
         self._projected: Projected | None = None
         self._calls = 0
-        self._emit = emit
+        self._emit = EventLog() if emit is None else emit
         self._update: Update | None = None
         self._unknown: Update | None = None
         self._behind: Future[None] | None = None
@@ -137,11 +137,11 @@ class Publisher:
         self._loop: LoopThread | None = LoopThread("dcr-publisher")
 
         async def open_all() -> tuple[Store, Leader | Member]:
-            store = await open_store(stream, endpoint_url=endpoint_url, region=region, profile=profile, emit=emit)
+            store = await open_store(stream, endpoint_url=endpoint_url, region=region, profile=profile, emit=self._emit)
             try:
                 if self._rank.leads:
-                    return store, await open_leader(self._options, store, emit, self._rank)
-                return store, await open_member(self._options, store, emit, self._rank)
+                    return store, await open_leader(self._options, store, self._emit, self._rank)
+                return store, await open_member(self._options, store, self._emit, self._rank)
             except BaseException:
                 await store.close()
                 raise
@@ -292,7 +292,7 @@ class Publisher:
             if isinstance(error, DcrError):
                 raise
         except DcrError as later:
-            self._emit(Waiting(what=f"an abort, tried again when the next update begins: {later.message}"))
+            self._emit(Retrying(what=f"the abort, before the next update begins: {later.message}"))
 
     async def _complete(self, attempt: Attempt, update: Update, metadata: dict[str, Any]) -> None:
         """Behind `publish`: seal, then an anchor if one is due."""
@@ -306,7 +306,11 @@ class Publisher:
             try:
                 await self._session.anchor_if_due()
             except StoreUnavailable as error:
-                self._emit(Waiting(what=f"the anchor of version {attempt.version}, tried again later: {error.message}"))
+                self._emit(
+                    Degraded(
+                        what=f"version {attempt.version} has no anchor; a later version tries again: {error.message}"
+                    )
+                )
         await self._start_idle_checks()
 
     async def _settle_failed(self, update: Update, error: DcrError) -> None:
@@ -340,7 +344,7 @@ class Publisher:
         except Fenced:
             pass  # said by an event; the next call raises it
         except DcrError as error:
-            self._emit(Waiting(what=f"the baseline, before the next update begins: {error.message}"))
+            self._emit(Retrying(what=f"the repair of the baseline, before the next update begins: {error.message}"))
 
     async def _stop_idle_checks(self) -> None:
         if self._idle_checks:

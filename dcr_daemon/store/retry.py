@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from dcr_daemon import runtime
 from dcr_daemon.errors import StoreUnavailable
-from dcr_daemon.events import Emit, Waiting, discard
+from dcr_daemon.events import Emit, Retrying, discard
 
 T = TypeVar("T")
 
@@ -104,6 +104,6 @@ async def retry(
                 hint=hint,
             ) from failure
         if not said and (tries > QUIET_TRIES or patience.seconds - left >= QUIET_SECONDS):
-            emit(Waiting(what=f"{what}: {failure.reason}"))
+            emit(Retrying(what=f"{what}: {failure.reason}"))
             said = True
         await runtime.sleep(pause)

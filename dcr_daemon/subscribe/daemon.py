@@ -18,7 +18,7 @@ from dcr_daemon import runtime
 from dcr_daemon.disk import disk_full, exhausted
 from dcr_daemon.engine.port import Engine
 from dcr_daemon.errors import DcrError, Fenced, NotFound, StoreUnavailable, UsageError
-from dcr_daemon.events import Emit, FencedOut, LedgerRead, Waiting
+from dcr_daemon.events import Emit, FencedOut, LedgerRead, Retrying, Waiting
 from dcr_daemon.ledger.follow import Polling
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import Objects
@@ -135,7 +135,7 @@ async def _patiently(options: SubscribeOptions, emit: Emit, read: Callable[[], A
         except (NotFound, StoreUnavailable) as error:
             if options.once:
                 raise
-            emit(Waiting(what=error.message))
+            emit(Waiting(what=error.message) if isinstance(error, NotFound) else Retrying(what=error.message))
             await runtime.sleep(options.poll * IDLE * (0.75 + runtime.jitter() / 2))
 
 

@@ -23,7 +23,7 @@ from dcr_daemon.checkpoint.directory import shard_paths
 from dcr_daemon.engine.port import Attached as EngineAttached
 from dcr_daemon.engine.port import Engine, EngineGone, StreamFacts, Swapped, Transaction, Verdict, VersionDelta
 from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, NotFound, ResourceExhausted, StoreUnavailable
-from dcr_daemon.events import Alarm, Attached, Emit, Prepared, Repaired, RolledBack, Waiting
+from dcr_daemon.events import Alarm, Attached, Degraded, Emit, Prepared, Repaired, Retrying, RolledBack
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import BelowFloor, ObjectPending, Objects
 from dcr_daemon.ledger.route import NoRoute, Route
@@ -124,7 +124,7 @@ class Driver:
         try:
             await self._at.ledger.read()
         except (StoreUnavailable, ResourceExhausted) as error:
-            self._emit(Waiting(what=error.message))
+            self._emit(Retrying(what=f"reading the ledger: {error.message}"))
 
     def _newest(self) -> int:
         """The newest sealed version that the operator allows."""
@@ -209,7 +209,7 @@ class Driver:
         try:
             await self._prove(version, loaded)
         except BelowFloor as error:  # the floor has risen since it was located: it goes by an anchor
-            self._emit(Waiting(what=error.message))
+            self._emit(Degraded(what=f"the engine's version {version} cannot be verified: {error.message}"))
             return
         self.version = version
 
@@ -272,7 +272,7 @@ class Driver:
     def _hold(self, error: DcrError) -> None:
         """Something is in the way: say so, and go on with what there is."""
         obstacle = self._obstacles.blocked
-        self._emit(Waiting(what=str(error)))
+        self._emit(Retrying(what=str(error)))
         if isinstance(error, StoreUnavailable) and obstacle is None:
             self._tell.report("serving" if self._tell.serving else "waiting", str(error))
         else:
@@ -323,7 +323,7 @@ class Driver:
             if route == self._gone:
                 raise
             self._gone = route
-            self._emit(Waiting(what=error.message))
+            self._emit(Retrying(what=f"planning the route again: {error.message}"))
 
     async def _route(self, target: int) -> Route:
         history, obstacle, bad = self._at.ledger.history, self._obstacles.blocked, self._obstacles.bad_anchors
@@ -434,7 +434,7 @@ class Driver:
     async def _refused(self, txn: Transaction, error: DcrError) -> None:
         """The engine did not take a change, and nothing was written: find out what its weights are (must P4)."""
         before, version, alone = self.version, txn.hops[0].version, len(txn.hops) == 1
-        self._emit(Waiting(what=f"version {version} was refused: {error}"))
+        self._emit(Degraded(what=f"version {version} was refused: {error}"))
         self._one_by_one = True  # to learn which of several it is
         if isinstance(error, ResourceExhausted):
             if alone:
@@ -494,7 +494,7 @@ class Driver:
 
     async def _give_up(self, version: int, error: DcrError, *, touched: bool) -> None:
         """Do without this anchor for now; if there is no other way, its failure is the news."""
-        self._emit(Waiting(what=f"anchor {version} cannot be loaded: {error}"))
+        self._emit(Degraded(what=f"anchor {version} cannot be loaded: {error}"))
         self._obstacles.blame_anchor(version)
         if touched:
             await self._attach()

@@ -9,7 +9,7 @@ import asyncio
 
 from dcr_daemon import runtime
 from dcr_daemon.errors import ResourceExhausted
-from dcr_daemon.events import Emit, OpenSeen, SealSeen, Waiting
+from dcr_daemon.events import Emit, OpenSeen, Retrying, SealSeen
 from dcr_daemon.ledger.follow import Follower
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.records import Abort, AnyRecord, Epoch, Open, OpenRef, Release, Seal
@@ -48,7 +48,7 @@ class LedgerFollower:
                         self._changed.set()
                         tries = 0
                 except ResourceExhausted as error:
-                    self._emit(Waiting(what=str(error)))
+                    self._emit(Retrying(what=str(error)))
                     await runtime.sleep(back_off(self._poll, tries))
                     tries += 1
         finally:

@@ -174,7 +174,7 @@ class Loaded:
         """From the newest version kept here, the base, or an anchor, whichever way is shortest, along the chain."""
         have, values = await self._start(version)
         route = await self._ledger.history.route(have, version)
-        self._emit(Waiting(what=f"the bytes of {len(self.tensors)} tensors of version {version} are made again"))
+        self._emit(Waiting(what=f"the rebuild of {len(self.tensors)} loader-computed tensors of version {version}"))
         if route.anchor is not None:
             values = await self._from_anchor(route.anchor)
         assert values is not None, "a route starts from an anchor or from what we have"

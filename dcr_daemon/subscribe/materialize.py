@@ -23,7 +23,7 @@ from dcr_daemon.engine.directory.checkout import describe_difference
 from dcr_daemon.engine.directory.engine import DirectoryEngine
 from dcr_daemon.engine.port import Swapped, TensorClass, Transaction, Verdict
 from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, Incompatible, NotFound, ResourceExhausted, UsageError
-from dcr_daemon.events import Committed, Emit, Waiting, discard
+from dcr_daemon.events import Committed, Emit, Retrying, discard
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import BelowFloor, ObjectPending, Objects
 from dcr_daemon.ledger.records import Seal, Stream
@@ -79,7 +79,7 @@ async def materialize(
                     if version is not None or _version(record) >= ledger.state.floor:
                         raise
                     # What was newest at the start has been collected; nobody asked for that one in particular.
-                    emit(Waiting(what=f"{error.message}; building the newest"))
+                    emit(Retrying(what=f"{error.message}; building the newest"))
                     record = await record_of(ledger, ledger.state.seal.version)
             _give_name(shop / "out", out)
             layout = Layout.decode((shop / "layout.json").read_bytes())
@@ -163,7 +163,7 @@ class _Builder:
         failed: DcrError | None = None
         async for way in self._ways(_Way("the cheapest way", base, start), target):
             if failed:
-                self._emit(Waiting(what=f"{failed.message}; trying {way.what}"))
+                self._emit(Retrying(what=f"{failed.message}; trying {way.what}"))
             try:
                 await self._build(stage, target, way)
                 return
@@ -213,7 +213,7 @@ class _Builder:
             except BelowFloor as error:
                 if self._ledger.state.floor == floor:  # the same way again would end the same way
                     raise NotFound(error.message, hint="`dcr verify` tells what is missing") from error
-                self._emit(Waiting(what=f"{error.message}; planning again"))
+                self._emit(Retrying(what=f"{error.message}; planning again"))
 
     async def _go(self, engine: DirectoryEngine, stage: Stage, target: int, way: _Way) -> None:
         route = await self._route(way.start if self._reached is None else self._reached, target, way.avoid)

@@ -15,7 +15,7 @@ from dcr_daemon import runtime
 from dcr_daemon.codec.chunk import CHUNK_LIMIT
 from dcr_daemon.codec.decode import read_id
 from dcr_daemon.errors import Corrupt, KeyNotFound, ResourceExhausted, StoreUnavailable
-from dcr_daemon.events import ChunkFetched, Emit, Waiting
+from dcr_daemon.events import ChunkFetched, Degraded, Emit, Retrying
 from dcr_daemon.ledger import names
 from dcr_daemon.ledger.records import OpenRef
 from dcr_daemon.store.port import Entry, Store
@@ -48,10 +48,10 @@ class Prefetch:
             try:
                 await self._look()
             except ResourceExhausted as error:
-                self._emit(Waiting(what=f"prefetch of version {self.opened.version} ends early: {error.message}"))
+                self._emit(Degraded(what=f"prefetch of version {self.opened.version} ends early: {error.message}"))
                 return
             except StoreUnavailable as error:
-                self._emit(Waiting(what=f"prefetch of version {self.opened.version}: {error.message}"))
+                self._emit(Retrying(what=f"prefetch of version {self.opened.version}: {error.message}"))
             await runtime.wait_event(self._stopped, self._poll)
 
     async def _look(self) -> None:

@@ -15,7 +15,7 @@ import msgspec
 
 from dcr_daemon import runtime
 from dcr_daemon.errors import Corrupt, DcrError, KeyNotFound
-from dcr_daemon.events import Alarm, Emit, Waiting
+from dcr_daemon.events import Alarm, Degraded, Emit
 from dcr_daemon.ledger import names
 from dcr_daemon.store.port import Store
 from dcr_daemon.untrusted import decode_json
@@ -112,7 +112,7 @@ class Reporter:
             runtime.failpoint("subscribe.status.told")
         except DcrError as error:
             if not self._silenced:
-                self._emit(Waiting(what=f"status object {self._key} cannot be written: {error.message}"))
+                self._emit(Degraded(what=f"status object {self._key} cannot be written: {error.message}"))
             self._silenced = True
         else:
             self._silenced = False

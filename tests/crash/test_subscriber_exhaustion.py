@@ -20,7 +20,7 @@ from replicas import Replica
 from streams import StreamWriter
 
 from dcr_daemon.errors import ResourceExhausted
-from dcr_daemon.events import Committed, Serving, Waiting
+from dcr_daemon.events import Committed, Degraded, Notice, Serving
 from dcr_daemon.store.file import FileStore
 from dcr_daemon.subscribe.materialize import materialize
 
@@ -78,7 +78,7 @@ async def test_a_version_that_cannot_be_written(make_stream, make_replica, tmp_p
         assert replica.events.of(Serving)[-1].version == 0 or not door.startswith("disk.staged")
         full_disk.relieve()
         await replica.until(lambda: replica.events.of(Serving)[-1].version == 1, task)
-        assert replica.events.of(Waiting)
+        assert replica.events.of(Notice)
     await check(stream, replica, 1)
 
 
@@ -129,7 +129,7 @@ async def test_a_status_object_that_cannot_be_written_is_no_reason_to_stop(
     full_disk.shut("disk.object.write")
     await replica.once()
     assert stream.versions.version_of(replica.directory) == 1
-    assert any("status object" in event.what for event in replica.events.of(Waiting))
+    assert any("status object" in event.what for event in replica.events.of(Degraded))
 
 
 class Tmpfs:
@@ -179,7 +179,7 @@ async def test_a_real_file_system_that_is_full(make_stream, make_replica, tmp_pa
         await replica.until(lambda: replica.events.of(Serving), task)
         tmpfs.fill(leave=0 if place == "state" else 8192)
         await stream.publish(1)
-        await replica.until(lambda: any("space" in event.what for event in replica.events.of(Waiting)), task)
+        await replica.until(lambda: any("space" in event.what for event in replica.events.of(Notice)), task)
         assert loadable(stream, replica, tmp_path) == 0
         assert replica.events.of(Serving)[-1].version == 0
         tmpfs.relieve()

@@ -23,7 +23,7 @@ from dcr_daemon.checkpoint.directory import Checkpoint, write_checkpoint
 from dcr_daemon.checkpoint.safetensors import pack_safetensors
 from dcr_daemon.codec.chunk import Codec
 from dcr_daemon.errors import Corrupt, EngineRefused
-from dcr_daemon.events import Aborted, Committed, Repaired, Serving, Waiting
+from dcr_daemon.events import Aborted, Committed, Repaired, Retrying, Serving
 from dcr_daemon.ledger.objects import ObjectPending
 from dcr_daemon.ledger.records import Floor
 
@@ -264,7 +264,7 @@ async def test_early_deltas_that_were_pruned_are_never_skipped(
     with pytest.raises(ObjectPending, match="did not appear"):
         await replica.once(patience=0.1)
     async with replica.running(patience=0.1) as task:
-        await until(lambda: sum("did not appear" in event.what for event in replica.events.of(Waiting)) > 1, task)
+        await until(lambda: sum("did not appear" in event.what for event in replica.events.of(Retrying)) > 1, task)
     assert stream.versions.version_of(replica.directory) == 0
     assert not replica.events.of(Committed)
 

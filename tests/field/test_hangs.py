@@ -87,9 +87,9 @@ class Logged(Events):
 
 
 def waits(text: str) -> list[str]:
-    """What the log says is waited for."""
+    """What the log says is waited for or retried."""
     lines = [json.loads(line) for line in text.splitlines()]
-    return [line["what"] for line in lines if line["event"] == "waiting"]
+    return [line["what"] for line in lines if line["event"] in ("waiting", "retrying")]
 
 
 @pytest.mark.seaweed

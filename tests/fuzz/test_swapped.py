@@ -22,7 +22,7 @@ from streams import StreamWriter
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.codec.decode import open_chunk
 from dcr_daemon.errors import Corrupt, CorruptChunk, DcrError, EngineRefused, NotFound
-from dcr_daemon.events import Alarm, Committed, Serving, Waiting
+from dcr_daemon.events import Alarm, Committed, Notice, Serving
 from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import Objects
@@ -92,7 +92,7 @@ async def refuses_then_recovers(stream: StreamWriter, replica, thing: Object, bo
     """Spoil while it serves version 1; it stays there, says so, and goes on when the object is whole again."""
     thing.spoil(body)
     async with replica.running() as task:
-        await replica.until(lambda: replica.events.of(Waiting), task)
+        await replica.until(lambda: replica.events.of(Notice), task)
         await asyncio.sleep(0.1)
         assert stream.versions.version_of(replica.directory) == 1
         assert not replica.events.of(Committed)
@@ -132,7 +132,7 @@ async def test_a_replica_serves_on_while_the_next_version_is_damaged(make_stream
         first, *others = stream.chunks(2)
         refs = [await stream.put(2, first, edit=EDITS["a byte short"]), *[await stream.put(2, c) for c in others]]
         await stream.seal(2, refs)
-        await replica.until(lambda: "SHA-256" in str(replica.events.of(Waiting)), task)
+        await replica.until(lambda: "SHA-256" in str(replica.events.of(Notice)), task)
         assert stream.versions.version_of(replica.directory) == 1
         assert (replica.directory / "config.json").exists(), "a loader may still load it"
         Object(stream, PARTS["chunk"]).path.write_bytes(first.data)

@@ -12,7 +12,7 @@ import fakes
 import pytest
 
 from dcr_daemon.errors import Corrupt, ResourceExhausted
-from dcr_daemon.events import Alarm, Waiting
+from dcr_daemon.events import Alarm, Retrying
 from dcr_daemon.ledger import names
 from dcr_daemon.ledger.follow import GAP_CHECK, Polling
 from dcr_daemon.ledger.high_water_mark import HighWaterMark
@@ -143,7 +143,7 @@ def test_an_unavailable_store_is_waited_out(store: Any, writer: Any, still: Any,
         store.faults.extend([fakes.Fault.DOWN] * 3)
         acting(still, None, None, lambda: asyncio.ensure_future(writer.open()))
         assert isinstance(await anext(follower), Open)
-        assert len(events.of(Waiting)) == 3
+        assert len(events.of(Retrying)) == 3
 
     asyncio.run(check())
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from dcr_daemon.errors import Corrupt, Fenced, Incompatible, NotFound, ResourceExhausted, StoreUnavailable, UsageError
-from dcr_daemon.events import Alarm, Claimed, FencedOut, Waiting
+from dcr_daemon.events import Alarm, Claimed, FencedOut, Retrying
 from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.ledger import Header, Ledger
 from dcr_daemon.ledger.records import Open, Seal
@@ -118,7 +118,7 @@ class TestOutcomes:
             assert isinstance(raised.value, StoreUnavailable)
             assert ledger.undecided
             assert ledger.state.seal.version == 0, "nothing is reported before it is read"
-            assert len(events.of(Waiting)) == TRIES
+            assert len(events.of(Retrying)) == TRIES
             assert len(still.slept) == TRIES - 1
             assert still.slept == sorted(still.slept), "tries grow rarer"
             if lands:

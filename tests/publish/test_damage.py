@@ -13,7 +13,7 @@ from small_publisher import SmallWorld, SpoiltStore, kill, run, same
 
 from dcr_daemon.checkpoint.directory import Checkpoint
 from dcr_daemon.errors import StoreUnavailable
-from dcr_daemon.events import Alarm, AnchorPut, Committed, Waiting
+from dcr_daemon.events import Alarm, AnchorPut, Committed, Retrying
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.records import Seal
 from dcr_daemon.publish.group.leader import Leader
@@ -166,7 +166,7 @@ def test_a_bucket_from_which_the_head_cannot_be_built_any_more(small_world: Smal
         if how == "deleted":
             with pytest.raises(StoreUnavailable, match="did not appear"):
                 await world.open(store, anchor_every=None, anchor_share=None)
-            again = [event.what for event in world.events.of(Waiting) if "trying" in event.what]
+            again = [event.what for event in world.events.of(Retrying) if "trying" in event.what]
             assert not again or what == "anchor and chunk", "no other way leads round it: it is waited for once"
             return
         session = await world.open(store, anchor_every=None, anchor_share=None)

@@ -18,7 +18,7 @@ from dcr_daemon.canonical.box import Box
 from dcr_daemon.checkpoint.contents import Contents, join_tables
 from dcr_daemon.codec.decode import Chunk
 from dcr_daemon.errors import Corrupt
-from dcr_daemon.events import Rebuilding, Waiting
+from dcr_daemon.events import Degraded, Rebuilding
 from dcr_daemon.ledger import records
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import Objects
@@ -241,7 +241,7 @@ def test_contents_that_cannot_be_believed_cost_time_and_nothing_else(write: Any,
             rig.reindex(contents=rig.put(index.contents.key, join_tables([empty])))
     rig.check(asyncio.run(rig.restore(rig.share(3))))
     assert len(rig.store.of(".safetensors")) == len(index.files)
-    assert any("all of" in event.what for event in rig.world.events.of(Waiting))
+    assert any("all of" in event.what for event in rig.world.events.of(Degraded))
     report = asyncio.run(verify(rig.store))
     assert [(d.key, d.rebuildable) for d in report.damages] == [(index.contents.key, True)]
     assert "harmless" in report.damages[0].repair
@@ -251,7 +251,7 @@ def test_contents_of_a_part_that_are_no_table_are_passed_over(write: Any) -> Non
     rig = write()
     rig.repart(3, 0, contents=b"none")
     rig.check(asyncio.run(rig.restore(rig.share(0))))
-    assert any("more chunks of version 3" in event.what for event in rig.world.events.of(Waiting))
+    assert any("more chunks of version 3" in event.what for event in rig.world.events.of(Degraded))
     report = asyncio.run(verify(rig.store))
     assert ["harmless" in d.repair for d in report.damages] == [True]
 

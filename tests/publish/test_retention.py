@@ -12,7 +12,7 @@ import pytest
 
 from dcr_daemon.checkpoint.directory import Checkpoint
 from dcr_daemon.errors import Fenced, StoreUnavailable, UsageError
-from dcr_daemon.events import Alarm, Collected, FencedOut, Waiting
+from dcr_daemon.events import Alarm, Collected, Degraded, FencedOut, Retrying
 from dcr_daemon.ledger import names
 from dcr_daemon.ledger.collector import collect
 from dcr_daemon.ledger.ledger import Ledger
@@ -171,7 +171,7 @@ def test_errors_are_told_and_end_nothing(world: Any, toolbox: Any) -> None:
         first, second = chain(world, toolbox, 2)
         await publish(session, first, world)
         await session.retention.ended()
-        assert any("the bucket takes no deletes" in event.what for event in world.events.of(Waiting))
+        assert any("the bucket takes no deletes" in event.what for event in world.events.of(Retrying))
         assert listed(world, "data") == {0, 1}
         Broken.broken = False
         await publish(session, second, world)
@@ -227,7 +227,7 @@ def test_a_fenced_publisher_deletes_nothing_more_and_says_so(world: Any, toolbox
         await session.close()
 
     asyncio.run(run())
-    said = [event.what for event in world.events.of(Waiting) if "deletes nothing more" in event.what]
+    said = [event.what for event in world.events.of(Degraded) if "deletes nothing more" in event.what]
     assert len(said) == 1
     assert "another" in said[0]
     assert listed(world, "data") == {0, 1}
@@ -243,7 +243,7 @@ def test_what_is_held_back_for_want_of_an_anchor_is_told_once(world: Any, toolbo
         await session.close()
 
     asyncio.run(run())
-    held = [event.what for event in world.events.of(Waiting) if "no whole anchor" in event.what]
+    held = [event.what for event in world.events.of(Degraded) if "no whole anchor" in event.what]
     assert len(held) == 1
     assert "--anchor-every" in held[0]
 

@@ -10,7 +10,7 @@ import pytest
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.checkpoint.directory import Checkpoint
 from dcr_daemon.errors import Corrupt, Fenced, Incompatible, NotFound, ResourceExhausted, StoreUnavailable, UsageError
-from dcr_daemon.events import Aborted, Alarm, AnchorPut, ChunkPut, Sealed, Waiting
+from dcr_daemon.events import Aborted, Alarm, AnchorPut, ChunkPut, Retrying, Sealed
 from dcr_daemon.publish.group.leader import Leader
 from dcr_daemon.publish.group.opening import open_leader
 from dcr_daemon.publish.inputs.sources import FileSource
@@ -217,7 +217,7 @@ def test_a_baseline_is_built_from_whatever_anchor_leads_there(world: Any, toolbo
         await session.close()
 
     asyncio.run(second())
-    assert any("trying the anchor" in event.what for event in world.events.of(Waiting))
+    assert any("trying the anchor" in event.what for event in world.events.of(Retrying))
 
 
 def test_without_anchor_or_base_nothing_is_guessed(world: Any) -> None:

@@ -16,7 +16,18 @@ from background import going_on
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.checkpoint.safetensors import pack_safetensors, write_safetensors
 from dcr_daemon.errors import Fenced, Incompatible, NotFound
-from dcr_daemon.events import Aborted, ChunkPut, Claimed, Opened, Sealed, ShardTaken, Waiting, discard
+from dcr_daemon.events import (
+    Aborted,
+    ChunkPut,
+    Claimed,
+    Degraded,
+    Opened,
+    Retrying,
+    Sealed,
+    ShardTaken,
+    Waiting,
+    discard,
+)
 from dcr_daemon.publish.group.opening import open_leader
 from dcr_daemon.publish.watch import watcher as module
 from dcr_daemon.publish.watch.watcher import WatchOptions, run_watch
@@ -77,7 +88,7 @@ def test_once_publishes_what_is_complete_oldest_first_and_names_the_rest(world: 
     put(world.root / "out/checkpoint-12/model.safetensors", b"half a fi")
     once(world)
     assert sealed(world) == [2, 9, 10]
-    said = " ".join(event.what for event in world.events.of(Waiting))
+    said = " ".join(event.what for event in world.events.of(Degraded))
     assert "checkpoint-11 is incomplete" in said
     assert "checkpoint-12 is incomplete" in said
     versions = world.reader.versions()
@@ -425,7 +436,7 @@ def test_a_bucket_that_goes_away_for_a_while_delays_and_loses_nothing(
         await until(lambda: world.events.of(Waiting))
         store.down = True
         world.write(world.root / "out/step_1", new)
-        await until(lambda: any("the bucket" in event.what for event in world.events.of(Waiting)))
+        await until(lambda: any("the bucket" in event.what for event in world.events.of(Retrying)))
         store.down = False
         await until(lambda: world.events.of(Sealed))
         task.cancel()

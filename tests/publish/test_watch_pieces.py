@@ -29,7 +29,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from dcr_daemon.checkpoint.directory import Checkpoint
 from dcr_daemon.errors import Incompatible
-from dcr_daemon.events import Aborted, Opened, Sealed, Waiting
+from dcr_daemon.events import Aborted, Notice, Opened, Sealed
 from dcr_daemon.projection.files.piece_map import SHARDING_INFO
 from dcr_daemon.publish.watch import piece_tables
 from dcr_daemon.publish.watch.piece_reader import PiecedSource
@@ -82,7 +82,7 @@ class Place:
 
     @property
     def said(self) -> str:
-        return "\n".join(event.what for event in self.events.of(Waiting))
+        return "\n".join(event.what for event in self.events.of(Notice))
 
     def built(self, version: int) -> dict[str, bytes]:
         """What `dcr materialize` makes of a version."""

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 
 from dcr_daemon.errors import StoreUnavailable
-from dcr_daemon.events import Waiting
+from dcr_daemon.events import Retrying
 from dcr_daemon.store.retry import PROGRESS_BYTES, RetryPolicy, Transient, retry
 
 PATIENCE = RetryPolicy(seconds=10.0, first=0.4, longest=2.0)
@@ -30,11 +30,11 @@ async def test_an_outage_is_said_early_and_once(clock) -> None:
     events = []
     with pytest.raises(StoreUnavailable):
         await retry(fail, what="get x", patience=PATIENCE, gate=nullcontext(), emit=events.append)
-    assert events == [Waiting(what="get x: 503 SlowDown")]
+    assert events == [Retrying(what="get x: 503 SlowDown")]
 
 
 async def test_a_store_that_swallows_requests_is_told_of_after_the_first(clock) -> None:
-    events: list[Waiting] = []
+    events: list[Retrying] = []
     heard: list[int] = []
 
     async def swallowed(seconds: float) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dcr_daemon.errors import NotFound
-from dcr_daemon.events import Committed, Serving, Waiting
+from dcr_daemon.events import Committed, Retrying, Serving
 from dcr_daemon.ledger.collector import collect
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.retention import RetentionPolicy
@@ -182,7 +182,7 @@ async def test_a_view_of_the_floor_that_is_old_is_not_relied_upon(make_stream, m
         held.go.set()
         await replica.until(lambda: replica.events.of(Serving), task, seconds=20)
     assert stream.versions.version_of(replica.directory) == 5
-    assert any("below the floor" in event.what for event in replica.events.of(Waiting))
+    assert any("below the floor" in event.what for event in replica.events.of(Retrying))
 
 
 class TestMaterialize:

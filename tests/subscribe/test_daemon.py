@@ -25,6 +25,7 @@ from dcr_daemon.events import (
     Committed,
     Prepared,
     Repaired,
+    Retrying,
     SealSeen,
     Serving,
     Staged,
@@ -177,7 +178,7 @@ async def test_an_empty_directory_waits_for_the_first_anchor(make_stream, make_r
     with pytest.raises(NoRoute, match="no anchor"):
         await replica.once()
     async with replica.running() as task:
-        await replica.until(lambda: any("no anchor" in event.what for event in replica.events.of(Waiting)), task)
+        await replica.until(lambda: any("no anchor" in event.what for event in replica.events.of(Retrying)), task)
         await stream.anchor(0)
         await replica.until(lambda: replica.events.of(Serving), task)
     assert stream.versions.version_of(replica.directory) == 0
@@ -292,7 +293,7 @@ async def test_a_damaged_version_is_waited_out_or_gone_round_by_an_anchor(make_s
         first, *rest = stream.chunks(2)
         refs = [await stream.put(2, first, edit=SPOILS["flipped"]), *[await stream.put(2, chunk) for chunk in rest]]
         await stream.seal(2, refs)
-        await replica.until(lambda: any("twice" in event.what for event in replica.events.of(Waiting)), task)
+        await replica.until(lambda: any("twice" in event.what for event in replica.events.of(Retrying)), task)
         assert stream.versions.version_of(replica.directory) == 1
         await stream.publish(3)
         await stream.anchor(3)

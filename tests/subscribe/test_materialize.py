@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from dcr_daemon.errors import Corrupt, Incompatible, NotFound, UsageError
-from dcr_daemon.events import Committed, Waiting
+from dcr_daemon.events import Committed, Retrying
 from dcr_daemon.subscribe.materialize import materialize
 
 
@@ -144,5 +144,5 @@ class TestDamage:
         told = []
         with pytest.raises(Corrupt, match="data/6/"):
             await materialize(stream.store, out=tmp_path / "out", base=base, emit=told.append)
-        waits = [event.what for event in told if isinstance(event, Waiting)]
+        waits = [event.what for event in told if isinstance(event, Retrying)]
         assert not [what for what in waits if "trying" in what], "every way passes it"

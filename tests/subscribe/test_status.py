@@ -5,7 +5,7 @@ import contextlib
 import json
 
 from dcr_daemon.errors import KeyNotFound
-from dcr_daemon.events import Alarm, Waiting
+from dcr_daemon.events import Alarm, Degraded
 from dcr_daemon.ledger import names
 from dcr_daemon.store import open_store
 from dcr_daemon.subscribe.status import Reporter
@@ -112,4 +112,4 @@ async def test_a_store_that_does_not_take_it_is_said_once_and_no_reason_to_stop(
         await asyncio.sleep(0.1)
         (place / "replicas").unlink()
         assert await read_until(store, id="r")
-    assert len([event for event in events if isinstance(event, Waiting)]) == 1
+    assert len([event for event in events if isinstance(event, Degraded)]) == 1

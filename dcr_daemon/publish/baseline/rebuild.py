@@ -19,7 +19,7 @@ from dcr_daemon.checkpoint.pieces import read_pieces
 from dcr_daemon.checkpoint.safetensors import SafetensorsBytes
 from dcr_daemon.codec.decode import Chunk, open_chunk
 from dcr_daemon.errors import Corrupt
-from dcr_daemon.events import Emit, Rebuilding, Waiting
+from dcr_daemon.events import Degraded, Emit, Rebuilding
 from dcr_daemon.ledger.objects import ObjectPending, Objects
 from dcr_daemon.ledger.records import Anchor, AnchorIndex, ChunkRef, ObjectRef, Part, Seal
 from dcr_daemon.publish.baseline.baseline import Baseline
@@ -68,7 +68,7 @@ class Rebuild:
             if not short:
                 return
             if files is wanted and rest:
-                self._emit(Waiting(what=f"{what}: it holds {short[0]} elsewhere than it says; all of it is read"))
+                self._emit(Degraded(what=f"{what}: it holds {short[0]} elsewhere than it says; all of it is read"))
         raise Corrupt(f"{what} does not hold all of {shorten(short)}")
 
     async def _files(self, index: AnchorIndex) -> tuple[list[ObjectRef], list[ObjectRef]]:
@@ -81,7 +81,7 @@ class Rebuild:
                 return index.files, []
             touched = await self._workers.run(self._touched, split_tables(tables), len(index.files))
         except (Corrupt, ObjectPending) as error:
-            self._emit(Waiting(what=f"all of the anchor of version {index.version}: {error.message}"))
+            self._emit(Degraded(what=f"reading all of the anchor of version {index.version}: {error.message}"))
             return index.files, []
         return (
             [file for file, wanted in zip(index.files, touched, strict=True) if wanted],
@@ -179,7 +179,7 @@ class Rebuild:
             return [chunk for part in parts for chunk in part.chunks]
         wanted, damage = await self._workers.run(self._wanted, parts)
         if damage:
-            self._emit(Waiting(what=f"more chunks of version {seal.version} than are needed: {damage}"))
+            self._emit(Degraded(what=f"reading more chunks of version {seal.version} than are needed: {damage}"))
         return wanted
 
     def _wanted(self, parts: Iterable[Part]) -> tuple[list[ChunkRef], str]:

@@ -14,7 +14,7 @@ from dcr_daemon import runtime
 from dcr_daemon.canonical.fingerprint import Vector, total
 from dcr_daemon.checkpoint.directory import Checkpoint
 from dcr_daemon.errors import Corrupt, DcrError, Incompatible, NotFound
-from dcr_daemon.events import Alarm, Emit, Waiting
+from dcr_daemon.events import Alarm, Emit, Retrying, Waiting
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import ObjectPending, Objects
 from dcr_daemon.ledger.records import Seal, Stream, show_u64
@@ -69,7 +69,7 @@ class Restorer:
                 if self._rebuild.missing & set(route.hops):
                     continue  # it was waited for once
                 if failed:
-                    self._emit(Waiting(what=f"the baseline: {failed[-1].message}; trying {what}"))
+                    self._emit(Retrying(what=f"the baseline: {failed[-1].message}; trying {what}"))
                 await self._build(route, head)
             except (Corrupt, NotFound, ObjectPending) as error:
                 failed.append(error)

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 
 from dcr_daemon import runtime
 from dcr_daemon.errors import Corrupt, KeyNotFound, StoreUnavailable, UpdateAborted
-from dcr_daemon.events import Emit, Waiting
+from dcr_daemon.events import Emit, Retrying, Waiting
 from dcr_daemon.ledger import records
 from dcr_daemon.ledger.records import PART_LIMIT
 from dcr_daemon.publish.rank import Rank
@@ -84,7 +84,7 @@ class ObjectCollector:
                 async for entry in self._store.list(prefix):
                     moved |= await self._take(entry.key, missing, suffix, found)
             except StoreUnavailable as error:
-                self._emit(Waiting(what=f"the store of {self._store.url}: {error.message}"))
+                self._emit(Retrying(what=f"the store of {self._store.url}: {error.message}"))
         return moved
 
     async def _take(self, key: str, missing: list[int], suffix: str, found: dict[int, str]) -> bool:

@@ -22,7 +22,7 @@ from dcr_daemon import runtime
 from dcr_daemon.canonical.fingerprint import Vector, total
 from dcr_daemon.checkpoint.directory import read_extras
 from dcr_daemon.errors import Corrupt, Fenced, StoreUnavailable, UpdateAborted
-from dcr_daemon.events import Emit, Opened, Waiting
+from dcr_daemon.events import Degraded, Emit, Opened, Retrying
 from dcr_daemon.ledger import names
 from dcr_daemon.ledger.ledger import Header
 from dcr_daemon.ledger.records import Abort, Open, Seal, show_u64
@@ -249,7 +249,7 @@ class Leader:
             except StoreUnavailable as error:
                 if runtime.monotonic() > deadline:
                     raise
-                self._emit(Waiting(what=f"{what}: {error.message}"))
+                self._emit(Retrying(what=f"{what}: {error.message}"))
                 await runtime.sleep(SETTLE_PAUSE)
 
     async def _with_timeout(self, seconds: float, work: Awaitable[T], what: str) -> T:
@@ -403,7 +403,9 @@ class Leader:
             Corrupt,
         ) as error:  # no fault of this version, nor of the next one: that brings another anchor
             self.context.owes_anchor = True
-            self._emit(Waiting(what=f"an anchor, written with a later version: {error.message}"))
+            self._emit(
+                Degraded(what=f"version {seal.version} has no anchor; a later version tries again: {error.message}")
+            )
             return
         self.context.owes_anchor = False
         self.retention.anchored()

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from dcr_daemon import runtime
 from dcr_daemon.errors import Corrupt, DcrError, Fenced, KeyNotFound, StoreUnavailable, UpdateAborted, UsageError
-from dcr_daemon.events import Emit, Opened, Waiting
+from dcr_daemon.events import Emit, Opened, Retrying, Waiting
 from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.records import Abort, AnyRecord, Epoch, Fail, Open, Release, Seal
 from dcr_daemon.publish.group.anchors import write_share
@@ -268,7 +268,7 @@ class Member:
                         hint="start the group anew; nothing that was sealed is lost",
                     )
             except StoreUnavailable as error:
-                self._emit(Waiting(what=f"the store of {self.ledger.store.url}: {error.message}"))
+                self._emit(Retrying(what=f"the store of {self.ledger.store.url}: {error.message}"))
             if poller.report_due():
                 self._emit(Waiting(what=what))
             await poller.pause()

@@ -11,7 +11,7 @@ import asyncio
 
 from dcr_daemon import runtime
 from dcr_daemon.errors import DcrError, Fenced
-from dcr_daemon.events import Collected, Emit, Waiting
+from dcr_daemon.events import Collected, Degraded, Emit, Retrying
 from dcr_daemon.ledger.collector import Collector
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.retention import Plan, RetentionPolicy
@@ -66,9 +66,9 @@ class Retention:
             done = await collector.delete(plan, go_on=self._still_ours)
         except Fenced as error:
             self._over = True
-            self._emit(Waiting(what=f"retention stops, and deletes nothing more: {error.message}"))
+            self._emit(Degraded(what=f"retention stops, and deletes nothing more: {error.message}"))
         except DcrError as error:
-            self._emit(Waiting(what=f"retention, tried again after a later version: {error.message}"))
+            self._emit(Retrying(what=f"retention, after a later version: {error.message}"))
         else:
             if plan.rises or done.objects:
                 seconds = runtime.monotonic() - began
@@ -80,7 +80,7 @@ class Retention:
         held = plan.floor.held if plan.floor.blocked or not self._anchors else ""
         if held and not self._said:
             hint = "" if self._anchors else "; let this publisher write anchors (--anchor-share, --anchor-every)"
-            self._emit(Waiting(what=f"retention: {held}{hint}"))
+            self._emit(Degraded(what=f"retention: {held}{hint}"))
         self._said = held
         return plan
 

@@ -18,7 +18,7 @@ from urllib.parse import unquote, urlsplit
 
 from dcr_daemon import runtime
 from dcr_daemon.errors import DcrError, NotFound, StoreUnavailable
-from dcr_daemon.events import Emit, Waiting
+from dcr_daemon.events import Degraded, Emit, Notice, Retrying, Waiting
 from dcr_daemon.publish.group.leader import Leader
 from dcr_daemon.publish.group.opening import open_leader
 from dcr_daemon.publish.inputs.model_config import read_config
@@ -93,7 +93,7 @@ class Watcher:
         self._newest_number = -1
         self._published: set[str] = set()
         self._abandoned: dict[str, frozenset[FileIdentity]] = {}
-        self._reported: dict[str, str] = {}
+        self._reported: dict[str, Notice] = {}
         self._notices: InotifyWatcher | None = None
         self._watched_inode: tuple[int, int] | None = None
         self._damaged = False
@@ -163,8 +163,8 @@ class Watcher:
                 await self._seal(current)
             finally:
                 current.close()
-        for what in self._lacks(found).values():
-            self._emit(Waiting(what=f"not published: {what}"))
+        for notice in self._lacks(found).values():
+            self._emit(Degraded(what=f"not published: {notice.what}"))
         await self._session.retention.ended()
         if not found:
             self._emit(Waiting(what=f"nothing to publish: no complete checkpoint below {self._options.watch} is new"))
@@ -192,7 +192,7 @@ class Watcher:
                 self._scanner.mark_refused(self._current.relative, self._current.identity, error.message)
             await runtime.sleep(self._retry_delay())
         except StoreUnavailable as error:
-            self._emit(Waiting(what=f"the bucket: {error.message}"))
+            self._emit(Retrying(what=f"the bucket: {error.message}"))
             self._abort_reason = self._abort_reason or (f"StoreUnavailable: {error.message}" if self._current else None)
             await runtime.sleep(STORE_PAUSE)
         return True
@@ -281,7 +281,7 @@ class Watcher:
         try:
             await self._session.anchor_if_due()
         except StoreUnavailable as error:
-            self._emit(Waiting(what=f"an anchor, tried again after the next version: {error.message}"))
+            self._emit(Degraded(what=f"no anchor now; the next version tries again: {error.message}"))
 
     async def _abort_current(self, why: str) -> None:
         """End the attempt under way. If it turns out to be sealed after all, it is a version like any other."""
@@ -307,17 +307,19 @@ class Watcher:
         waits = self._lacks(found)
         if not waits:
             gone = "" if self._watched_inode else ", which is not there any more"
-            waits = {"": f"a checkpoint below {self._options.watch}{gone}"}
-        for name, text in waits.items():
-            if self._reported.get(name) != text:
-                self._emit(Waiting(what=text))
+            waits = {"": Waiting(what=f"a checkpoint below {self._options.watch}{gone}")}
+        for name, notice in waits.items():
+            if self._reported.get(name) != notice:
+                self._emit(notice)
         self._reported = waits
 
-    def _lacks(self, found: dict[str, CheckpointCandidate]) -> dict[str, str]:
-        """In a sentence for each checkpoint that is not complete, what it lacks."""
+    def _lacks(self, found: dict[str, CheckpointCandidate]) -> dict[str, Notice]:
+        """For each checkpoint that is not complete or was refused, what it lacks."""
         lacks = {name: (checkpoint, checkpoint.lacks(self._session.layout)) for name, checkpoint in found.items()}
         return {
-            name: f"{name} is {'refused' if checkpoint.refusal else 'incomplete'}: {what}"
+            name: Degraded(what=f"{name} is refused: {what}")
+            if checkpoint.refusal
+            else Waiting(what=f"{name} is incomplete: {what}")
             for name, (checkpoint, what) in lacks.items()
             if what
         }
