@@ -9,9 +9,17 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parent / "support"))
-pytest.register_assert_rewrite("engine_contract", "scenes")
-pytest_plugins = ["versions", "streams", "replicas", "field", "forks", "weed", "full_disk"]
+sys.path.append(str(Path(__file__).parent))  # for `support`, `sim` and `fuzz`; never the repository root
+pytest.register_assert_rewrite("support")
+pytest_plugins = [
+    "support.streams.versions",
+    "support.streams.writer",
+    "support.streams.replica",
+    "support.streams.trainer",
+    "support.processes.fork_server",
+    "support.stores.seaweed",
+    "support.faults.full_disk",
+]
 
 
 @pytest.hookimpl(tryfirst=True)

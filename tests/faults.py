@@ -24,7 +24,7 @@ from xml.etree import ElementTree
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
-sys.path.append(str(TESTS / "support"))
+sys.path.append(str(TESTS))
 MARKS = ("<!-- counts -->\n", "<!-- end of counts -->\n")
 
 
@@ -155,7 +155,7 @@ def machine() -> str:
 
 def table(parts: Sequence[Part], length: str) -> str:
     """The counts, as Markdown."""
-    from sampling import COMMIT
+    from support.faults.sampling import COMMIT
 
     rows = ["| part | tried | minutes | |", "|---|---|---|---|"]
     for part in parts:

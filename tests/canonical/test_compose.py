@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from regions import dense_regions, loose_regions, pairs
+from support.tensors.regions import dense_regions, loose_regions, pairs
 
 from dcr_daemon.canonical.compose import chain, compose
 from dcr_daemon.canonical.region import Region, indices, invert, slab, whole

@@ -8,7 +8,7 @@ from collections import Counter
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from regions import dense_regions, loose_regions
+from support.tensors.regions import dense_regions, loose_regions
 
 from dcr_daemon.canonical.coverage import Finding, exactly_once
 from dcr_daemon.canonical.layout import Layout, TensorSpec

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from regions import dense_regions, pairs
+from support.tensors.regions import dense_regions, pairs
 
 from dcr_daemon.canonical.fit import fit
 from dcr_daemon.canonical.region import Region, indices, normalise

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from regions import dense_regions, loose_regions, pairs
+from support.tensors.regions import dense_regions, loose_regions, pairs
 
 from dcr_daemon.canonical.box import MAX_RANK
 from dcr_daemon.canonical.region import (

@@ -1,4 +1,4 @@
-"""What the codec's tests share: an identity, ways to encode and apply; forged chunks come from `support/forged.py`."""
+"""What the codec's tests share: an identity, ways to encode and to apply. (Malformed chunks: support/chunks.)"""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from forged import ID, Forged, reseal, sample_chunk, sample_layout
+from support.chunks.malformed import ID, Forged, reseal, sample_chunk, sample_layout
 
 from dcr_daemon.canonical.box import Box
 from dcr_daemon.canonical.layout import Layout, TensorSpec

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from whole_tensors import in_whole
+from support.chunks.whole_tensors import in_whole
 
 from dcr_daemon.canonical.box import Box
 from dcr_daemon.canonical.fingerprint import advance, fingerprint

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from whole_tensors import in_whole
+from support.chunks.whole_tensors import in_whole
 
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.codec.chunk import Codec, Operation

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from engine_contract import *  # noqa: F403  # the tests themselves
-from versions import Versions
+from support.streams.versions import Versions
+from support.vllm.engine_contract import *  # noqa: F403  # the tests themselves
 
 from dcr_daemon.checkpoint.safetensors import SafetensorsFile
 from dcr_daemon.engine.directory.engine import DirectoryEngine

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
-from fakes import MemoryStore
+from support.stores.memory import MemoryStore
 
 from dcr_daemon.errors import Corrupt, KeyNotFound, UsageError
 from dcr_daemon.events import StoreRequest

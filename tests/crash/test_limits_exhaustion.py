@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from publishing import Publishing
+from support.streams.watching_publisher import Publishing
 
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.checkpoint.directory import write_checkpoint

@@ -1,8 +1,8 @@
 """kill -9 at every named instant of every daemon, once and twice: one more start, and nothing was lost.
 
-A scene (tests/support/scenes.py) plays to its end whatever is killed; then every version is bit for bit the checkpoint
-that was written, each checkpoint exactly one version, the replica at the newest, and `dcr verify` finds nothing. A
-site that is never reached fails.
+A scene (tests/support/faults/crash_scenes.py) plays to its end whatever is killed; then every version is bit for bit
+the checkpoint that was written, each checkpoint exactly one version, the replica at the newest, and `dcr verify` finds
+nothing. A site that is never reached fails.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from forks import Nursery
-from sampling import parameters
-from sites import IN_A_DIRECTORY, SITES, Site
+from support.faults.crash_sites import IN_A_DIRECTORY, SITES, Site
+from support.faults.sampling import parameters
+from support.processes.fork_server import Nursery
 
 pytestmark = pytest.mark.crash
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from full_disk import FullDisk
-from publishing import Publishing
+from support.faults.full_disk import FullDisk
+from support.streams.watching_publisher import Publishing
 
 from dcr_daemon.errors import ResourceExhausted
 from dcr_daemon.events import Aborted, Sealed

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from sites import ELSEWHERE, SITES
+from support.faults.crash_sites import ELSEWHERE, SITES
 
 import dcr_daemon
 
@@ -53,7 +53,7 @@ def named() -> Iterator[str]:
 
 def test_every_failpoint_of_the_package_is_a_site_of_the_matrix() -> None:
     found, listed = set(named()), {site.name for site in SITES} | set(ELSEWHERE)
-    assert found - listed == set(), "in no test: add them to tests/support/sites.py"
+    assert found - listed == set(), "in no test: add them to tests/support/faults/crash_sites.py"
     assert listed - found == set(), "no longer in the source"
 
 

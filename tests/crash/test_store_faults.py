@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from bad_network import BadNetwork, Fault
-from forks import Nursery, Process
-from scenes import PublisherScene, replica_serves
-from weed import Seaweed, Weed, set_environment
+from support.faults.crash_scenes import PublisherScene, replica_serves
+from support.processes.fork_server import Nursery, Process
+from support.stores.faulty_proxy import BadNetwork, Fault
+from support.stores.seaweed import Seaweed, Weed, set_environment
 
 pytestmark = [pytest.mark.crash, pytest.mark.seaweed]
 

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from full_disk import FullDisk
-from replicas import Replica
-from streams import StreamWriter
+from support.faults.full_disk import FullDisk
+from support.streams.replica import Replica
+from support.streams.writer import StreamWriter
 
 from dcr_daemon.errors import ResourceExhausted
 from dcr_daemon.events import Committed, Degraded, Notice, Serving

@@ -11,9 +11,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from forks import Nursery
-from sampling import COMMIT
-from scenes import CollectingScene, LoadingScene, PublisherScene, RestoringScene, Scene, SpoolingScene, SubscriberScene
+from support.faults.crash_scenes import (
+    CollectingScene,
+    LoadingScene,
+    PublisherScene,
+    RestoringScene,
+    Scene,
+    SpoolingScene,
+    SubscriberScene,
+)
+from support.faults.sampling import COMMIT
+from support.processes.fork_server import Nursery
 
 pytestmark = [pytest.mark.crash, pytest.mark.faults, pytest.mark.timeout(7200)]
 

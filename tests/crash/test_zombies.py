@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from forks import DEADLINE, Nursery, Process
-from sampling import parameters
-from scenes import LOOK, PublisherScene, SubscriberScene, replica_serves
-from sites import SITES
-from streams import StreamWriter
+from support.faults.crash_scenes import LOOK, PublisherScene, SubscriberScene, replica_serves
+from support.faults.crash_sites import SITES
+from support.faults.sampling import parameters
+from support.processes.fork_server import DEADLINE, Nursery, Process
+from support.streams.writer import StreamWriter
 
 from dcr_daemon.ledger import names
 

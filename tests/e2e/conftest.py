@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from vllm_rig import Rig, rig
+from support.vllm.server import Rig, rig
 
 from dcr_daemon.demo.models import write_tiny
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from engine_contract import *  # noqa: F403  # the tests themselves
-from vllm_rig import ModelVersions, Rig
+from support.vllm.engine_contract import *  # noqa: F403  # the tests themselves
+from support.vllm.server import ModelVersions, Rig
 
 from dcr_daemon.engine.vllm_client import VllmEngine
 

@@ -6,8 +6,8 @@ import asyncio
 import json
 
 import pytest
-from fakes import MemoryStore
-from histories import HistoryWriter
+from support.stores.memory import MemoryStore
+from support.streams.record_history import HistoryWriter
 
 from dcr_daemon.cli.app import run
 from dcr_daemon.ledger import names

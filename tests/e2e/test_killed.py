@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from streams import StreamWriter
-from vllm_rig import ModelVersions, Rig
+from support.streams.writer import StreamWriter
+from support.vllm.server import ModelVersions, Rig
 
 from dcr_daemon.demo.models import copy_side_files
 from dcr_daemon.demo.processes import Process

@@ -6,9 +6,9 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from streams import StreamWriter
-from vllm_rig import ModelVersions, Rig, rig
-from wider_model import redrawn, written_wider
+from support.streams.writer import StreamWriter
+from support.vllm.server import ModelVersions, Rig, rig
+from support.vllm.wider_model import redrawn, written_wider
 
 from dcr_daemon.demo.models import copy_side_files, write_tiny
 from dcr_daemon.engine.messages import RankChecksums

@@ -1,8 +1,9 @@
 """Four training ranks → SeaweedFS → real vLLM on two: five real steps, each served; every bit that of the export.
 
-The ranks run under torchrun (tests/support/ranks/program.py), dense under FSDP2 over tensor parallelism, the mixture
-under FSDP2; the servers cut the model otherwise. In the end the server loads the framework's own export of the last
-step through vLLM's own loader, with another version in between, and every parameter must be what the deltas had made.
+The ranks run under torchrun (tests/support/ranks/programs/training.py), dense under FSDP2 over tensor parallelism, the
+mixture under FSDP2; the servers cut the model otherwise. In the end the server loads the framework's own export of the
+last step through vLLM's own loader, with another version in between, and every parameter must be what the deltas had
+made.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from ranks.cases import BY_NAME
-from ranks.judge import check_stream, weights_of
-from ranks.launch import quiet, torchrun
-from vllm_rig import ModelVersions, Rig, rig
-from weed import Seaweed, set_environment
+from support.ranks.launch import quiet, torchrun
+from support.ranks.stream_checks import check_stream, weights_of
+from support.ranks.training_cases import BY_NAME
+from support.stores.seaweed import Seaweed, set_environment
+from support.vllm.server import ModelVersions, Rig, rig
 
 from dcr_daemon.demo.models import write_tiny
 from dcr_daemon.demo.proof import checksums
@@ -71,7 +72,9 @@ def trained_and_served(scene: Scene, served: Rig, case: str, place: Path) -> lis
     place.mkdir()
     options = ["--base", str(served.server.model), "--stream", scene.stream, "--gated"]
     assert BY_NAME[case].world == WORLD
-    trainers = scene.start("trainers", torchrun(WORLD, "ranks.program", str(scene.work), case, *options), quiet())
+    trainers = scene.start(
+        "trainers", torchrun(WORLD, "support.ranks.programs.training", str(scene.work), case, *options), quiet()
+    )
     scene.wait(lambda: (place / "step-0").exists(), "the trainers")
     events = scene.subscriber(served.server.engine)
     for step in range(1, STEPS + 1):

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from vllm_rig import ModelVersions, Rig
+from support.vllm.server import ModelVersions, Rig
 
 from dcr_daemon.engine.port import EngineGone, Transaction, Verdict, VersionDelta
 from dcr_daemon.engine.vllm_client import VllmEngine

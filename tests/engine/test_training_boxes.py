@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from training_boxes import Cut, cuts, megatron_cut
-from versions import Versions
+from support.streams.versions import Versions
+from support.tensors.partitions import Cut, cuts, megatron_cut
 
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.engine.deltas import compose, open_hop

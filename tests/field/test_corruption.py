@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from field import Trainer, until
-from replicas import Replica
-from streams import StreamWriter
-from versions import Versions
+from support.streams.replica import Replica
+from support.streams.trainer import Trainer, until
+from support.streams.versions import Versions
+from support.streams.writer import StreamWriter
 
 from dcr_daemon.canonical.dtypes import lane_dtype
 from dcr_daemon.canonical.layout import Layout, TensorSpec

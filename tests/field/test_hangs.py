@@ -10,8 +10,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from field import Gate, Trainer, until
-from replicas import Events
+from support.streams.replica import Events
+from support.streams.trainer import Gate, Trainer, until
 
 from dcr_daemon.events import Event, Serving, Waiting
 from dcr_daemon.observe import logs

@@ -15,10 +15,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from field import Gate, Trainer, until
-from field_models import FieldEngine, Model, attach_model
-from toy_engine import failing
-from versions import Versions
+from support.streams.trainer import Gate, Trainer, until
+from support.streams.versions import Versions
+from support.vllm.toy_engine import failing
+from support.vllm.unusual_loaders import FieldEngine, Model, attach_model
 
 from dcr_daemon.engine.vllm_client import VllmEngine
 from dcr_daemon.events import Committed, Serving

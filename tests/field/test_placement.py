@@ -13,8 +13,8 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from field import Trainer, until
-from field_models import EXPERTS, Deaf, FieldEngine, LaidOut, Model, Wrapped, attach_model
+from support.streams.trainer import Trainer, until
+from support.vllm.unusual_loaders import EXPERTS, Deaf, FieldEngine, LaidOut, Model, Wrapped, attach_model
 
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.checkpoint.safetensors import pack_safetensors

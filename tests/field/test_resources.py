@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from field import Trainer
-from versions import Versions
+from support.streams.trainer import Trainer
+from support.streams.versions import Versions
 
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.store.file import FileStore

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from field import Line, Trainer, until
-from replicas import Replica
+from support.streams.replica import Replica
+from support.streams.trainer import Line, Trainer, until
 
 from dcr_daemon.errors import StoreUnavailable
 from dcr_daemon.events import Collected, Serving

@@ -13,10 +13,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-from field import Gate, Trainer, until
-from field_models import FieldEngine, attach_model
-from replicas import Events
-from toy_engine import ToyHost
+from support.streams.replica import Events
+from support.streams.trainer import Gate, Trainer, until
+from support.vllm.toy_engine import ToyHost
+from support.vllm.unusual_loaders import FieldEngine, attach_model
 
 from dcr_daemon.engine import messages
 from dcr_daemon.engine.port import Swapped, Verdict

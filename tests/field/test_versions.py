@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from field import Gate, Trainer, until
+from support.streams.trainer import Gate, Trainer, until
 
 from dcr_daemon.engine.directory.checkout import Checkout
 from dcr_daemon.engine.directory.engine import DirectoryEngine

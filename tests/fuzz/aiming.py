@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
-from memory import memory_limit
+from support.measure.memory_limit import memory_limit
 
 from dcr_daemon.errors import Corrupt, Incompatible
 

@@ -13,7 +13,7 @@ import msgspec
 import samples
 from aiming import REFUSED, expect, run, scratch, target
 from dice import Dice
-from fakes import MemoryStore, Recorder
+from support.stores.memory import MemoryStore, Recorder
 
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.errors import Incompatible, NotFound, UsageError

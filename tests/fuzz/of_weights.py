@@ -9,8 +9,8 @@ import numpy as np
 import samples
 from aiming import REFUSED, as_file, target
 from dice import Dice
-from forged import Forged, reseal
-from whole_tensors import in_whole
+from support.chunks.malformed import Forged, reseal
+from support.chunks.whole_tensors import in_whole
 
 from dcr_daemon.canonical.fingerprint import advance, fingerprint
 from dcr_daemon.checkpoint import safetensors

@@ -38,7 +38,7 @@ def one_target(name: str, arguments: list[str]) -> None:
     """In the child: instrument, import, fuzz. Never returns."""
     import atheris
 
-    sys.path[:0] = [str(HERE), str(HERE.parent / "support")]
+    sys.path[:0] = [str(HERE), str(HERE.parent)]
     with atheris.instrument_imports(include=["dcr_daemon"], exclude=COMPILED):
         import targets
         from seeds import seeds
@@ -79,7 +79,7 @@ def write_seeds(name: str, place: Path) -> Path:
 def main() -> int:
     if sys.argv[1:2] == ["--child"]:
         one_target(sys.argv[2], sys.argv[3:])
-    sys.path[:0] = [str(HERE), str(HERE.parent / "support")]
+    sys.path[:0] = [str(HERE), str(HERE.parent)]
     import targets
 
     parser = argparse.ArgumentParser(description=__doc__)

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from fakes import MemoryStore
-from forged import Forged, sample_chunk, sample_layout
+from support.chunks.malformed import Forged, sample_chunk, sample_layout
+from support.stores.memory import MemoryStore
 
 from dcr_daemon.canonical.fingerprint import Vector, advance, fingerprint, total
 from dcr_daemon.checkpoint.pieces import piece_metadata, plan_files

@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zstandard
-from forged import Forged, reseal
-from memory import memory_limit
-from replicas import Events
-from streams import StreamWriter
+from support.chunks.malformed import Forged, reseal
+from support.measure.memory_limit import memory_limit
+from support.streams.replica import Events
+from support.streams.writer import StreamWriter
 
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.codec.decode import open_chunk

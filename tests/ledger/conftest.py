@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-import fakes
 import numpy as np
 import pytest
+from support.stores import memory
 
 from dcr_daemon import runtime
 from dcr_daemon.canonical.layout import Layout, TensorSpec
@@ -85,13 +85,13 @@ def make_anchor(header: Header, version: int, size: int = 1000) -> Anchor:
 
 
 @pytest.fixture
-def store() -> fakes.MemoryStore:
-    return fakes.MemoryStore()
+def store() -> memory.MemoryStore:
+    return memory.MemoryStore()
 
 
 @pytest.fixture
-def events() -> fakes.Recorder:
-    return fakes.Recorder()
+def events() -> memory.Recorder:
+    return memory.Recorder()
 
 
 @pytest.fixture
@@ -101,9 +101,9 @@ def make() -> ModuleType:
 
 
 @pytest.fixture(autouse=True)
-def still() -> Iterator[fakes.StillRuntime]:
+def still() -> Iterator[memory.StillRuntime]:
     """No test of this room waits for real time."""
-    before, fake = runtime._current, fakes.StillRuntime()
+    before, fake = runtime._current, memory.StillRuntime()
     runtime.install(fake)
     yield fake
     runtime.install(before)

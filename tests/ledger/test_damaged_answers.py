@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import Fault, MemoryStore, Recorder
+from support.stores.memory import Fault, MemoryStore, Recorder
 
 from dcr_daemon.events import Alarm
 from dcr_daemon.ledger import names

@@ -8,8 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-import fakes
 import pytest
+from support.stores import memory
 
 from dcr_daemon.errors import Corrupt, ResourceExhausted
 from dcr_daemon.events import Alarm, Retrying
@@ -140,7 +140,7 @@ def test_an_unavailable_store_is_waited_out(store: Any, writer: Any, still: Any,
         reader = Ledger(store, emit=events)
         await reader.read()
         follower = reader.follow()
-        store.faults.extend([fakes.Fault.DOWN] * 3)
+        store.faults.extend([memory.Fault.DOWN] * 3)
         acting(still, None, None, lambda: asyncio.ensure_future(writer.open()))
         assert isinstance(await anext(follower), Open)
         assert len(events.of(Retrying)) == 3

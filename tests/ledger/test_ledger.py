@@ -6,9 +6,9 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import fakes
 import msgspec
 import pytest
+from support.stores import memory
 
 from dcr_daemon.errors import Corrupt, Fenced, Incompatible, NotFound, ResourceExhausted, StoreUnavailable, UsageError
 from dcr_daemon.events import Alarm, Claimed, FencedOut, Retrying
@@ -55,7 +55,7 @@ class TestOutcomes:
         async def check() -> None:
             writer = await publisher(store, make, emit=events)
             await writer.open()
-            store.faults.append(fakes.Fault[fault])
+            store.faults.append(memory.Fault[fault])
             seal = await writer.seal()
             store.land_ghosts()
             assert (await state_of(store)).seal == records.SealRef(seal.seq, 1)
@@ -69,7 +69,7 @@ class TestOutcomes:
         async def check() -> None:
             writer = await publisher(store, make)
             await writer.open()
-            store.faults.append(fakes.Fault.GHOST)
+            store.faults.append(memory.Fault.GHOST)
 
             async def land(operation: str, _key: str) -> None:
                 if operation == "create" and store.ghosts:
@@ -112,7 +112,7 @@ class TestOutcomes:
             writer = await publisher(store, make, emit=events)
             ledger = writer.ledger
             await writer.open()
-            store.faults.extend([fakes.Fault.GHOST] * TRIES)
+            store.faults.extend([memory.Fault.GHOST] * TRIES)
             with pytest.raises(Undecided) as raised:
                 await writer.seal()
             assert isinstance(raised.value, StoreUnavailable)
@@ -136,7 +136,7 @@ class TestOutcomes:
     def test_the_next_append_settles_first(self, store: Any, make: Any) -> None:
         async def check() -> None:
             writer = await publisher(store, make)
-            store.faults.extend([fakes.Fault.REQUEST_LOST] * TRIES)
+            store.faults.extend([memory.Fault.REQUEST_LOST] * TRIES)
             with pytest.raises(Undecided):
                 await writer.open()
             with pytest.raises(UsageError, match="attempt 2 is undecided"):
@@ -170,7 +170,7 @@ class TestOutcomes:
     def test_reading_on_settles_too(self, store: Any, make: Any) -> None:
         async def check() -> None:
             writer = await publisher(store, make)
-            store.faults.extend([fakes.Fault.GHOST] * TRIES)
+            store.faults.extend([memory.Fault.GHOST] * TRIES)
             with pytest.raises(Undecided):
                 await writer.open()
             store.land_ghosts()
@@ -184,7 +184,7 @@ class TestOutcomes:
         async def check() -> None:
             writer = await publisher(store, make)
             await writer.open()
-            store.faults.extend([fakes.Fault.REQUEST_LOST] * TRIES)
+            store.faults.extend([memory.Fault.REQUEST_LOST] * TRIES)
             with pytest.raises(Undecided):
                 await writer.seal()
             other = Ledger(store)
@@ -375,7 +375,7 @@ class TestMemory:
     def test_another_stream_in_its_place_is_refused(self, store: Any, make: Any, tmp_path: Path) -> None:
         async def check() -> None:
             await publisher(store, make, memory=tmp_path / "mark")
-            replacement = fakes.MemoryStore()
+            replacement = memory.MemoryStore()
             await publisher(replacement, make)
             with pytest.raises(Incompatible, match="has seen stream"):
                 await Ledger(replacement, memory=tmp_path / "mark").read()

@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from fakes import MemoryStore
-from histories import LAYOUT, HistoryWriter, vector_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.stores.memory import MemoryStore
+from support.streams.record_history import LAYOUT, HistoryWriter, vector_of
 
 from dcr_daemon.cli.log import read_rows
 from dcr_daemon.cli.status import read_status

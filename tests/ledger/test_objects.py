@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from fakes import MemoryStore
-from streams import StreamWriter
+from support.stores.memory import MemoryStore
+from support.streams.writer import StreamWriter
 
 from dcr_daemon.codec.chunk import CHUNK_LIMIT
 from dcr_daemon.errors import Corrupt, Incompatible, StoreUnavailable

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from typing import Any
 
-import fakes
 import pytest
+from support.stores import memory
 
 from dcr_daemon.errors import Fenced
 from dcr_daemon.ledger import names, records
@@ -38,7 +38,7 @@ class Run:
         self.choices = choices
         self.taken: list[tuple[int, int]] = []
         self.faults = faults
-        self.store = fakes.MemoryStore()
+        self.store = memory.MemoryStore()
         self.results: list[Result] = []
 
     def choose(self, options: int) -> int:
@@ -67,7 +67,7 @@ class Run:
                 strike = self.choose(1 + 3)
                 if strike:
                     self.faults -= 1
-                    kinds = (fakes.Fault.REQUEST_LOST, fakes.Fault.ANSWER_LOST, fakes.Fault.GHOST)
+                    kinds = (memory.Fault.REQUEST_LOST, memory.Fault.ANSWER_LOST, memory.Fault.GHOST)
                     self.store.faults.append(kinds[strike - 1])
             self._step(n, actors[n], waiting)
         self.store.land_ghosts()

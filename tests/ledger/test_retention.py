@@ -8,10 +8,10 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from fakes import Fault, MemoryStore, StillRuntime
-from histories import HistoryWriter
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.stores.memory import Fault, MemoryStore, StillRuntime
+from support.streams.record_history import HistoryWriter
 
 from dcr_daemon.errors import Fenced, NotFound, StoreUnavailable, UsageError
 from dcr_daemon.ledger import names

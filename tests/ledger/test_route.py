@@ -101,7 +101,7 @@ class TestInTheLedger:
     @settings(max_examples=150, deadline=None)
     @given(data=st.data())
     def test_it_agrees_with_the_plan_over_everything(self, data: st.DataObject) -> None:
-        from fakes import MemoryStore
+        from support.stores.memory import MemoryStore
 
         sizes = data.draw(st.lists(SIZES, max_size=8))
         anchors = data.draw(st.dictionaries(st.integers(0, len(sizes)), st.integers(0, 30), max_size=3))

@@ -6,11 +6,11 @@ import asyncio
 import math
 from typing import Any
 
-import fakes
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.stores import memory
 
 from dcr_daemon.errors import Corrupt, NotFound
 from dcr_daemon.ledger import names, records
@@ -184,7 +184,7 @@ def _keep(make: Any) -> None:
 
 def _bench() -> Bench:
     """A fresh bench for every example; hypothesis does not renew fixtures."""
-    return Bench(fakes.MemoryStore(), _kept[0])
+    return Bench(memory.MemoryStore(), _kept[0])
 
 
 class TestGaps:

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from fakes import MemoryStore
-from streams import StreamWriter
+from support.stores.memory import MemoryStore
+from support.streams.writer import StreamWriter
 
 from dcr_daemon.codec.decode import open_chunk
 from dcr_daemon.errors import Corrupt, CorruptChunk, NotFound

@@ -8,11 +8,11 @@
 
 Nothing of dcr takes part but `fit`, which turns number pairs into regions.
 
-    MEGATRON_LM=… MEGATRON_BRIDGE=… PYTHONPATH=tests/support python tests/projection/oracle_megatron.py \
+    MEGATRON_LM=… MEGATRON_BRIDGE=… PYTHONPATH=tests python tests/projection/oracle_megatron.py \
         [--out DIRECTORY] [CASE …]
 
 The two are checkouts of NVIDIA/Megatron-LM (without it: the installed megatron-core) and NVIDIA-NeMo/Megatron-Bridge
-(without it: inventories of models alone). How both run without Transformer Engine is said in tests/support/megatron_lm.
+(without it: inventories of models alone). How both run without Transformer Engine is said in tests/support/megatron.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ import types
 from pathlib import Path
 from typing import Any
 
-from megatron_lm.bridge import global_name, lookup, prepare, registry, tensors_of
-from megatron_lm.cases import LATENT, MOE, PLAIN, ROUTED
-from megatron_lm.models import chunks_of, groups, world_of
+from support.megatron.bridge import global_name, lookup, prepare, registry, tensors_of
+from support.megatron.cases import LATENT, MOE, PLAIN, ROUTED
+from support.megatron.models import chunks_of, groups, world_of
 
 GOLDEN = Path(__file__).parent / "golden"
 STRIDE = 1 << 40  #: a number is rank · STRIDE + place

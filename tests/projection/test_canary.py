@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import gate_ranks
 import pytest
 import torch
-from allocations import Allocations
-from rank_processes import run_ranks
+from support.measure.torch_allocations import Allocations
+from support.ranks.programs import agreement
+from support.ranks.run import run_ranks
 
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.canonical.region import Region, boxes, slab, whole
@@ -331,4 +331,4 @@ def test_boxes_of_a_map_are_what_the_patch_is_made_of() -> None:
 
 def test_four_ranks_ask_torch_where_it_puts_elements(tmp_path: Path) -> None:
     (out := tmp_path / "canary").mkdir()
-    run_ranks(gate_ranks.__file__, gate_ranks.WORLD, out)
+    run_ranks(agreement.__name__, agreement.WORLD, out)

@@ -1,7 +1,7 @@
 """DTensors of four real processes: every placement names what the rank holds, and together they cover all, once.
 
-The ranks (tests/support/mesh_ranks.py) compare their local elements themselves; here their answers are put together,
-and the sharded checkpoints that they wrote are read back without torch.
+The ranks (tests/support/ranks/programs/placements.py) compare their local elements themselves; here their answers are
+put together, and the sharded checkpoints that they wrote are read back without torch.
 """
 
 from __future__ import annotations
@@ -9,16 +9,14 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
-import subprocess
-import sys
 from collections import defaultdict
 from pathlib import Path
 
-import mesh_ranks
 import numpy as np
 import pytest
 import torch
+from support.ranks.programs import placements
+from support.ranks.run import run_ranks
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -37,25 +35,7 @@ from dcr_daemon.projection.values import Cast
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("ranks")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    program = [sys.executable, mesh_ranks.__file__]
-    started = [
-        subprocess.Popen(
-            [*program, str(rank), str(out)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(mesh_ranks.WORLD)
-    ]
-    try:
-        told = [process.communicate(timeout=300)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    failed = [text for process, text in zip(started, told, strict=True) if process.returncode]
-    assert not failed, failed[0][-4000:]
+    run_ranks(placements.__name__, placements.WORLD, out)
     return out
 
 
@@ -66,14 +46,14 @@ def of_rank(ranks: Path, rank: int) -> list[Region]:
 
 def test_all_placements_together_cover_every_tensor_exactly_once(ranks: Path) -> None:
     layout = Layout.decode((ranks / "layout.json").read_bytes())
-    regions = [region for rank in range(mesh_ranks.WORLD) for region in of_rank(ranks, rank)]
+    regions = [region for rank in range(placements.WORLD) for region in of_rank(ranks, rank)]
     assert exactly_once(regions, layout) == []
     assert len(layout) > 60
 
 
 def test_even_placements_are_one_region_and_replicas_are_spread(ranks: Path) -> None:
-    counts: dict[str, list[int]] = defaultdict(lambda: [0] * mesh_ranks.WORLD)
-    for rank in range(mesh_ranks.WORLD):
+    counts: dict[str, list[int]] = defaultdict(lambda: [0] * placements.WORLD)
+    for rank in range(placements.WORLD):
         for region in of_rank(ranks, rank):
             counts[region.name][rank] += 1
     assert counts["packed.16"] == [1, 1, 1, 1]
@@ -106,7 +86,7 @@ def test_a_distributed_checkpoint_is_mapped_from_its_own_table(ranks: Path) -> N
 
 def test_files_of_a_sharded_writer_are_mapped_from_their_headers(ranks: Path) -> None:
     layout, pieces = written(ranks), safetensors_pieces(ranks / "sharded")
-    assert len({piece.file for piece in pieces}) == mesh_ranks.WORLD
+    assert len({piece.file for piece in pieces}) == placements.WORLD
 
     def lanes(piece: Piece) -> np.ndarray:
         with SafetensorsFile(ranks / "sharded" / piece.file) as file:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from regions import pairs
+from support.tensors.regions import pairs
 
 from dcr_daemon.canonical.coverage import exactly_once
 from dcr_daemon.canonical.region import Region

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_chunks import FAMILIES, architecture
-from megatron_chunks import live as chunks_of
-from readings import assembled, readings
+from support.megatron.chunks import FAMILIES, architecture
+from support.megatron.chunks import live as chunks_of
+from support.ranks.readings import assembled, readings
 from torch import nn
 
 from dcr_daemon.canonical.layout import Layout, TensorSpec

@@ -1,7 +1,7 @@
 """Models of four real processes, sharded in every way that a trainer may: what the ranks read is the checkpoint.
 
-The ranks (tests/support/live_ranks.py) map what they hold and read it; here their readings are put together and
-compared with what `save_pretrained` wrote of the very model, rounded to the stream's dtype.
+The ranks (tests/support/ranks/programs/binding.py) map what they hold and read it; here their readings are put together
+and compared with what `save_pretrained` wrote of the very model, rounded to the stream's dtype.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import live_ranks
 import pytest
 import torch
-from rank_processes import run_ranks
-from readings import assembled
+from support.ranks.programs import binding
+from support.ranks.readings import assembled
+from support.ranks.run import run_ranks
 
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.checkpoint.directory import Checkpoint
@@ -35,8 +35,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str,
     out = tmp_path_factory.mktemp("ranks")
     config = AutoConfig.for_model("qwen3_moe", **CONFIG)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(out / "base")
-    run_ranks(live_ranks.__file__, live_ranks.WORLD, out)
-    return out / "base", [_read(out / f"rank{rank}.pickle") for rank in range(live_ranks.WORLD)]
+    run_ranks(binding.__name__, binding.WORLD, out)
+    return out / "base", [_read(out / f"rank{rank}.pickle") for rank in range(binding.WORLD)]
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -50,10 +50,10 @@ def expected(base: Path, factor: float) -> list[Any]:
     return [(tensor * factor).to(torch.bfloat16).view(torch.int16).numpy().view("u2") for tensor in whole]
 
 
-@pytest.mark.parametrize("scene", live_ranks.SCENES)
+@pytest.mark.parametrize("scene", binding.SCENES)
 def test_ranks_read_together_what_the_framework_saves(scene: str, told: tuple[Path, list[dict[str, Any]]]) -> None:
     base, ranks = told
-    layout = live_ranks.published(base)
+    layout = binding.published(base)
     for when, factor in (("before", 1.0), ("after", 2.0)):
         got = assembled(layout, (reading for rank in ranks for reading in rank[scene][when]))
         for spec, bits, wanted in zip(layout, got, expected(base, factor), strict=True):
@@ -61,17 +61,17 @@ def test_ranks_read_together_what_the_framework_saves(scene: str, told: tuple[Pa
     assert all(rank[scene]["residual"] == rank[scene]["dropped"] == {} for rank in ranks)
 
 
-@pytest.mark.parametrize("scene", live_ranks.SCENES)
+@pytest.mark.parametrize("scene", binding.SCENES)
 def test_no_rank_allocates_a_full_tensor(scene: str, told: tuple[Path, list[dict[str, Any]]]) -> None:
     """Neither a local shard: a block is 1 KiB, what is gathered to be cast is twice that, and there is one more."""
     _, ranks = told
     full = 6 * 48 * 32 * 4
-    assert max(rank[scene]["largest"] for rank in ranks) <= 2 * live_ranks.LIMIT < full
+    assert max(rank[scene]["largest"] for rank in ranks) <= 2 * binding.LIMIT < full
 
 
 def test_the_scenes_are_what_they_are_called(told: tuple[Path, list[dict[str, Any]]]) -> None:
     _, ranks = told
-    placements = {scene: ranks[0][scene]["placements"] for scene in live_ranks.SCENES}
+    placements = {scene: ranks[0][scene]["placements"] for scene in binding.SCENES}
     assert any("_StridedShard(dim=1, sf=2)" in placement for placement in placements["tp"])  # packed gate and up
     assert any(
         "_StridedShard" in placement for placement in placements["fsdp over tp"] & placements["fsdp over experts"]
@@ -94,7 +94,7 @@ def model_of(base: Path) -> Any:
 
 
 def test_ranks_beside_a_smaller_mesh_count_as_its_copies(told: tuple[Path, list[dict[str, Any]]]) -> None:
-    layout = Layout(TensorSpec(name, "F32", shape) for name, shape in live_ranks.PLAIN.items())
+    layout = Layout(TensorSpec(name, "F32", shape) for name, shape in binding.PLAIN.items())
     got = assembled(layout, (reading for rank in told[1] for reading in rank["replicated tp"]["before"]))
     for spec, bits in zip(layout, got, strict=True):
         assert bits.view("f4").tolist() == list(range(spec.elements)), spec.name

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks.launch import quiet
+from support.ranks.launch import quiet
 
 from dcr_daemon.canonical.region import Region, indices
 from dcr_daemon.projection.frameworks.megatron import attention, feed

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron_chunks import FAMILIES, architecture, live
+from support.megatron.chunks import FAMILIES, architecture, live
 
 from dcr_daemon.errors import UsageError
 from dcr_daemon.projection.frameworks.megatron.grid import Grid

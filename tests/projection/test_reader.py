@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from allocations import Allocations
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from regions import dense_regions
+from support.measure.torch_allocations import Allocations
+from support.tensors.regions import dense_regions
 
 from dcr_daemon.canonical.box import Box
 from dcr_daemon.canonical.coverage import exactly_once

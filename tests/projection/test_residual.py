@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import gate_ranks
 import pytest
 import torch
-from rank_processes import run_ranks
+from support.ranks.programs import agreement
+from support.ranks.run import run_ranks
 
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.errors import Incompatible
@@ -222,7 +222,7 @@ def test_a_gather_knows_what_it_can_construct() -> None:
 def test_four_ranks_construct_what_is_residual(tmp_path: Path) -> None:
     """A map that is wrong on one rank, from its probe over declarations and verdict to the tensors of its owners."""
     (out := tmp_path / "residual").mkdir()
-    run_ranks(gate_ranks.__file__, gate_ranks.WORLD, out)
+    run_ranks(agreement.__name__, agreement.WORLD, out)
 
 
 # ---- from what a trainer hands over to the tensors that are published

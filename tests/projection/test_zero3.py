@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from readings import assembled, readings
-from regions import pairs
+from support.ranks.readings import assembled, readings
+from support.tensors.regions import pairs
 from torch import nn
 
 from dcr_daemon.canonical.coverage import exactly_once

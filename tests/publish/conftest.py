@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
-from small_publisher import small_world as small_world
+from support.faults.failing_requests import small_world as small_world
 
 from dcr_daemon.canonical.dtypes import lane_dtype
 from dcr_daemon.canonical.fingerprint import Bits, fingerprint

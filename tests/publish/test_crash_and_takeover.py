@@ -7,7 +7,7 @@ import contextlib
 from typing import Any
 
 import pytest
-from small_publisher import Dead, SmallWorld, SpoiltStore, each_request, history, kill, parts, run, same
+from support.faults.failing_requests import Dead, SmallWorld, SpoiltStore, each_request, history, kill, parts, run, same
 
 from dcr_daemon.errors import Fenced
 from dcr_daemon.events import FencedOut

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replicas import Replica
-from small_publisher import SmallWorld, SpoiltStore, kill, run, same
+from support.faults.failing_requests import SmallWorld, SpoiltStore, kill, run, same
+from support.streams.replica import Replica
 
 from dcr_daemon.checkpoint.directory import Checkpoint
 from dcr_daemon.errors import StoreUnavailable

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import MemoryStore
-from histories import HistoryWriter
+from support.stores.memory import MemoryStore
+from support.streams.record_history import HistoryWriter
 
 from dcr_daemon.canonical.fingerprint import fingerprint
 from dcr_daemon.checkpoint.safetensors import pack_safetensors

@@ -7,7 +7,7 @@ import itertools
 from typing import Any
 
 import pytest
-from small_publisher import SmallWorld, SpoiltStore, each_request, history, parts, run, same
+from support.faults.failing_requests import SmallWorld, SpoiltStore, each_request, history, parts, run, same
 
 from dcr_daemon.errors import StoreUnavailable
 from dcr_daemon.ledger.records import Abort, Anchor, Release, Seal

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rank_group import Group, RankOf
+from support.ranks.in_process import Group, RankOf
 
 from dcr_daemon.errors import Corrupt, DcrError, Fenced, UsageError
 from dcr_daemon.events import AnchorPut, Sealed

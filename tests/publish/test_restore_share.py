@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from rank_group import Group, dealt
+from support.ranks.in_process import Group, dealt
 
 from dcr_daemon.canonical.box import Box
 from dcr_daemon.checkpoint.contents import Contents, join_tables

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator
 
 import pytest
-from fakes import StillRuntime
+from support.stores.memory import StillRuntime
 
 from dcr_daemon import runtime
 from dcr_daemon.publish.baseline.scrub import ROUND, Scrub

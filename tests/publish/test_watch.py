@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from background import going_on
+from support.processes.background import going_on
 
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.checkpoint.safetensors import pack_safetensors, write_safetensors

@@ -1,5 +1,5 @@
 """Checkpoints in pieces, as real training processes write them, become versions bit for bit; what contradicts itself,
-changes or was not written by a trainer does not. (The ranks: tests/support/piece_writers.py.)"""
+changes or was not written by a trainer does not. (The ranks: tests/support/ranks/programs/piece_writers.py.)"""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import piece_writers
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from background import going_on
-from rank_processes import run_ranks
-from replicas import Events
 from safetensors.numpy import save_file
+from support.processes.background import going_on
+from support.ranks.programs import piece_writers
+from support.ranks.run import run_ranks
+from support.streams.replica import Events
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -47,7 +47,7 @@ pytestmark = pytest.mark.filterwarnings(
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("ranks")
-    run_ranks(piece_writers.__file__, piece_writers.WORLD, out)
+    run_ranks(piece_writers.__name__, piece_writers.WORLD, out)
     return out
 
 

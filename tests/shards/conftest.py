@@ -1,5 +1,5 @@
 """Groups of ranks in this room."""
 
-from ranks.scene import ranks, warm_ranks
+from support.ranks.group_scenes import ranks, warm_ranks
 
 __all__ = ["ranks", "warm_ranks"]

@@ -1,7 +1,8 @@
 """Real training ranks publish what they hold: every version is the framework's own export, and nobody gathers.
 
-Four processes (tests/support/ranks/program.py) train small real models, cut in every way that `cases.py` lists. The
-export that each version is compared with is made by the framework itself, by gathering, before `publish` is called.
+Four processes (tests/support/ranks/programs/training.py) train small real models, cut in every way that
+`training_cases.py` lists. The export that each version is compared with is made by the framework itself, by gathering,
+before `publish` is called.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import json
 from pathlib import Path
 
 import pytest
-from ranks.cases import BY_NAME, CASES, Case
-from ranks.judge import Told, changed_elements, check_stream, layout_of, weights_of
-from ranks.launch import Group
+from support.ranks.launch import Group
+from support.ranks.stream_checks import Told, changed_elements, check_stream, layout_of, weights_of
+from support.ranks.training_cases import BY_NAME, CASES, Case
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +35,7 @@ def test_every_case_is_in_a_group() -> None:
 def test_versions_are_the_exports_of_the_framework_and_no_rank_gathers(names: list[str], tmp_path: Path) -> None:
     for name in names:
         (tmp_path / name).mkdir()
-    group = Group("ranks.program", [str(tmp_path), *names], BY_NAME[names[0]].world, tmp_path)
+    group = Group("support.ranks.programs.training", [str(tmp_path), *names], BY_NAME[names[0]].world, tmp_path)
     through = group.wait(SECONDS)
     wrong = [text for name in names if (text := judged(BY_NAME[name], tmp_path / name))]
     assert through, "\n".join([*wrong, group.said()])

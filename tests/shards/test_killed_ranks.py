@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from forks import Nursery
-from ranks.instants import IN_FAILURE, LEADER, MEMBER, OUTSIDE
-from ranks.scene import Ranks
-from ranks.steps import FENCED
-from sampling import parameters
+from support.faults.sampling import parameters
+from support.processes.fork_server import Nursery
+from support.ranks.failpoints import IN_FAILURE, LEADER, MEMBER, OUTSIDE
+from support.ranks.group_scenes import Ranks
+from support.ranks.programs.steps import FENCED
 
 pytestmark = pytest.mark.crash
 

@@ -1,6 +1,6 @@
 """Real Megatron ranks train and publish; every version is Megatron-Bridge's own export, bit for bit.
 
-Four processes over gloo (tests/support/megatron_lm/program.py): `GPTModel`s of megatron-core, its schedules, gradient
+Four processes over gloo (tests/support/megatron/program.py): `GPTModel`s of megatron-core, its schedules, gradient
 buckets and optimizers, with real losses. After each step Bridge's mappings export the model, and `publish` gets the
 chunks on every rank. `make oracle-megatron` runs it, with checkouts of both libraries.
 """
@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from megatron_lm.cases import CASES, OTHERS, REFUSED, WORLD, Case
-from ranks.judge import check_stream, layout_of, weights_of
-from ranks.launch import Group
+from support.megatron.cases import CASES, OTHERS, REFUSED, WORLD, Case
+from support.ranks.launch import Group
+from support.ranks.stream_checks import check_stream, layout_of, weights_of
 
 ABSENT = [name for name in ("MEGATRON_LM", "MEGATRON_BRIDGE") if name not in os.environ]
 SECONDS = 840.0
@@ -38,7 +38,7 @@ GROUPS = {
 def test_versions_are_the_exports_of_megatron_bridge(names: list[str], tmp_path: Path) -> None:
     for name in names:
         (tmp_path / name).mkdir()
-    group = Group("megatron_lm.program", [str(tmp_path), *names], WORLD, tmp_path)
+    group = Group("support.megatron.program", [str(tmp_path), *names], WORLD, tmp_path)
     assert group.wait(SECONDS), group.said()
     wrong = {name: text for name in names if (text := judged(name, tmp_path / name))}
     assert not wrong, "\n".join(f"{name}: {text}" for name, text in wrong.items())

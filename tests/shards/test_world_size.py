@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from forks import Nursery
-from ranks.scene import Ranks
-from ranks.steps import NAME, write_step
+from support.processes.fork_server import Nursery
+from support.ranks.group_scenes import Ranks
+from support.ranks.programs.steps import NAME, write_step
 
 pytestmark = pytest.mark.slow
 

@@ -17,8 +17,8 @@ import msgspec
 import numpy as np
 import torch
 from sim.clock import Crashed, Process, running
-from toy_engine import ToyHost, ToyTransport, ToyWorker
-from toy_model import loaded, placed
+from support.vllm.toy_engine import ToyHost, ToyTransport, ToyWorker
+from support.vllm.toy_model import loaded, placed
 
 from dcr_daemon.engine import messages
 from dcr_daemon.engine.messages import AnyAnswer, Attach, Pending

@@ -12,7 +12,7 @@ import numpy as np
 from sim.clock import Process
 from sim.engines import SimEngine, expected_states
 from sim.trainer import Lanes, same, vector_of
-from toy_model import LAYOUT
+from support.vllm.toy_model import LAYOUT
 
 from dcr_daemon.checkpoint.directory import DIRTY, Checkpoint
 from dcr_daemon.checkpoint.pieces import read_pieces

@@ -18,8 +18,8 @@ from sim.actors import CHUNK, RESTART, SPOOL, Actor
 from sim.bucket import SimStore
 from sim.clock import Process
 from sim.trainer import Lanes, Trainer, save
-from toy_model import LAYOUT
-from training_boxes import SPLITS, split
+from support.tensors.partitions import SPLITS, split
+from support.vllm.toy_model import LAYOUT
 
 from dcr_daemon import runtime
 from dcr_daemon.canonical.box import Box

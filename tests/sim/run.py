@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "support")]
+sys.path[:0] = [str(Path(__file__).parents[1])]
 
 from sim.play import SCENARIOS, run_scenario, run_seed  # noqa: E402
 from sim.world import Outcome  # noqa: E402

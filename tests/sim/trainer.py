@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from toy_model import LAYOUT, heldless
-from worker_rig import random_lanes, step
+from support.vllm.toy_model import LAYOUT, heldless
+from support.vllm.worker_rig import random_lanes, step
 
 from dcr_daemon.canonical.fingerprint import Bits, Vector, fingerprint
 from dcr_daemon.canonical.layout import TensorSpec

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fakes import MemoryStore
+from support.stores.memory import MemoryStore
 
 from dcr_daemon.errors import Incompatible, StoreUnavailable
 from dcr_daemon.store import open_store, probe

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replicas import Events, Replica
-from toy_engine import failing
-from toy_model import placed
-from toy_server import ToyServer, toy_stream
+from support.streams.replica import Events, Replica
+from support.vllm.toy_engine import failing
+from support.vllm.toy_model import placed
+from support.vllm.toy_server import ToyServer, toy_stream
 
 from dcr_daemon.engine.port import StreamFacts
 from dcr_daemon.errors import Fenced, ResourceExhausted

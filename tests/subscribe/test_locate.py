@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import fakes
 import numpy as np
 import pytest
+from support.stores import memory
 
 from dcr_daemon.canonical.fingerprint import total
 from dcr_daemon.canonical.layout import Layout, TensorSpec
@@ -69,7 +69,7 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("brief")
 async def test_a_fresh_engine_is_known_at_once_however_long_the_history() -> None:
-    store = fakes.MemoryStore()
+    store = memory.MemoryStore()
     await make_history(store, list(range(101)))
     assert await found(store, 0) == 0
     assert store.requests["get"] < 12, "the recent versions and the vector of the base"
@@ -79,14 +79,14 @@ async def test_a_fresh_engine_is_known_at_once_however_long_the_history() -> Non
 
 @pytest.mark.usefixtures("brief")
 async def test_a_recent_return_to_the_base_is_the_recent_version() -> None:
-    store = fakes.MemoryStore()
+    store = memory.MemoryStore()
     await make_history(store, [0, 1, 2, 0, 4, 5])
     assert await found(store, 0) == 3
 
 
 async def test_an_engine_whose_version_was_collected_is_not_called_by_the_older_name_of_the_same_weights() -> None:
     """Version 1 changed nothing, and its vector is gone: its engine must not be proved at version 0 again (F3)."""
-    store = fakes.MemoryStore()
+    store = memory.MemoryStore()
     await make_history(store, [0, 0, 1, 2])
     ledger = Ledger(store)
     await ledger.claim("trainer")

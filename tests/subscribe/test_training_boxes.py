@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from training_boxes import SPLITS, Cut, split
+from support.tensors.partitions import SPLITS, Cut, split
 
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.engine.port import TensorClass

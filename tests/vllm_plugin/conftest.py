@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from toy_model import placed
+from support.vllm.toy_model import placed
 
 from dcr_daemon.vllm_plugin.loader import place_model
 from dcr_daemon.vllm_plugin.weights import faults

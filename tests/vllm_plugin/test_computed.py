@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from computing_model import LAYOUT, LOADED, Computing, drawn, loaded, next_of, place, state
-from toy_engine import ToyEngine, ToyWorker
-from worker_rig import Driver, Version, Worker, vector, write_version
+from support.vllm.computing_model import LAYOUT, LOADED, Computing, drawn, loaded, next_of, place, state
+from support.vllm.toy_engine import ToyEngine, ToyWorker
+from support.vllm.worker_rig import Driver, Version, Worker, vector, write_version
 
 from dcr_daemon.checkpoint.safetensors import write_safetensors
 from dcr_daemon.engine import messages

@@ -10,10 +10,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
-import vllm_inprocess
-from families import write_family
-from wider_model import redrawn, written_wider
-from worker_rig import Driver, Lanes, Version, Worker, step, vector, write_version
+from support.vllm import inprocess
+from support.vllm.model_families import write_family
+from support.vllm.wider_model import redrawn, written_wider
+from support.vllm.worker_rig import Driver, Lanes, Version, Worker, step, vector, write_version
 
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.directory import Checkpoint, write_checkpoint
@@ -36,7 +36,7 @@ class Case:
         with Checkpoint(path) as found:
             self.layout: Layout = found.layout
             self.states: list[Lanes] = [[found.bits(spec.name).reshape(-1).copy() for spec in found.layout]]
-        self.model, config = vllm_inprocess.load(path, **options)
+        self.model, config = inprocess.load(path, **options)
         self.driver = Driver(Worker(self.model, config))
         attached = self.driver.attach(self.layout, home)
         assert attached.refusals == {}
@@ -57,10 +57,10 @@ class Case:
         version, files = len(self.states) - 1, self.beside(len(self.states) - 1)
         made = write_version(self.home / "chunks", self.layout, self.states[-2], lanes, version=version)
         hop = msgspec.structs.replace(made.hop, loaded=files["loaded"], after=files["vector"])
-        first = vllm_inprocess.state(self.model)
+        first = inprocess.state(self.model)
         for txn in (f"back-{version}", f"on-{version}"):
             self.driver.prepare(txn, [Version(hop, made.segments)])
-            assert not vllm_inprocess.differing(first, vllm_inprocess.state(self.model))
+            assert not inprocess.differing(first, inprocess.state(self.model))
             self.driver.swap(txn)
             if txn.startswith("back"):
                 self.driver.ok(Op.ROLLBACK, calls.Sums, txn=txn)
@@ -79,8 +79,8 @@ class Case:
         out = self.home / "fresh"
         write_checkpoint(out, self.layout, dict(zip(self._names(), self.states[-1], strict=True)).__getitem__)
         copy_side_files(self.path, out)
-        fresh, _ = vllm_inprocess.load(out, **self.options)
-        return vllm_inprocess.differing(vllm_inprocess.state(fresh), vllm_inprocess.state(self.model))
+        fresh, _ = inprocess.load(out, **self.options)
+        return inprocess.differing(inprocess.state(fresh), inprocess.state(self.model))
 
     def _names(self) -> list[str]:
         return [spec.name for spec in self.layout]
@@ -122,7 +122,7 @@ def test_a_composed_loader_makes_of_new_bytes_what_a_fresh_load_does(family: str
     path = write_family(tmp_path / "v0", family)
     with Checkpoint(path) as found:
         layout, values = found.layout, {s.name: found.bits(s.name).reshape(-1).copy() for s in found.layout}
-    model, config = vllm_inprocess.load(path, **options)
+    model, config = inprocess.load(path, **options)
     placement, live = place_model.attach_model(model, config, layout, "cpu")
     assert all("conv1d" in name for name in placement.refusals)
     assert {layout[tensor].name.rpartition(".")[2] for tensor in placement.computed} == {"A_log"}
@@ -134,5 +134,5 @@ def test_a_composed_loader_makes_of_new_bytes_what_a_fresh_load_does(family: str
     write_computed(fed, ValueSet.NEW)
     write_checkpoint(tmp_path / "fresh", layout, values.__getitem__)
     copy_side_files(path, tmp_path / "fresh")
-    fresh, _ = vllm_inprocess.load(tmp_path / "fresh", **options)
-    assert vllm_inprocess.differing(vllm_inprocess.state(fresh), vllm_inprocess.state(model)) == []
+    fresh, _ = inprocess.load(tmp_path / "fresh", **options)
+    assert inprocess.differing(inprocess.state(fresh), inprocess.state(model)) == []

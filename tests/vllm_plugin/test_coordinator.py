@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from toy_engine import Ended, ToyEngine, failing
-from toy_model import LAYOUT
+from support.vllm.toy_engine import Ended, ToyEngine, failing
+from support.vllm.toy_model import LAYOUT
 
 from dcr_daemon.checkpoint.safetensors import write_safetensors
 from dcr_daemon.engine import messages

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from toy_engine import ToyEngine, failing
+from support.vllm.toy_engine import ToyEngine, failing
 
 from dcr_daemon.engine import messages
 from dcr_daemon.engine.port import EngineGone, Swapped, Verdict

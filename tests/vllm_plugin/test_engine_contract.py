@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine_contract import *  # noqa: F403  # the tests themselves
-from toy_model import LAYOUT
-from toy_server import ToyPort, ToyServer, ToyVersions
+from support.vllm.engine_contract import *  # noqa: F403  # the tests themselves
+from support.vllm.toy_model import LAYOUT
+from support.vllm.toy_server import ToyPort, ToyServer, ToyVersions
 
 pytestmark = pytest.mark.usefixtures("toy_loader")
 

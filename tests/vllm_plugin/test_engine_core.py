@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from toy_engine import ToyEngine, failing, spoiled
-from toy_model import LAYOUT
+from support.vllm.toy_engine import ToyEngine, failing, spoiled
+from support.vllm.toy_model import LAYOUT
 
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.engine import messages

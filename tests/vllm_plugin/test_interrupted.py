@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy_engine import ToyEngine, failing
+from support.vllm.toy_engine import ToyEngine, failing
 
 from dcr_daemon.engine import messages
 from dcr_daemon.engine.port import EngineStatus, Scrubbed, Swapped, Verdict

@@ -7,9 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from regions import dense_regions
-from toy_model import LAYOUT, heldless, loaded, placed
-from worker_rig import join_boxes, random_lanes, step, vector
+from support.tensors.regions import dense_regions
+from support.vllm.toy_model import LAYOUT, heldless, loaded, placed
+from support.vllm.worker_rig import join_boxes, random_lanes, step, vector
 
 from dcr_daemon.canonical.fingerprint import sum_at
 from dcr_daemon.canonical.layout import Layout, TensorSpec

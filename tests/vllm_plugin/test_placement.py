@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from regions import dense_regions
-from regions import pairs as pairs_of
+from support.tensors.regions import dense_regions
+from support.tensors.regions import pairs as pairs_of
 
 from dcr_daemon.canonical.region import Region, indices, normalise
 from dcr_daemon.vllm_plugin.calls import TensorHandling

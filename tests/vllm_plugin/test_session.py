@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from toy_model import LAYOUT, Toy, heldless, loaded, placed
-from worker_rig import Driver, Stub, random_lanes, step, vector, write_version
+from support.vllm.toy_model import LAYOUT, Toy, heldless, loaded, placed
+from support.vllm.worker_rig import Driver, Stub, random_lanes, step, vector, write_version
 
 from dcr_daemon.checkpoint.safetensors import write_safetensors
 from dcr_daemon.codec.chunk import Codec
@@ -329,9 +329,9 @@ def test_faults_are_refused_outside_tests(driver: Driver, monkeypatch: pytest.Mo
 def test_clean_workers_go_forward_and_a_dirty_one_ends_its_process(tmp_path: Path) -> None:
     script = f"""
 import sys
-sys.path[:0] = {[str(Path(__file__).parents[1] / "support")]!r}
+sys.path[:0] = {[str(Path(__file__).parents[1])]!r}
 import torch
-from worker_rig import Stub
+from support.vllm.worker_rig import Stub
 from dcr_daemon.vllm_plugin.worker import extension
 from dcr_daemon.vllm_plugin.worker.session import WorkerSession
 stub = Stub(torch.nn.Linear(1, 1), None)

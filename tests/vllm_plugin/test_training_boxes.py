@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from field_models import FieldEngine, LaidOut, attach_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_engine import ToyEngine
-from toy_model import LAYOUT, Toy, placed
-from training_boxes import Cut, cuts
+from support.tensors.partitions import Cut, cuts
+from support.vllm.toy_engine import ToyEngine
+from support.vllm.toy_model import LAYOUT, Toy, placed
+from support.vllm.unusual_loaders import FieldEngine, LaidOut, attach_model
 
 from dcr_daemon.canonical.coverage import exactly_once
 from dcr_daemon.canonical.layout import Layout

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from toy_model import LAYOUT, heldless, loaded, placed
-from worker_rig import halves, random_lanes, segment_totals, step, unpack, write_version
+from support.vllm.toy_model import LAYOUT, heldless, loaded, placed
+from support.vllm.worker_rig import halves, random_lanes, segment_totals, step, unpack, write_version
 
 from dcr_daemon.canonical.box import Box
 from dcr_daemon.codec.chunk import Codec

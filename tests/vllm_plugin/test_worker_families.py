@@ -11,9 +11,9 @@ import torch
 
 pytest.importorskip("vllm")
 
-import vllm_inprocess
-from families import FAMILIES, write_family
-from worker_rig import Driver, Lanes, Worker, step, vector, write_version
+from support.vllm import inprocess
+from support.vllm.model_families import FAMILIES, write_family
+from support.vllm.worker_rig import Driver, Lanes, Worker, step, vector, write_version
 
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.directory import Checkpoint, write_checkpoint
@@ -71,7 +71,7 @@ def beside(model: torch.nn.Module) -> dict[str, torch.Tensor | float]:
 
 
 def assert_same(one: torch.nn.Module, other: torch.nn.Module) -> None:
-    assert vllm_inprocess.differing(vllm_inprocess.state(one), vllm_inprocess.state(other)) == []
+    assert inprocess.differing(inprocess.state(one), inprocess.state(other)) == []
     kept, wanted = beside(one), beside(other)
     assert kept.keys() == wanted.keys()
     stale = [name for name, value in kept.items() if not torch.equal(*map(torch.as_tensor, (value, wanted[name])))]
@@ -82,8 +82,8 @@ def assert_same(one: torch.nn.Module, other: torch.nn.Module) -> None:
 def test_a_refit_leaves_what_a_fresh_load_makes(family: str, tmp_path: Path) -> None:
     path = write_family(tmp_path / "v0", family)
     layout, lanes = read(path)
-    model, config = vllm_inprocess.load(path, skip_tokenizer_init=True, max_model_len=128)
-    first = vllm_inprocess.state(model)
+    model, config = inprocess.load(path, skip_tokenizer_init=True, max_model_len=128)
+    first = inprocess.state(model)
     driver = Driver(Worker(model, config))
     attached = driver.attach(layout, tmp_path)
     assert attached.refusals == {}
@@ -97,11 +97,11 @@ def test_a_refit_leaves_what_a_fresh_load_makes(family: str, tmp_path: Path) -> 
         if txn == "back":
             assert driver.ok(Op.ROLLBACK, calls.Sums, txn=txn) == prepared.before
             driver.ok(Op.CLOSE, txn=txn)
-            assert not vllm_inprocess.differing(first, vllm_inprocess.state(model))
+            assert not inprocess.differing(first, inprocess.state(model))
     driver.ok(Op.COMMIT, txn="on")
     assert (driver.fingerprint(layout, attached) == vector(layout, changed)).all()
     fresh = write(tmp_path / "v1", layout, changed, path)
-    assert_same(model, vllm_inprocess.load(fresh, skip_tokenizer_init=True, max_model_len=128)[0])
+    assert_same(model, inprocess.load(fresh, skip_tokenizer_init=True, max_model_len=128)[0])
 
 
 def anchor(out: Path, layout: Layout, lanes: Lanes) -> str:
@@ -125,7 +125,7 @@ def test_a_tied_head_that_is_stored_as_well_stays_equal_or_nothing_is_written(tm
     with Checkpoint(path) as checkpoint:
         embedding = torch.from_numpy(checkpoint.bits("model.embed_tokens.weight").copy()).view(torch.bfloat16)
     layout, lanes = read(with_tensors(path, **{"lm_head.weight": embedding.reshape(300, 64)}))
-    model, config = vllm_inprocess.load(path, skip_tokenizer_init=True, max_model_len=128)
+    model, config = inprocess.load(path, skip_tokenizer_init=True, max_model_len=128)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     driver = Driver(Worker(model, config))
     attached = driver.attach(layout, tmp_path)
@@ -154,7 +154,7 @@ def test_a_tied_head_that_is_stored_as_well_stays_equal_or_nothing_is_written(tm
     driver.ok(Op.COMMIT, txn="t")
     assert (driver.fingerprint(layout, attached) == vector(layout, together)).all()
     fresh = write(tmp_path / "v1", layout, together, path)
-    assert_same(model, vllm_inprocess.load(fresh, skip_tokenizer_init=True, max_model_len=128)[0])
+    assert_same(model, inprocess.load(fresh, skip_tokenizer_init=True, max_model_len=128)[0])
 
 
 def test_what_no_loader_reads_is_skipped_and_hinders_nothing(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_what_no_loader_reads_is_skipped_and_hinders_nothing(tmp_path: Path) -> 
     path = write_family(tmp_path / "v0", "llama")
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.rand(8)}
     layout, _ = read(with_tensors(path, **extra))
-    model, config = vllm_inprocess.load(path, skip_tokenizer_init=True, max_model_len=128)
+    model, config = inprocess.load(path, skip_tokenizer_init=True, max_model_len=128)
     attached = Driver(Worker(model, config)).attach(layout, tmp_path)
     assert attached.refusals == {}
     skipped = [layout[i].name for i, held in enumerate(attached.held) if held is TensorHandling.SKIPPED]
@@ -175,7 +175,7 @@ def test_what_no_loader_reads_is_skipped_and_hinders_nothing(tmp_path: Path) -> 
 def test_weights_served_in_another_dtype_are_refused_by_name(stored: str, served: str, tmp_path: Path) -> None:
     path = write_family(tmp_path / "v0", "llama", dtype=stored)
     layout, _ = read(path)
-    model, config = vllm_inprocess.load(path, skip_tokenizer_init=True, max_model_len=128, dtype=served)
+    model, config = inprocess.load(path, skip_tokenizer_init=True, max_model_len=128, dtype=served)
     attached = Driver(Worker(model, config)).attach(layout, tmp_path)
     assert attached.refusals.keys() == {spec.name for spec in layout}
     assert all(f"casts it from torch.{stored} to torch.{served}" in text for text in attached.refusals.values())

@@ -13,8 +13,19 @@ import torch
 
 pytest.importorskip("vllm")
 
-import vllm_inprocess
-from worker_rig import Driver, Lanes, Version, Worker, halves, segment_totals, step, unpack, vector, write_version
+from support.vllm import inprocess
+from support.vllm.worker_rig import (
+    Driver,
+    Lanes,
+    Version,
+    Worker,
+    halves,
+    segment_totals,
+    step,
+    unpack,
+    vector,
+    write_version,
+)
 
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.directory import Checkpoint, write_checkpoint
@@ -61,7 +72,7 @@ class Served:
         tensors = {spec.name: bits for spec, bits in zip(self.layout, lanes, strict=True)}
         write_checkpoint(out, self.layout, tensors.__getitem__)
         copy_side_files(self.path, out)
-        return vllm_inprocess.state(vllm_inprocess.load(out)[0])
+        return inprocess.state(inprocess.load(out)[0])
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -70,12 +81,12 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     with Checkpoint(path) as checkpoint:
         lanes = [checkpoint.bits(spec.name).reshape(-1).copy() for spec in checkpoint.layout]
         layout = checkpoint.layout
-    model, config = vllm_inprocess.load(path)
-    return Served(path, layout, lanes, model, config, vllm_inprocess.state(model))
+    model, config = inprocess.load(path)
+    return Served(path, layout, lanes, model, config, inprocess.state(model))
 
 
 def live(served: Served) -> dict[str, torch.Tensor]:
-    return vllm_inprocess.state(served.model)
+    return inprocess.state(served.model)
 
 
 def test_the_live_fingerprint_is_the_checkpoints_tensor_by_tensor(served: Served, tmp_path: Path) -> None:
@@ -84,7 +95,7 @@ def test_the_live_fingerprint_is_the_checkpoints_tensor_by_tensor(served: Served
     attached = driver.attach(served.layout, tmp_path)
     assert attached.refusals == {}
     assert set(attached.held) == {TensorHandling.PLACED}
-    assert not vllm_inprocess.differing(before, live(served)), "recording touches no weight"
+    assert not inprocess.differing(before, live(served)), "recording touches no weight"
     assert (driver.fingerprint(served.layout, attached) == vector(served.layout, served.lanes)).all()
 
 
@@ -102,14 +113,14 @@ def test_a_refit_equals_a_fresh_load_bit_for_bit(served: Served, codec: Codec, t
     driver = served.driver()
     attached = driver.attach(served.layout, tmp_path)
     prepared = driver.prepare("t1", hops)
-    assert not vllm_inprocess.differing(served.first, live(served)), "prepare writes nothing"
+    assert not inprocess.differing(served.first, live(served)), "prepare writes nothing"
     totals = segment_totals(prepared.hops[0])
     for number, segment in enumerate(hops[0].segments):
         assert totals[number] == (segment.changed, segment.before, segment.after)
     assert driver.swap("t1") == prepared.after
     assert driver.ok(Op.COMMIT, calls.Status, txn="t1").state == TxnState.NONE
     assert (driver.fingerprint(served.layout, attached) == vector(served.layout, states[-1])).all()
-    assert vllm_inprocess.differing(served.fresh(tmp_path / "fresh", states[-1]), live(served)) == []
+    assert inprocess.differing(served.fresh(tmp_path / "fresh", states[-1]), live(served)) == []
 
 
 def test_several_versions_compose_into_one_change(served: Served, tmp_path: Path) -> None:
@@ -135,7 +146,7 @@ def test_a_rollback_restores_every_bit(served: Served, tmp_path: Path) -> None:
     driver.swap("t")
     assert driver.ok(Op.ROLLBACK, calls.Sums, txn="t") == prepared.before
     assert driver.ok(Op.CLOSE, calls.Status, txn="t").outcomes == {"t": "rolled back"}
-    assert not vllm_inprocess.differing(served.first, live(served))
+    assert not inprocess.differing(served.first, live(served))
 
 
 def test_a_torn_apply_is_repaired_by_repeating_it(
@@ -151,7 +162,7 @@ def test_a_torn_apply_is_repaired_by_repeating_it(
         driver.ok(op, txn="t")
     failed = driver.reply(Op.APPLY, txn="t")
     assert (failed.ok, failed.code, failed.dirty) == (False, Code.FAILED, True)
-    assert vllm_inprocess.differing(served.first, live(served)), "half of it was written"
+    assert inprocess.differing(served.first, live(served)), "half of it was written"
     assert driver.ok(Op.APPLY, calls.Sums, txn="t") == prepared.after
     driver.ok(Op.COMMIT, txn="t")
     assert (driver.fingerprint(served.layout, attached) == vector(served.layout, states[-1])).all()
@@ -177,7 +188,7 @@ def test_a_delta_for_other_weights_shows_in_the_before_sums(served: Served, tmp_
     driver.attach(served.layout, tmp_path)
     totals = segment_totals(driver.prepare("t", [hop]).hops[0])
     assert any(totals[n][1] != segment.before for n, segment in enumerate(hop.segments))
-    assert not vllm_inprocess.differing(served.first, live(served))
+    assert not inprocess.differing(served.first, live(served))
 
 
 def test_a_dense_load_repairs_arbitrary_weights(served: Served, tmp_path: Path) -> None:
@@ -221,7 +232,7 @@ def test_a_wrong_permutation_of_experts_shows_in_the_fingerprint(
     path = write_tiny(tmp_path / "moe", kind="moe", seed=3)
     with Checkpoint(path) as checkpoint:
         layout, lanes = checkpoint.layout, [checkpoint.bits(spec.name).reshape(-1) for spec in checkpoint.layout]
-    model, config = vllm_inprocess.load(path)
+    model, config = inprocess.load(path)
     driver = Driver(Worker(model, config))
     driver.ok(Op.FAULT, name="placement")
     attached = driver.attach(layout, tmp_path)
@@ -241,7 +252,7 @@ def test_weights_that_a_cpu_packs_are_refused_by_name(tmp_path: Path, monkeypatc
     packed = getattr(utils.dispatch_cpu_unquantized_gemm, "__closure__", None)
     original = packed[0].cell_contents if packed else utils.dispatch_cpu_unquantized_gemm
     monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", original)
-    model, config = vllm_inprocess.load(path)
+    model, config = inprocess.load(path)
     with Checkpoint(path) as checkpoint:
         attached = Driver(Worker(model, config)).attach(checkpoint.layout, tmp_path)
         names = {spec.name for spec in checkpoint.layout}

@@ -1,1 +1,1 @@
-"""Training processes for the tests: real models, cut in every way, that publish what they hold."""
+"""Training ranks for tests: a group in one process, real processes that publish, checks of what they published."""

@@ -8,15 +8,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from leash import leash_here
-
-SUPPORT = Path(__file__).resolve().parent.parent
+from support.processes.parent_death import leash_here
+from support.processes.python import import_path, module_command
 
 
 def quiet() -> dict[str, str]:
     """What a rank needs to find its program, and to keep to itself on a small machine."""
-    path = os.pathsep.join(filter(None, [str(SUPPORT), os.environ.get("PYTHONPATH", "")]))
-    return {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
+    return {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1", **import_path()}
 
 
 def environment(rank: int, world: int) -> dict[str, str]:
@@ -41,7 +39,7 @@ class Group:
             with log.open("ab") as told:
                 self.processes.append(
                     subprocess.Popen(
-                        [sys.executable, "-P", "-m", module, *arguments],
+                        module_command(module, *arguments),
                         env={**os.environ, **environment(rank, world)},
                         stdin=subprocess.DEVNULL,
                         stdout=told,

@@ -1,0 +1,1 @@
+"""Chunks for tests: malformed ones, and tensors to apply them to."""

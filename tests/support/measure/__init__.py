@@ -1,0 +1,1 @@
+"""Measure and limit the memory that a piece of code takes."""

@@ -1,0 +1,1 @@
+"""Child processes of tests: forked quickly, ended with the test run."""

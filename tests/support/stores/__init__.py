@@ -1,0 +1,1 @@
+"""Stores for tests: one in memory, a real S3 server, a proxy that misbehaves."""

@@ -1,0 +1,1 @@
+"""Regions and partitions of canonical tensors, as hypothesis strategies and by seed."""

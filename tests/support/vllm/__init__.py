@@ -1,0 +1,1 @@
+"""Engines: toy models and workers, a whole engine in one process, real vLLM servers."""
