@@ -35,7 +35,7 @@ from dcr_daemon.projection.frameworks.megatron.model import layout
 from dcr_daemon.projection.frameworks.megatron.shards import of_rank
 from dcr_daemon.projection.frameworks.models.architecture import Architecture
 from dcr_daemon.projection.frameworks.models.families import read_architecture, shipped
-from dcr_daemon.projection.host import lanes
+from dcr_daemon.projection.host import host_bits
 from dcr_daemon.projection.preview import preview
 from dcr_daemon.projection.region_map import Map, Shard, gaps
 from dcr_daemon.publish.baseline.blocks import block_bytes
@@ -161,7 +161,7 @@ def uncut(mapped: Map, taken: Blocks, table: Layout, random: np.random.Generator
     space = [old.copy() for old in olds]
 
     def read(tensor: int, box: Box) -> Any:
-        return lanes(values.apply(value, tensors[tensor][box.dst : box.dst + box.elements]))
+        return host_bits(values.apply(value, tensors[tensor][box.dst : box.dst + box.elements]))
 
     return lambda: diff(plain, flat, read, space, olds)
 

@@ -23,6 +23,6 @@ def item_size(dtype: str) -> int:
         ) from None
 
 
-def lane_dtype(width: int) -> str:
+def bits_dtype(width: int) -> str:
     """The numpy dtype (little-endian unsigned) that carries the bits of a `width`-byte element."""
     return {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8"}[width]

@@ -23,11 +23,11 @@ from dcr_daemon.wording import shorten
 
 INDEX = "model.safetensors.index.json"
 DIRTY = ".dcr/dirty"  #: the mark of a directory that an engine is changing in place
-EXTRA_LIMIT = 64 << 20  #: bytes of one side file; a larger one is not a side file
+SIDE_FILE_LIMIT = 64 << 20  #: bytes of one side file; a larger one is not a side file
 #: Side files by suffix. Code (`*.py`) never travels through a bucket.
-EXTRA_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken"})
+SIDE_FILE_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken"})
 #: Written by trainers beside a model, of no use to whoever serves it.
-NOT_EXTRAS = frozenset({"trainer_state.json", "latest_checkpointed_iteration.txt"})
+NOT_SIDE_FILES = frozenset({"trainer_state.json", "latest_checkpointed_iteration.txt"})
 
 
 def read_index(path: Path) -> dict[str, str]:
@@ -61,7 +61,7 @@ def find_index(directory: Path) -> Path | None:
     return directory / INDEX if directory / INDEX in found else next(iter(found), None)
 
 
-def shard_paths(path: Path) -> list[Path]:
+def tensor_files(path: Path) -> list[Path]:
     """Safetensors files of a checkpoint, sorted: those its index names, else all that lie directly in it."""
     if path.is_file():
         return [path]
@@ -91,7 +91,7 @@ class Checkpoint:
             if (self.path / DIRTY).exists():
                 hint = "start its subscriber: attaching repairs it"
                 raise Corrupt(f"{self.path} is between two versions (must E8)", hint=hint)
-            for shard in shard_paths(self.path):
+            for shard in tensor_files(self.path):
                 self.files.append(SafetensorsFile(shard))
             self._home = {spec.name: file for file in self.files for spec in file.specs}
             self.layout = Layout(spec for file in self.files for spec in file.specs)
@@ -125,9 +125,9 @@ class Checkpoint:
         except KeyError:
             raise NotFound(f"{self.path} holds no tensor {name}") from None
 
-    def extras(self) -> dict[str, bytes]:
+    def side_files(self) -> dict[str, bytes]:
         """Small side files (config, tokenizer) by name."""
-        return read_extras(self.path) if self.path.is_dir() else {}
+        return read_side_files(self.path) if self.path.is_dir() else {}
 
     def close(self) -> None:
         for file in self.files:
@@ -140,17 +140,22 @@ class Checkpoint:
         self.close()
 
 
-def read_extras(directory: Path) -> dict[str, bytes]:
+def read_side_files(directory: Path) -> dict[str, bytes]:
     """Side files of a checkpoint that whoever serves it needs: config, tokenizer, templates."""
     found = {}
     for path in sorted(directory.iterdir()):
-        wanted = path.suffix in EXTRA_SUFFIXES and not path.name.startswith(".") and path.name not in NOT_EXTRAS
-        if wanted and not path.name.endswith(".index.json") and path.is_file() and path.stat().st_size <= EXTRA_LIMIT:
+        wanted = path.suffix in SIDE_FILE_SUFFIXES and not path.name.startswith(".") and path.name not in NOT_SIDE_FILES
+        if (
+            wanted
+            and not path.name.endswith(".index.json")
+            and path.is_file()
+            and path.stat().st_size <= SIDE_FILE_LIMIT
+        ):
             found[path.name] = path.read_bytes()
     return found
 
 
-def plan_shards(layout: Layout, shard_bytes: int) -> list[list[TensorSpec]]:
+def plan_tensor_files(layout: Layout, shard_bytes: int) -> list[list[TensorSpec]]:
     """Whole tensors in files of about `shard_bytes`; one that is larger gets a file of its own."""
     shards: list[list[TensorSpec]] = [[]]
     filled = 0
@@ -167,7 +172,7 @@ def write_checkpoint(
     out: Path,
     layout: Layout,
     bits_of: Callable[[str], Bits],
-    extras: Mapping[str, bytes] | None = None,
+    side_files: Mapping[str, bytes] | None = None,
     *,
     shard_bytes: int = 1 << 30,
 ) -> None:
@@ -176,7 +181,7 @@ def write_checkpoint(
     Args:
         out: a directory that is absent or empty; it appears whole, by a rename.
         bits_of: unsigned lanes [elements] of a tensor by name.
-        extras: side files by name.
+        side_files: side files by name.
 
     Raises:
         Incompatible: `out` holds something already.
@@ -189,8 +194,8 @@ def write_checkpoint(
     shutil.rmtree(partial, ignore_errors=True)  # left by a process of this number that was killed: 1 in a container
     try:
         partial.mkdir(parents=True)
-        _write_shards(partial, plan_shards(layout, shard_bytes), layout, bits_of)
-        for name, body in (extras or {}).items():
+        _write_shards(partial, plan_tensor_files(layout, shard_bytes), layout, bits_of)
+        for name, body in (side_files or {}).items():
             _write_file(partial / Path(name).name, body)
         sync_directory(partial, what="checkpoint")
         partial.rename(out)

@@ -23,7 +23,7 @@ from typing import Any, Self
 import numpy as np
 
 from dcr_daemon import runtime
-from dcr_daemon.canonical.dtypes import item_size, lane_dtype
+from dcr_daemon.canonical.dtypes import bits_dtype, item_size
 from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import TensorSpec, countable
 from dcr_daemon.disk import exhausted, starved, sync_file
@@ -206,14 +206,14 @@ class SafetensorsFile:
             access = mmap.ACCESS_WRITE if self._writable else mmap.ACCESS_READ
             self._map = mmap.mmap(self._fd, 0, access=access)
         begin, _ = self.header.spans[name]
-        view = np.frombuffer(self._map, dtype=lane_dtype(spec.width), count=spec.elements, offset=begin)
+        view = np.frombuffer(self._map, dtype=bits_dtype(spec.width), count=spec.elements, offset=begin)
         return view if self._writable or view.flags.aligned else view.copy()
 
     def read(self, name: str, start: int = 0, count: int | None = None) -> Bits:
         """Copy `count` elements from number `start` (default: all). Raises `Corrupt` if the file has shrunk."""
         spec = self.spec(name)
         count = spec.elements - start if count is None else count
-        out = np.empty(count, dtype=lane_dtype(spec.width))
+        out = np.empty(count, dtype=bits_dtype(spec.width))
         place, left = self.header.spans[name][0] + start * spec.width, out.view("u1").data
         while left:
             got = os.preadv(self._fd, [left[:_BLOCK]], place)
@@ -269,7 +269,7 @@ class SafetensorsBytes:
         """Unsigned lanes [elements] of a tensor, a view over the bytes."""
         spec = self._by_name[name]
         begin, _ = self.header.spans[name]
-        return np.frombuffer(self._body, dtype=lane_dtype(spec.width), count=spec.elements, offset=begin)
+        return np.frombuffer(self._body, dtype=bits_dtype(spec.width), count=spec.elements, offset=begin)
 
 
 def encode_header(specs: Sequence[TensorSpec], metadata: dict[str, str]) -> bytes:

@@ -25,7 +25,7 @@ def corrupt(what: str) -> CorruptChunk:
     return CorruptChunk(f"chunk is corrupt: {what}", hint=_HINT)
 
 
-class Stored:
+class PackedStream:
     """A stream as it lies in the object; `raw` is its unpacked size in bytes."""
 
     __slots__ = ("data", "packing", "raw")
@@ -68,9 +68,9 @@ def read_header(view: memoryview) -> fmt.Header:
     return fmt.Header(identity, checksum, segments, streams)
 
 
-def read_directory(view: memoryview, header: fmt.Header) -> dict[int, Stored]:
+def read_directory(view: memoryview, header: fmt.Header) -> dict[int, PackedStream]:
     """Streams by kind. Their stored sizes must fill the object exactly, their raw sizes stay under the limit."""
-    streams: dict[int, Stored] = {}
+    streams: dict[int, PackedStream] = {}
     at = fmt.HEADER.size + header.streams * fmt.ENTRY.size
     last, total = -1, 0
     for i in range(header.streams):
@@ -85,7 +85,7 @@ def read_directory(view: memoryview, header: fmt.Header) -> dict[int, Stored]:
             raise corrupt(f"stream {kind} has an impossible size")
         if stored >= raw if packing else stored != raw:
             raise corrupt(f"stream {kind} is not stored in its shorter form")
-        streams[kind] = Stored(view[at : at + stored], Packing(packing), raw)
+        streams[kind] = PackedStream(view[at : at + stored], Packing(packing), raw)
         at, last = at + stored, kind
     if at != len(view):
         raise corrupt(f"{len(view) - at} bytes follow the last stream")

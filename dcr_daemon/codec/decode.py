@@ -13,14 +13,14 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from dcr_daemon.canonical.dtypes import lane_dtype
+from dcr_daemon.canonical.dtypes import bits_dtype
 from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.codec import format as fmt
-from dcr_daemon.codec.admit import Stored, corrupt, read_directory, read_header
+from dcr_daemon.codec.admit import PackedStream, corrupt, read_directory, read_header
 from dcr_daemon.codec.chunk import CHUNK_LIMIT, Changes, ChunkId, Operation, Positions, Segment
 from dcr_daemon.codec.format import Stream
-from dcr_daemon.codec.rows import PLANES, Row, Rows, read_rows
+from dcr_daemon.codec.rows import PLANES, Rows, SegmentRow, read_rows
 
 Data = bytes | bytearray | memoryview
 
@@ -77,7 +77,7 @@ class Chunk:
     than to judge them all. Who wants few of many looks into the columns first.
     """
 
-    def __init__(self, identity: ChunkId, layout: Layout, rows: Rows, streams: dict[int, Stored]) -> None:
+    def __init__(self, identity: ChunkId, layout: Layout, rows: Rows, streams: dict[int, PackedStream]) -> None:
         self.id = identity
         self.layout = layout
         self.table = rows.table
@@ -105,7 +105,7 @@ class Chunk:
         """Forget unpacked streams; they are unpacked anew when needed."""
         self._unpacked.clear()
 
-    def _slice(self, row: Row, kind: int) -> npt.NDArray[np.uint8]:
+    def _slice(self, row: SegmentRow, kind: int) -> npt.NDArray[np.uint8]:
         """This segment's piece of a stream; empty if it has none."""
         start, size = row.pieces.get(kind, (0, 0))
         if not size:
@@ -116,7 +116,7 @@ class Chunk:
             stream = self._unpacked.setdefault(kind, np.frombuffer(self._streams[kind].unpack(), dtype=np.uint8))
         return stream[start : start + size]
 
-    def _positions(self, row: Row) -> npt.NDArray[np.int64]:
+    def _positions(self, row: SegmentRow) -> npt.NDArray[np.int64]:
         from dcr_daemon.codec import kernels
 
         k, elements = row.segment.changed, row.segment.box.elements
@@ -132,29 +132,29 @@ class Chunk:
             raise corrupt(f"positions of a segment of {self._name(row)} are not sound (status {status})")
         return where[:k]
 
-    def _operands(self, row: Row) -> Bits:
+    def _operands(self, row: SegmentRow) -> Bits:
         from dcr_daemon.codec import kernels
 
         k, operation = row.segment.changed, row.segment.operation
         if operation is not Operation.ULP:
-            operands = self._lanes(row, PLANES[operation], k)
+            operands = self._from_planes(row, PLANES[operation], k)
             if operation is Operation.XOR and not operands.all():
                 raise corrupt(f"an xor mask of {self._name(row)} is zero")
             return operands
-        operands = np.empty(k, dtype=lane_dtype(row.width))
-        escapes = self._lanes(row, Stream.ESCAPE, row.escapes)
+        operands = np.empty(k, dtype=bits_dtype(row.width))
+        escapes = self._from_planes(row, Stream.ESCAPE, row.escapes)
         status = kernels.unpack_steps(self._slice(row, Stream.CODES), escapes, operands)
         if status:
             raise corrupt(f"values of a segment of {self._name(row)} are not sound (status {status})")
         return operands
 
-    def _lanes(self, row: Row, stream: Stream, count: int) -> Bits:
+    def _from_planes(self, row: SegmentRow, stream: Stream, count: int) -> Bits:
         """`count` lanes put together from their byte planes."""
         lanes = np.empty((count, row.width), dtype=np.uint8)
         if count:
             for byte in range(row.width):
                 lanes[:, byte] = self._slice(row, stream + byte)
-        return lanes.reshape(-1).view(lane_dtype(row.width))
+        return lanes.reshape(-1).view(bits_dtype(row.width))
 
-    def _name(self, row: Row) -> str:
+    def _name(self, row: SegmentRow) -> str:
         return self.layout[row.segment.tensor].name

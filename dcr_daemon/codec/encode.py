@@ -17,7 +17,7 @@ import xxhash
 import zstandard
 
 from dcr_daemon.canonical.box import MAX_RANK, Box
-from dcr_daemon.canonical.dtypes import lane_dtype
+from dcr_daemon.canonical.dtypes import bits_dtype
 from dcr_daemon.canonical.fingerprint import Bits, units_per
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.codec import format as fmt
@@ -137,7 +137,7 @@ class ChunkEncoder:
 
     def _check(self, tensor: int, box: Box, base: Bits, new: Bits) -> None:
         spec = self.layout[tensor]
-        lane = np.dtype(lane_dtype(spec.width))
+        lane = np.dtype(bits_dtype(spec.width))
         if not box.fits(spec.elements):
             raise ValueError(f"{box} is no piece of {spec.name}, which has {spec.elements} elements")
         for side, bits in (("base", base), ("new", new)):
@@ -153,7 +153,7 @@ class ChunkEncoder:
     def _buffers(self, lanes: int, width: int) -> tuple[npt.NDArray[np.uint32], Bits, Bits]:
         """Positions, old and new bits; one slot more than lanes, as the kernel wants. Untouched pages cost nothing."""
         out = []
-        for name, dtype in (("where", "<u4"), ("old", lane_dtype(width)), ("now", lane_dtype(width))):
+        for name, dtype in (("where", "<u4"), ("old", bits_dtype(width)), ("now", bits_dtype(width))):
             array = self._scratch.get((name, dtype))
             if array is None or array.size <= lanes:
                 array = self._scratch[name, dtype] = np.empty(max(lanes + 1, 1 << 16), dtype=dtype)

@@ -28,7 +28,7 @@ Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SegmentRow:
     """A segment, how it is written, and where its pieces lie: stream -> (start, size) in unpacked bytes."""
 
     segment: Segment
@@ -65,9 +65,9 @@ class Rows:
         changed, before, after = int(table.changed[i]), int(table.before[i]), int(table.after[i])
         return Segment(int(table.tensor[i]), box, changed, operation, before, after)
 
-    def row(self, i: int) -> Row:
+    def row(self, i: int) -> SegmentRow:
         table = self.table
-        return Row(
+        return SegmentRow(
             segment=self.segment(i),
             width=int(self._width[i]),
             positions=Positions(int(table.positions[i])),

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from dcr_daemon.canonical.dtypes import lane_dtype
+from dcr_daemon.canonical.dtypes import bits_dtype
 from dcr_daemon.canonical.fingerprint import Bits, sum_at
 from dcr_daemon.codec.chunk import Operation, Segment
 from dcr_daemon.codec.decode import Chunk
@@ -43,7 +43,7 @@ def undo_chunk(chunk: Chunk, undo: bytes | memoryview, locate: Locate) -> None:
             size = segment.changed * bits.itemsize
             if len(saved) < size:
                 raise Corrupt("the undo bytes are shorter than their chunk needs", hint="rebuild the baseline")
-            old = np.frombuffer(saved[:size], dtype=lane_dtype(bits.itemsize))
+            old = np.frombuffer(saved[:size], dtype=bits_dtype(bits.itemsize))
             saved = saved[size:]
             current = bool(np.array_equal(bits[where], changes.operands))
         else:

@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 
 from dcr_daemon.canonical.box import Box
-from dcr_daemon.canonical.dtypes import lane_dtype
+from dcr_daemon.canonical.dtypes import bits_dtype
 from dcr_daemon.canonical.fingerprint import sum_at, sum_box
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.codec.chunk import ChunkId, Codec
@@ -30,7 +30,7 @@ def compile_kernels(widths: Iterable[int]) -> None:
 @cache
 def _compile(width: int) -> None:
     identity = ChunkId(stream="warm", attempt=0, base=0, version=1, group="warm", rank=0, nonce="warm", n=0)
-    layout, lane = Layout([TensorSpec("warm", _DTYPES[width], (_SIZE,))]), lane_dtype(width)
+    layout, lane = Layout([TensorSpec("warm", _DTYPES[width], (_SIZE,))]), bits_dtype(width)
     for codec in Codec:
         encoder = ChunkEncoder(layout, codec=codec)
         for every in (_SIZE // 2, 64, 2, 1):  # gaps with and without low bits, a bitmask, all

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from dcr_daemon.canonical.dtypes import lane_dtype
+from dcr_daemon.canonical.dtypes import bits_dtype
 from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.runtime import ThreadLocal
 
 _pinned = ThreadLocal[dict[str, Any]](dict)
 
 
-def lanes(tensor: Any) -> Bits:
+def host_bits(tensor: Any) -> Bits:
     """Flat unsigned lanes of a contiguous tensor: its own memory on the CPU; from a GPU, a buffer of this thread, valid
     until its next call; from any other device a copy."""
     import torch
@@ -20,7 +20,7 @@ def lanes(tensor: Any) -> Bits:
     flat = tensor.reshape(-1)
     if flat.device.type == "cuda":
         flat = _to_host(flat)
-    return flat.cpu().contiguous().view(torch.uint8).numpy().view(lane_dtype(flat.element_size()))
+    return flat.cpu().contiguous().view(torch.uint8).numpy().view(bits_dtype(flat.element_size()))
 
 
 def _to_host(flat: Any) -> Any:
@@ -38,7 +38,7 @@ def _to_host(flat: Any) -> Any:
     return host.view(flat.dtype)
 
 
-def settle_devices(devices: Iterable[Any]) -> None:
+def synchronize_devices(devices: Iterable[Any]) -> None:
     """Wait for work that the calling thread has queued on these devices: other threads read them next."""
     for device in {device for device in devices if device.type == "cuda"}:
         import torch

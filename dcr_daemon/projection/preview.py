@@ -31,7 +31,7 @@ Class = Literal["bits", "cast", "add", "residual"]
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RankRegions:
     """Regions that each of `ranks` holds; one of them owns each. They count as the item's targets do."""
 
     ranks: Sequence[int]
@@ -45,13 +45,13 @@ class Item:
     kind: str
     form: Hashable  #: equal for items that are shared in the same way
     targets: tuple[tuple[TensorSpec, int, int], ...]
-    shares: list[Share]
+    holders: list[RankRegions]
     how: Class
     why: str  #: of what is residual
 
 
 @dataclass(slots=True)
-class Row:
+class KindSummary:
     """Sums over the tensors of one kind. `direct` and `residual` are bytes; `how` are the classes met."""
 
     kind: str
@@ -81,7 +81,7 @@ class Preview:
     world: int
     parameters: int  #: elements
     tensors: int
-    rows: tuple[Row, ...]
+    rows: tuple[KindSummary, ...]
     classes: dict[Class, int]
     reasons: dict[str, int]
     baseline: tuple[int, ...]
@@ -137,9 +137,9 @@ def _megatron(architecture: Architecture, grid: Grid, rule: Rule, dtype: str | N
         ways = grid.tp if parameter.expert is None else grid.etp
         key = parameter.split, ways
         if key not in splits:
-            shares = 1 if parameter.split.axis is None else ways
+            holders = 1 if parameter.split.axis is None else ways
             parameter.held(0, ways)  # says what cannot be split, by name
-            splits[key] = [held(parameter.split, share, ways).regions for share in range(shares)]
+            splits[key] = [held(parameter.split, share, ways).regions for share in range(holders)]
         ranks = [grid.replicas(parameter, stage, local[0] if local else 0, i) for i in range(len(splits[key]))]
         why = _paper(parameter) if rule == "paper" else ""
         spec = parameter.targets[0].spec
@@ -150,7 +150,7 @@ def _megatron(architecture: Architecture, grid: Grid, rule: Rule, dtype: str | N
             parameter.kind,
             key,
             tuple((target.spec, target.base, size) for target, size in pairs),
-            [Share(r, regions) for r, regions in zip(ranks, splits[key], strict=True)],
+            [RankRegions(r, regions) for r, regions in zip(ranks, splits[key], strict=True)],
             how,
             why,
         )
@@ -184,20 +184,20 @@ def _modules(architecture: Architecture, trainer: modules.Trainer, grid: Grid, d
             sharers = [[d * grid.tp + t for t in range(grid.tp)] for d in range(grid.dp)]
         else:
             sharers = [[rank] for rank in range(world)]
-        shares = [Share(r, modules.regions(module.form, trainer, r[0], grid.tp, grid.dp)) for r in sharers]
+        holders = [RankRegions(r, modules.regions(module.form, trainer, r[0], grid.tp, grid.dp)) for r in sharers]
         targets = tuple((spec, 0, spec.elements) for spec in module.targets)
         how = _class(between(spec.name, dtype or spec.dtype, spec.dtype))
-        yield Item(module.kind, module.form, targets, shares, how, "")
+        yield Item(module.kind, module.form, targets, holders, how, "")
 
 
 def _sum(architecture: Architecture, world: int, items: Iterator[Item]) -> Preview:
-    rows: dict[str, Row] = {}
+    rows: dict[str, KindSummary] = {}
     classes: dict[Class, int] = defaultdict(int)
     reasons: dict[str, int] = defaultdict(int)
     baseline, regions = [0] * world, [0] * world
     proof = _Proof()
     for item in items:
-        row = rows.setdefault(item.kind, Row(item.kind))
+        row = rows.setdefault(item.kind, KindSummary(item.kind))
         nbytes = sum(size * spec.width for spec, _, size in item.targets)
         row.tensors += proof.add(item)
         classes[item.how] += nbytes
@@ -207,7 +207,7 @@ def _sum(architecture: Architecture, world: int, items: Iterator[Item]) -> Previ
             reasons[item.why] += nbytes
             continue
         row.direct += nbytes
-        for share in item.shares:
+        for share in item.holders:
             row.regions += len(share.regions)
             for region in share.regions:
                 spec, base, _ = item.targets[int(region.name)]
@@ -243,7 +243,7 @@ class _Proof:
         pattern = item.form, sizes
         if pattern not in self._patterns:
             shapes = {str(i): (size,) for i, size in enumerate(sizes)}
-            found = exactly_once((region for share in item.shares for region in share.regions), shapes)
+            found = exactly_once((region for share in item.holders for region in share.regions), shapes)
             self._patterns.add(pattern)
             self._broken += [f"{item.targets[int(f.name)][0].name}: {f}" for f in found if f.name in shapes]
         return len(self.slices) - before

@@ -29,7 +29,7 @@ from dcr_daemon.publish.group.member import Member
 from dcr_daemon.publish.group.opening import open_leader, open_member
 from dcr_daemon.publish.group.projected import Projected, Trainer
 from dcr_daemon.publish.inputs.intake import UpdateValidator
-from dcr_daemon.publish.inputs.sources import Source, TensorSource, settle_devices
+from dcr_daemon.publish.inputs.sources import Source, TensorSource, synchronize_sources
 from dcr_daemon.publish.inputs.tensors import as_stream, as_table, check_kind, needs_projection
 from dcr_daemon.publish.options import KEEP_VERSIONS, SCRUB_RATE, PublishOptions, default_state, parse_codec
 from dcr_daemon.publish.rank import find_rank
@@ -242,7 +242,7 @@ class Publisher:
         self, session: Leader, table: list[TensorSource], intake: UpdateValidator, step: int | None
     ) -> Attempt:
         """Everything is at hand: judge it before an attempt is opened."""
-        settle_devices(table)
+        synchronize_sources(table)
         inputs = {index: source for source in table if (index := intake.take(source)) is not None}
         layout = session.layout
         intake.finish(
@@ -263,7 +263,7 @@ class Publisher:
                 index = intake.take(source)
                 intake.check()
                 if index is not None:
-                    settle_devices([source])
+                    synchronize_sources([source])
                     self._running.call(attempt.diff([(index, source.contiguous())]))
             intake.finish(session.read)
         except BaseException as error:

@@ -19,7 +19,7 @@ import numpy as np
 
 from dcr_daemon import runtime
 from dcr_daemon.canonical.layout import Layout
-from dcr_daemon.checkpoint.directory import shard_paths
+from dcr_daemon.checkpoint.directory import tensor_files
 from dcr_daemon.engine.port import Attached as EngineAttached
 from dcr_daemon.engine.port import Engine, EngineGone, StreamFacts, Swapped, Transaction, Verdict, VersionDelta
 from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, NotFound, ResourceExhausted, StoreUnavailable
@@ -460,7 +460,7 @@ class Driver:
 
     async def _base_files(self) -> list[str]:
         assert self._at.options.base is not None
-        return [str(path) for path in shard_paths(self._at.options.base)]
+        return [str(path) for path in tensor_files(self._at.options.base)]
 
     async def _load(self, version: int, fetching: Coroutine[Any, Any, list[str]], how: str) -> None:
         at, base, began, touched = self._at, self.version, runtime.monotonic(), False

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from dcr_daemon import runtime
-from dcr_daemon.canonical.dtypes import lane_dtype
+from dcr_daemon.canonical.dtypes import bits_dtype
 from dcr_daemon.canonical.fingerprint import Bits, Vector, sum_at, sum_run
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.directory import Checkpoint
@@ -154,7 +154,7 @@ class Loaded:
 
     def _gather(self, files: Iterable[SafetensorsFile | SafetensorsBytes]) -> Values:
         """These tensors out of an anchor's files, whole or in pieces. Raises `Corrupt` if one is not all there."""
-        values = {t: np.zeros(self._layout[t].elements, lane_dtype(self._layout[t].width)) for t in self.tensors}
+        values = {t: np.zeros(self._layout[t].elements, bits_dtype(self._layout[t].width)) for t in self.tensors}
         left = {tensor: bits.size for tensor, bits in values.items()}
         for file in files:
             for tensor, box, bits in read_pieces(file, self._layout):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from dcr_daemon import runtime
 from dcr_daemon.canonical.layout import Layout
-from dcr_daemon.checkpoint.directory import Checkpoint, shard_paths
+from dcr_daemon.checkpoint.directory import Checkpoint, tensor_files
 from dcr_daemon.disk import sync_directory
 from dcr_daemon.engine.directory.assemble import gather_vector, plan_slices, sum_slice
 from dcr_daemon.engine.directory.checkout import describe_difference
@@ -221,7 +221,7 @@ class _Builder:
         if route.anchor is not None:
             await self._load_anchor(engine, stage, route.anchor)
         elif self._reached is None and way.base is not None and way.start is not None:
-            files = [str(path) for path in shard_paths(way.base)]
+            files = [str(path) for path in tensor_files(way.base)]
             await self._load(engine, stage, way.start, files, "base")
         hops = list(route.hops)
         while hops:

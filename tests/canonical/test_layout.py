@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from dcr_daemon.canonical.dtypes import ITEM_SIZE, lane_dtype
+from dcr_daemon.canonical.dtypes import ITEM_SIZE, bits_dtype
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.errors import Corrupt, Incompatible
 
@@ -65,7 +65,7 @@ def test_names_twice_and_negative_shapes_are_refused() -> None:
 
 @pytest.mark.parametrize("dtype", sorted(ITEM_SIZE))
 def test_every_dtype_has_an_unsigned_lane(dtype: str) -> None:
-    assert int(lane_dtype(ITEM_SIZE[dtype])[-1]) == ITEM_SIZE[dtype]
+    assert int(bits_dtype(ITEM_SIZE[dtype])[-1]) == ITEM_SIZE[dtype]
 
 
 def test_decode_takes_only_the_canonical_form() -> None:

@@ -31,7 +31,7 @@ def test_a_checkpoint_reads_back_whatever_its_shards(tmp_path: Path, shard_bytes
     write(tmp_path / "out", shard_bytes)
     with Checkpoint(tmp_path / "out") as checkpoint:
         assert checkpoint.layout == LAYOUT
-        assert checkpoint.extras() == {"config.json": b"{}"}
+        assert checkpoint.side_files() == {"config.json": b"{}"}
         for spec in LAYOUT:
             assert np.array_equal(checkpoint.bits(spec.name), VALUES[spec.name])
         with pytest.raises(NotFound, match="nobody"):
@@ -44,7 +44,7 @@ def test_one_file_is_a_checkpoint_too(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "x.safetensors", [(s, VALUES[s.name]) for s in LAYOUT])
     with Checkpoint(tmp_path / "x.safetensors") as checkpoint:
         assert checkpoint.layout == LAYOUT
-        assert checkpoint.extras() == {}
+        assert checkpoint.side_files() == {}
 
 
 def test_transformers_loads_what_we_write(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_transformers_loads_what_we_write(tmp_path: Path) -> None:
     model = transformers.Qwen3ForCausalLM(config).to(torch.bfloat16)
     model.save_pretrained(tmp_path / "base")
     with Checkpoint(tmp_path / "base") as base:
-        write_checkpoint(tmp_path / "out", base.layout, base.bits, base.extras(), shard_bytes=2000)
+        write_checkpoint(tmp_path / "out", base.layout, base.bits, base.side_files(), shard_bytes=2000)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, loaded.state_dict()[name])

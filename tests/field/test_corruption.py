@@ -17,7 +17,7 @@ from support.streams.trainer import Trainer, until
 from support.streams.versions import Versions
 from support.streams.writer import StreamWriter
 
-from dcr_daemon.canonical.dtypes import lane_dtype
+from dcr_daemon.canonical.dtypes import bits_dtype
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.checkpoint.directory import Checkpoint, write_checkpoint
 from dcr_daemon.checkpoint.safetensors import pack_safetensors
@@ -295,7 +295,7 @@ async def test_a_tied_head_that_is_stored_twice_is_one_tensor_and_raises_no_alar
     (tmp_path / "versions").mkdir()
     versions = Versions(tmp_path / "versions")
     versions.layout = layout
-    versions.values = [{s.name: np.arange(s.elements).astype(lane_dtype(s.width)) + (1 << 10) for s in layout}]
+    versions.values = [{s.name: np.arange(s.elements).astype(bits_dtype(s.width)) + (1 << 10) for s in layout}]
     versions.step(0.5)
     trainer = Trainer(tmp_path, versions)
     doubled = Layout([*layout, TensorSpec("lm_head.weight", "BF16", (33, 8))])

@@ -21,7 +21,7 @@ from dcr_daemon.engine.port import Attached, EngineStatus, Prepared, Swapped
 from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, UsageError
 from dcr_daemon.ledger.high_water_mark import HighWaterMark
 from dcr_daemon.publish.baseline.baseline import Baseline
-from dcr_daemon.publish.baseline.blocks import Share
+from dcr_daemon.publish.baseline.blocks import BlockSet
 from dcr_daemon.publish.watch import published
 from dcr_daemon.runtime import Workers
 from dcr_daemon.subscribe.status import decode_report
@@ -138,7 +138,7 @@ def baseline_hint(data: bytes) -> None:
 
 @functools.cache
 def _baseline() -> Baseline:
-    return Baseline(scratch(), Share.whole(samples.LAYOUT), samples.STREAM, Workers(1))
+    return Baseline(scratch(), BlockSet.whole(samples.LAYOUT), samples.STREAM, Workers(1))
 
 
 @target

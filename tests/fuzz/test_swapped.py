@@ -27,7 +27,7 @@ from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.publish.baseline.baseline import Baseline
-from dcr_daemon.publish.baseline.blocks import Share
+from dcr_daemon.publish.baseline.blocks import BlockSet
 from dcr_daemon.publish.baseline.restore import Restorer
 from dcr_daemon.runtime import Workers
 from dcr_daemon.store import open_store
@@ -163,7 +163,7 @@ async def restored(stream: StreamWriter, state: Path) -> list[Alarm]:
     ledger, workers, events = Ledger(stream.store), Workers(1), Events()
     await ledger.read()
     objects = Objects(stream.store, floor=lambda: 0, patience=0)
-    baseline = Baseline(state, Share.whole(stream.versions.layout), ledger.stream.stream, workers)
+    baseline = Baseline(state, BlockSet.whole(stream.versions.layout), ledger.stream.stream, workers)
     try:
         await Restorer(ledger, objects, baseline, None, workers, events).restore()
         values = stream.versions.values[ledger.state.seal.version]
@@ -171,7 +171,7 @@ async def restored(stream: StreamWriter, state: Path) -> list[Alarm]:
         whole = all(
             np.array_equal(baseline.read(t, 0, spec.elements), values[spec.name]) for t, spec in enumerate(layout)
         )
-        assert baseline.stray or whole
+        assert baseline.unverified_base or whole
         return events.of(Alarm)
     finally:
         baseline.close()

@@ -21,7 +21,7 @@ from dcr_daemon.projection.frameworks.torchtitan import rotary_rows
 from dcr_daemon.projection.probes import export_trial
 from dcr_daemon.projection.probes.export_check import asked, probe_export
 from dcr_daemon.projection.probes.self_check import CAP, Probed, probe, within
-from dcr_daemon.projection.probes.synthetic import digits, lanes, numbered, random_bits, same, shrunk, special
+from dcr_daemon.projection.probes.synthetic import byte_rows, digits, numbered, random_bits, same, shrunk, special
 from dcr_daemon.projection.region_map import Map
 from dcr_daemon.projection.sharding.dtensor import map_of
 from dcr_daemon.projection.tracing import Conversion, trace
@@ -269,7 +269,7 @@ def test_special_values_have_what_goes_wrong(dtype: Any) -> None:
         assert torch.signbit(values[values == 0]).any()
     drawn = random_bits((50, 3), dtype, seed=5)
     assert same(drawn, random_bits((50, 3), dtype, seed=5), exact=True).all()
-    assert lanes(drawn).shape == (150, dtype.itemsize)
+    assert byte_rows(drawn).shape == (150, dtype.itemsize)
 
 
 def test_within_is_about_elements_and_not_about_boxes() -> None:

@@ -1,4 +1,4 @@
-"""One rank's weights, however they are handed over: which tensors are published, which are not and why, and what binds
+"""One rank's weights, however they are given: which tensors are published, which are not and why, and what binds
 the next step's tensors to the same map."""
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def test_tensors_without_plain_values_are_refused_or_residual() -> None:
     held = one({"packed": TwoHalves(torch.ones(4))}, Layout([TensorSpec("packed", "F32", (4,))]))
     assert held.map.residual == {"packed": "it is a TwoHalves, which keeps its values in another form"}
     assert list(held.map.regions) == []
-    assert list(held.handed) == ["packed"]
+    assert list(held.inputs) == ["packed"]
 
 
 class TwoHalves(torch.Tensor):
@@ -250,7 +250,7 @@ def test_a_transformers_model_is_read_as_it_would_be_saved(family: str, fields: 
                 assert (bits == checkpoint.bits(spec.name)).all(), spec.name
         assert held.convert is not None
         name = next(iter(held.conversion.regions))  # type: ignore[union-attr]
-        assert held.convert({name: held.handed[name]})
+        assert held.convert({name: held.inputs[name]})
 
 
 def test_fused_experts_of_a_bare_state_dict_say_what_to_give() -> None:
@@ -278,7 +278,7 @@ def test_an_adapter_or_a_conversion_of_ones_own_names_the_tensors() -> None:
     held = one(table, layout, adapter=Adapter())
     assert held.dropped == {"freqs_cis": "the export leaves it out"}
     assert "mul" in held.map.residual["scaled"]
-    assert "scaled.weight" in held.handed
+    assert "scaled.weight" in held.inputs
     assembled(layout, readings(held, layout), residual=["scaled"])
     own = Conversion({"layers.0.moe.experts.w1_EFD": torchtitan.grouped_experts(names, 4, 2)}, {})
     del table["scaled.weight"], table["freqs_cis"]

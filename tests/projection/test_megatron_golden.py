@@ -20,7 +20,7 @@ from dcr_daemon.canonical.region import Region, indices
 from dcr_daemon.projection.frameworks.megatron import attention, feed
 from dcr_daemon.projection.frameworks.megatron.grid import Grid
 from dcr_daemon.projection.frameworks.megatron.live import shards_of
-from dcr_daemon.projection.frameworks.megatron.parameter import Parameter, Place, Site
+from dcr_daemon.projection.frameworks.megatron.parameter import LayerPosition, Parameter, Site
 from dcr_daemon.projection.frameworks.megatron.shards import spots
 from dcr_daemon.projection.frameworks.megatron.splits import Rows
 from dcr_daemon.projection.frameworks.models.architecture import Attention, DeltaNet, Experts, Mamba, Names
@@ -158,7 +158,7 @@ def test_the_library_at_hand_does_what_the_tables_say(tmp_path: Path) -> None:
 def form(fields: Any) -> Parameter:
     """The parameter that a form's mapping is about, with its base slice alone."""
     kind, tail = fields["class"], fields.get("tail", [])
-    site = Site(("",), "", Place("decoder"), "BF16")
+    site = Site(("",), "", LayerPosition("decoder"), "BF16")
     if "mamba" in fields:
         heads, head, groups, state = fields["mamba"]
         wanted = "in_proj.weight" if "InProj" in kind else "conv1d.weight" if tail else "conv1d.bias"
@@ -183,7 +183,7 @@ def form(fields: Any) -> Parameter:
 
 
 def delta(sizes: list[int], hidden: int) -> list[Parameter]:
-    site = Site(("",), "", Place("decoder"), "BF16")
+    site = Site(("",), "", LayerPosition("decoder"), "BF16")
     keys, values, key, value = sizes
     return list(attention.mixer(site, DeltaNet(keys, values, key, value, 4), hidden, Names()))
 

@@ -245,7 +245,7 @@ class Scaling:
 
 def judged(found: Live, exporter: Exporter) -> Verdict:
     """As a rank alone does it: probes, declaration, verdict."""
-    probed = dict(probe(found.handed, found.map, SCALED, conversion=found.conversion, convert=found.convert).residual)
+    probed = dict(probe(found.inputs, found.map, SCALED, conversion=found.conversion, convert=found.convert).residual)
     if exporter.kind == "hook":
         read = Reader(found, SCALED).read
         probed |= probe_export(exporter, read, found.map, SCALED, asked(SCALED)).residual
@@ -261,7 +261,7 @@ def test_an_export_with_a_shared_scale_is_constructed_from_the_weights_of_the_st
     weights = {"weight": torch.randn(6, 4), "norm": torch.randn(4)}
     found = live(weights, SCALED, rank=0, world=1, adapter=Scaling())
     current = [found]
-    exporter = Gather(lambda: current[0].handed, SCALED, found.conversion, found.convert)
+    exporter = Gather(lambda: current[0].inputs, SCALED, found.conversion, found.convert)
     verdict = judged(found, exporter)
     assert verdict.overwrites == set(verdict.residual) == {"codes", "scale"}
     assert "residual  77.778%, 2 tensors" in verdict.report(SCALED)
@@ -289,6 +289,6 @@ def test_a_users_export_is_asked_for_what_a_rank_reads() -> None:
 
 def test_a_layer_that_nobody_has_is_refused() -> None:
     found = live({"norm": torch.randn(4)}, SCALED, rank=0, world=1)
-    exporter = Gather(lambda: found.handed, SCALED)
+    exporter = Gather(lambda: found.inputs, SCALED)
     with pytest.raises(Incompatible, match=r"2 of 3 tensors .* codes: 24 of 24 elements have no source; scale"):
         judged(found, exporter)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.faults.failing_requests import small_world as small_world
 
-from dcr_daemon.canonical.dtypes import lane_dtype
+from dcr_daemon.canonical.dtypes import bits_dtype
 from dcr_daemon.canonical.fingerprint import Bits, fingerprint
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.checkpoint.directory import Checkpoint, write_checkpoint
@@ -43,7 +43,7 @@ SPECS = [
 
 def make_weights(layout: Layout, seed: int = 0) -> Weights:
     rng = np.random.default_rng(seed)
-    return {s.name: rng.integers(0, 256, s.nbytes, dtype=np.uint8).view(lane_dtype(s.width)) for s in layout}
+    return {s.name: rng.integers(0, 256, s.nbytes, dtype=np.uint8).view(bits_dtype(s.width)) for s in layout}
 
 
 def step_weights(weights: Weights, seed: int, rate: float = 0.05) -> Weights:

@@ -14,7 +14,7 @@ from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.directory import Checkpoint
 from dcr_daemon.errors import ResourceExhausted
 from dcr_daemon.publish.baseline.baseline import Baseline
-from dcr_daemon.publish.baseline.blocks import Share
+from dcr_daemon.publish.baseline.blocks import BlockSet
 from dcr_daemon.runtime import Workers
 
 
@@ -27,7 +27,7 @@ def workers() -> Any:
 
 def test_what_was_loaded_survives_the_process_with_its_hint(world: Any, workers: Workers, tmp_path: Path) -> None:
     async def load() -> Any:
-        baseline = Baseline(tmp_path, Share.whole(world.layout), "s", workers)
+        baseline = Baseline(tmp_path, BlockSet.whole(world.layout), "s", workers)
         with Checkpoint(world.base) as checkpoint:
             await baseline.load(checkpoint)
         assert baseline.version is None
@@ -40,7 +40,7 @@ def test_what_was_loaded_survives_the_process_with_its_hint(world: Any, workers:
 
     vector = asyncio.run(load())
     assert np.array_equal(vector, fingerprint(world.layout, [world.weights[s.name] for s in world.layout]))
-    again = Baseline(tmp_path, Share.whole(world.layout), "s", workers)
+    again = Baseline(tmp_path, BlockSet.whole(world.layout), "s", workers)
     hint = again.hint()
     assert hint is not None
     assert hint[0] == 7
@@ -51,10 +51,10 @@ def test_what_was_loaded_survives_the_process_with_its_hint(world: Any, workers:
 
 
 def test_a_hint_of_another_stream_or_layout_counts_for_nothing(world: Any, workers: Workers, tmp_path: Path) -> None:
-    baseline = Baseline(tmp_path, Share.whole(world.layout), "s", workers)
+    baseline = Baseline(tmp_path, BlockSet.whole(world.layout), "s", workers)
     baseline.commit(1, [])
-    assert Baseline(tmp_path, Share.whole(world.layout), "other", workers).hint() is None
-    assert Baseline(tmp_path, Share.whole(Layout(world.layout.specs[1:])), "s", workers).hint() is None
+    assert Baseline(tmp_path, BlockSet.whole(world.layout), "other", workers).hint() is None
+    assert Baseline(tmp_path, BlockSet.whole(Layout(world.layout.specs[1:])), "s", workers).hint() is None
     (tmp_path / "baseline.json").write_text("{")
     assert baseline.hint() is None
 
@@ -67,4 +67,4 @@ def test_a_disk_that_cannot_hold_the_model_is_said_at_the_start(
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(ResourceExhausted, match=r"baseline\.bin"):
-        Baseline(tmp_path, Share.whole(world.layout), "s", workers)
+        Baseline(tmp_path, BlockSet.whole(world.layout), "s", workers)

@@ -70,7 +70,7 @@ def test_a_scrub_of_a_sound_baseline_finds_nothing_whatever_was_published_or_und
             await world.publish(session, world.draw(seed))
             await world.diff(session, world.draw(90 + seed))
             await session.settle("given up")
-            assert all([await session.context.baseline.intact(n) for n in range(len(session.context.baseline.share))])
+            assert all([await session.context.baseline.intact(n) for n in range(len(session.context.baseline.blocks))])
         await session.close()
         assert alarms(world) == []
 
@@ -99,9 +99,9 @@ def test_damage_that_went_into_a_sealed_version_is_gone_round_by_the_next(
                 world.forget("one")
             session = await world.open(store, scrub_rate=1e6, anchor_every=None, anchor_share=None)
         assert "P4" in alarms(world)
-        assert session.context.baseline.stray
+        assert session.context.baseline.unverified_base
         await world.publish(session, world.draw(3))
-        assert not session.context.baseline.stray
+        assert not session.context.baseline.unverified_base
         if restart == "before the anchor":
             kill(session)
             session = await world.open(store, anchor_every=None, anchor_share=None)
@@ -118,7 +118,7 @@ def test_damage_that_went_into_a_sealed_version_is_gone_round_by_the_next(
         world.forget("one")  # whoever builds the head later goes by the anchor
         session = await world.open(store, anchor_every=None, anchor_share=None)
         assert await world.proved(session)
-        assert not session.context.baseline.stray
+        assert not session.context.baseline.unverified_base
         await session.close()
 
     run(check())

@@ -85,7 +85,7 @@ def test_one_process_and_many_take_turns(world: Any, toolbox: Any, ranked: Any) 
         options = PublishOptions(state=world.state, base=world.base, create=True, name="trainer", workers=1)
         session = await open_leader(options, world.store(), world.events)
         attempt = await session.begin()
-        share = session.context.baseline.share
+        share = session.context.baseline.blocks
         reads = (
             (n, lambda b=share[n]: new[session.layout[b.tensor].name][b.box.dst : b.box.dst + b.box.elements])
             for n in range(len(share))
@@ -325,7 +325,7 @@ def test_a_rank_whose_baseline_is_not_the_base_is_found_by_the_sums_and_builds_i
         await group.publish(weights[1], 1)
         baseline = group.ranks[2].session.context.baseline
         baseline[0][:] ^= 1
-        await baseline.believe(1)  # a lie that its own sums agree with
+        await baseline.adopt_unverified(1)  # a lie that its own sums agree with
         results = await group.all(lambda rank: rank.publish(weights[2], 2))
         assert isinstance(results[0], Corrupt)
         await group.publish(weights[2], 3)

@@ -25,7 +25,7 @@ from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.records import Anchor, ObjectRef, Seal
 from dcr_daemon.ledger.verify import verify
 from dcr_daemon.publish.baseline.baseline import Baseline
-from dcr_daemon.publish.baseline.blocks import Block, Share
+from dcr_daemon.publish.baseline.blocks import Block, BlockSet
 from dcr_daemon.publish.baseline.rebuild import Rebuild
 from dcr_daemon.publish.baseline.restore import Restorer
 from dcr_daemon.publish.options import PublishOptions
@@ -70,10 +70,10 @@ class Rig:
         self.bucket: Path = world.root / "bucket"
         self.store = Counting(self.bucket)
 
-    def share(self, rank: int, count: int = WORLD) -> Share:
-        return Share(self.world.layout, dealt(self.world.layout, rank, count))
+    def share(self, rank: int, count: int = WORLD) -> BlockSet:
+        return BlockSet(self.world.layout, dealt(self.world.layout, rank, count))
 
-    async def restore(self, share: Share, state: str = "fresh", **more: Any) -> Baseline:
+    async def restore(self, share: BlockSet, state: str = "fresh", **more: Any) -> Baseline:
         """A rank with this share comes to the head; its baseline."""
         path = self.world.root / state
         path.mkdir(exist_ok=True)
@@ -91,7 +91,7 @@ class Rig:
     def check(self, baseline: Baseline, version: int = -1) -> None:
         version = len(self.weights) - 1 if version < 0 else version
         assert baseline.version == version
-        for number, block in enumerate(baseline.share.blocks):
+        for number, block in enumerate(baseline.blocks):
             want = self.weights[version][self.world.layout[block.tensor].name]
             places = block.box.canonical(np.arange(block.box.elements, dtype=np.int64))
             assert np.array_equal(baseline[number], want[places])
@@ -194,7 +194,7 @@ def test_only_files_and_chunks_that_hold_something_of_the_share_are_read(write: 
         want = {  # whose boxes share an element with mine
             other for other in range(WORLD) if any(
                 mine.tensor == theirs.tensor and not mine.box.apart(theirs.box)
-                for mine in share.blocks for theirs in dealt(rig.world.layout, other, WORLD)
+                for mine in share for theirs in dealt(rig.world.layout, other, WORLD)
             )
         }  # fmt: skip
         assert files == want
@@ -322,7 +322,7 @@ def test_a_long_rebuild_tells_how_far_it_is(write: Any, monkeypatch: pytest.Monk
 
 def test_objects_are_read_side_by_side_within_bounds(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = write()
-    whole = Share.whole(rig.world.layout)
+    whole = BlockSet.whole(rig.world.layout)
     rig.check(asyncio.run(rig.restore(whole)))
     assert rig.store.most > 2
     monkeypatch.setattr("dcr_daemon.publish.baseline.rebuild.ROOM", 1)
@@ -428,7 +428,7 @@ def test_a_cache_of_another_share_is_not_taken_for_this_one(write: Any) -> None:
     """Two ranks with shares of one size: the map fits, and its elements are others."""
     halves = [[Block(2, Box.flat(at, 768))] for at in (0, 768)]
     rig = write()
-    first, second = (Share(rig.world.layout, blocks) for blocks in halves)
+    first, second = (BlockSet(rig.world.layout, blocks) for blocks in halves)
     asyncio.run(rig.restore(first)).close()
     rig.check(asyncio.run(rig.restore(second)))
 
@@ -445,6 +445,6 @@ def test_a_chunk_that_touches_nothing_is_not_decoded(write: Any, monkeypatch: py
         return changes(self, index)
 
     monkeypatch.setattr(Chunk, "changes", counted)
-    norm = Share(rig.world.layout, [Block(5, Box.flat(0, 32))])
+    norm = BlockSet(rig.world.layout, [Block(5, Box.flat(0, 32))])
     rig.check(asyncio.run(rig.restore(norm, base=rig.world.base)))
     assert set(decoded) == {5}

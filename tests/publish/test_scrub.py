@@ -19,7 +19,7 @@ class Blocks:
 
     def __init__(self, count: int, size: int) -> None:
         self._count, self._size = count, size
-        self.share = self
+        self.blocks = self
         self.read: list[int] = []
 
     def __len__(self) -> int:

@@ -98,7 +98,7 @@ def test_an_abort_brings_the_baseline_back_exactly(world: Any, toolbox: Any, cod
     async def run() -> None:
         session = await opened(world, codec=Codec[codec], spool_memory=spool_memory)
         baseline = session.context.baseline
-        before, bits = await baseline.fingerprint(), [baseline[n].copy() for n in range(len(baseline.share))]
+        before, bits = await baseline.fingerprint(), [baseline[n].copy() for n in range(len(baseline.blocks))]
         for finished in (True, False):
             attempt = await session.begin()
             await diff_into(attempt, session, toolbox.make_weights(world.layout, seed=9), world)

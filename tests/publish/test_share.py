@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dcr_daemon.canonical.box import Box
 from dcr_daemon.canonical.layout import Layout, TensorSpec
-from dcr_daemon.publish.baseline.blocks import Block, Share, block_bytes, gather, runs, transfer
+from dcr_daemon.publish.baseline.blocks import Block, BlockSet, block_bytes, gather, runs, transfer
 
 SHAPE = (6, 4, 10)
 SPEC = TensorSpec("x", "BF16", SHAPE)
@@ -88,7 +88,7 @@ def test_far_apart_rows_are_read_one_by_one() -> None:
 
 def test_two_shares_have_one_digest_exactly_if_they_are_laid_out_alike() -> None:
     layout = Layout([SPEC])
-    whole = Share.whole(layout)
-    assert whole.digest == Share(layout, [Block(0, Box.flat(0, 240))]).digest
-    assert whole.digest != Share.whole(layout, 64).digest
-    assert whole.elements(0) == Share.whole(layout, 64).elements(0) == 240
+    whole = BlockSet.whole(layout)
+    assert whole.digest == BlockSet(layout, [Block(0, Box.flat(0, 240))]).digest
+    assert whole.digest != BlockSet.whole(layout, 64).digest
+    assert whole.elements(0) == BlockSet.whole(layout, 64).elements(0) == 240

@@ -91,7 +91,7 @@ class Forgetful(SimPublisher):
         def tell(event: Event) -> None:
             right(event)
             if isinstance(event, Sealed) and self.session and not self.world.healed and rng.random() < 0.5:
-                block = rng.randrange(len(self.session.context.baseline.share))
+                block = rng.randrange(len(self.session.context.baseline.blocks))
                 bits = self.session.context.baseline[block]
                 if bits.size:
                     self.world.outcome.faults["baseline bit flipped"] += 1

@@ -92,13 +92,13 @@ class Watch:
         if context.attempt or not context.holds or session.in_doubt(session.head + 1):
             return
         baseline = context.baseline
-        if baseline.version is None or baseline.stray:
+        if baseline.version is None or baseline.unverified_base:
             return
         if baseline.version > session.head or (newest and baseline.version != session.head):
             self.world.fail("baseline", f"{process} holds version {baseline.version}; it has read {session.head}")
             return
         whole = self.versions[baseline.version]
-        for number, block in enumerate(baseline.share.blocks):
+        for number, block in enumerate(baseline.blocks):
             where = block.box.canonical(np.arange(block.box.elements, dtype=np.int64))
             if not np.array_equal(baseline[number], whole[block.tensor][where]):
                 self.world.fail("baseline", f"{process} does not hold its share of version {baseline.version}")

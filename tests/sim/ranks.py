@@ -205,8 +205,8 @@ class SimRank(Actor):
     def _flip(self, baseline: Baseline) -> None:
         """One bit of what this rank holds."""
         rng = self.world.rng
-        if len(baseline.share):
-            bits = baseline[rng.randrange(len(baseline.share))]
+        if len(baseline.blocks):
+            bits = baseline[rng.randrange(len(baseline.blocks))]
             self.world.outcome.faults["baseline bit flipped"] += 1
             bits[rng.randrange(bits.size)] ^= bits.dtype.type(1 << rng.randrange(8 * bits.itemsize))
 

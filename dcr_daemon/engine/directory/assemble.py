@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 
 from dcr_daemon.canonical.box import Box
-from dcr_daemon.canonical.dtypes import lane_dtype
+from dcr_daemon.canonical.dtypes import bits_dtype
 from dcr_daemon.canonical.fingerprint import MASK, Bits, Vector, sum_run
 from dcr_daemon.canonical.layout import Layout
-from dcr_daemon.checkpoint.directory import Checkpoint, read_extras, write_checkpoint
+from dcr_daemon.checkpoint.directory import Checkpoint, read_side_files, write_checkpoint
 from dcr_daemon.checkpoint.pieces import read_pieces
 from dcr_daemon.checkpoint.safetensors import SafetensorsFile
 from dcr_daemon.errors import EngineRefused
@@ -46,9 +46,9 @@ def build_checkpoint(out: Path, layout: Layout, files: Sequence[Path], *, shard_
             for tensor, box, bits in read_pieces(file, layout):
                 pieces.setdefault(tensor, []).append((box, bits))
         _check_whole(layout, pieces)
-        extras = read_extras(files[0].parent) if files else {}
+        side_files = read_side_files(files[0].parent) if files else {}
         write_checkpoint(
-            out, layout, lambda name: _join(layout, layout.index(name), pieces), extras, shard_bytes=shard_bytes
+            out, layout, lambda name: _join(layout, layout.index(name), pieces), side_files, shard_bytes=shard_bytes
         )
 
 
@@ -66,7 +66,7 @@ def _join(layout: Layout, tensor: int, pieces: Mapping[int, list[Piece]]) -> Bit
     spec, parts = layout[tensor], pieces.get(tensor, ())
     if len(parts) == 1 and (parts[0][0] is None or parts[0][0] == Box.flat(0, spec.elements)):
         return parts[0][1]
-    whole = np.zeros(spec.elements, dtype=lane_dtype(spec.width))
+    whole = np.zeros(spec.elements, dtype=bits_dtype(spec.width))
     for box, bits in parts:
         if box is not None:
             box.view(whole)[...] = bits.reshape(box.shape)

@@ -26,7 +26,7 @@ import numpy as np
 from dcr_daemon import runtime
 from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import Layout
-from dcr_daemon.checkpoint.directory import DIRTY, Checkpoint, shard_paths
+from dcr_daemon.checkpoint.directory import DIRTY, Checkpoint, tensor_files
 from dcr_daemon.checkpoint.safetensors import SafetensorsFile
 from dcr_daemon.disk import exhausted, starved, sync_directory, write_whole
 from dcr_daemon.engine.directory.journal import Install, Journal, Patch, read_journal
@@ -267,7 +267,7 @@ class _Shards:
         self._files: list[SafetensorsFile] = []
         self._home: dict[str, SafetensorsFile] = {}
         with contextlib.ExitStack() as opened:
-            for shard in shard_paths(path):
+            for shard in tensor_files(path):
                 file = opened.enter_context(SafetensorsFile(shard, writable=True))
                 self._files.append(file)
                 self._home.update({spec.name: file for spec in file.specs})

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dcr_daemon import runtime
-from dcr_daemon.canonical.dtypes import lane_dtype
+from dcr_daemon.canonical.dtypes import bits_dtype
 from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.disk import exhausted, sync_file
@@ -145,7 +145,7 @@ class Journal:
             at += _ENTRY.itemsize
             if tensor >= len(layout) or width not in (4, 8):
                 raise _corrupt(f"it names tensor {tensor} of {len(layout)}, positions of {width} bytes")
-            lane = np.dtype(lane_dtype(layout[tensor].width))
+            lane = np.dtype(bits_dtype(layout[tensor].width))
             if not 1 <= k <= (end - at) // (width + 2 * lane.itemsize):
                 raise _corrupt(f"{k} changes of {layout[tensor].name} are not in it")
             columns = []

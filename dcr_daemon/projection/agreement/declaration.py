@@ -131,8 +131,8 @@ def declare(
         Incompatible: more than `MAX_BOXES` boxes, or a residual name that the layout does not have.
     """
     residual = {name: why[:REASON_LIMIT] for name, why in {**made.residual, **(probed or {})}.items()}
-    if strangers := sorted(name for name in residual if name not in layout):
-        raise Incompatible(f"residual tensors that the layout does not have: {shorten(strangers)}")
+    if unexpected := sorted(name for name in residual if name not in layout):
+        raise Incompatible(f"residual tensors that the layout does not have: {shorten(unexpected)}")
     forms, columns = _boxes(made, layout, residual)
     meshes, together = _meshes(layout, partners) if export and partners else ((), b"")
     can = np.array([bool(export) and (buildable is None or buildable(spec.name)) for spec in layout], np.bool_)

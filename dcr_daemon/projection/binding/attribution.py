@@ -23,7 +23,7 @@ from dcr_daemon.projection.owners import owned
 from dcr_daemon.projection.region_map import Map, Shard
 from dcr_daemon.projection.region_map import shards_of as shards_of_regions
 from dcr_daemon.projection.sharding.copies import Copies
-from dcr_daemon.projection.sharding.dtensor import held
+from dcr_daemon.projection.sharding.dtensor import local_part
 from dcr_daemon.projection.sharding.local import encoded, is_tensor, local, memory, unreadable
 from dcr_daemon.projection.tracing import Conversion
 from dcr_daemon.projection.values import Add, castable, dtype_of
@@ -32,7 +32,7 @@ EXTRA = "_extra_state"  #: torch's ending of what modules keep beside weights: T
 
 
 @dataclass(slots=True)
-class Found:
+class AttributionResult:
     """Attributes:
     shards: of the rank, in the order of what was handed over.
     residual: canonical names with reasons.
@@ -60,17 +60,17 @@ class Attribution:
     """Of modules and state dicts. One object for one look at one rank's tensors."""
 
     def __init__(
-        self, layout: Layout, misfits: LayoutMismatches, conversion: Conversion | None, copies: Copies
+        self, layout: Layout, mismatches: LayoutMismatches, conversion: Conversion | None, copies: Copies
     ) -> None:
-        self._layout, self._misfits, self._copies = layout, misfits, copies
+        self._layout, self._mismatches, self._copies = layout, mismatches, copies
         self._conversion = conversion
         opaque = {name: why for name, why in conversion.opaque.items() if name in layout} if conversion else {}
         self._computed_with = (
             {source for name in opaque for source in conversion.sources.get(name, ())} if conversion else set()
         )
-        self._found = Found(residual=opaque)
+        self._found = AttributionResult(residual=opaque)
 
-    def of(self, tensors: Mapping[str, Any]) -> Found:
+    def of(self, tensors: Mapping[str, Any]) -> AttributionResult:
         """Judge every tensor (DTensors as such). Misfits are noted, not raised."""
         self._check_shapes()
         extras = [name for name, tensor in tensors.items() if not self._take(name, tensor)]
@@ -83,7 +83,7 @@ class Attribution:
         """What an export calls like a layout tensor has its shape."""
         for name, (_, shape) in self._conversion.tensors.items() if self._conversion else ():
             if name in self._layout and shape != (wanted := self._layout[self._layout.index(name)].shape):
-                self._misfits.note("reshaped", f"{name} (is {list(shape)}, should be {list(wanted)})")
+                self._mismatches.note("reshaped", f"{name} (is {list(shape)}, should be {list(wanted)})")
 
     def _targets(self, name: str, tensor: Any) -> Sequence[Region] | None:
         """Of the whole tensor; none if nobody said that there is such a tensor."""
@@ -111,24 +111,24 @@ class Attribution:
         if not inside:
             return False
         for target in goes_to:
-            if target not in self._layout and not self._misfits.ignores(target):
-                self._misfits.note("added", target)
+            if target not in self._layout and not self._mismatches.ignores(target):
+                self._mismatches.note("added", target)
         self._bind(name, tensor, targets, inside)
         return True
 
     def _take_other(self, name: str, value: Any) -> None:
-        if name.endswith(EXTRA) or self._misfits.ignores(name):
+        if name.endswith(EXTRA) or self._mismatches.ignores(name):
             self._found.drop(name, f"a {type(value).__name__}, not a tensor")
         else:
-            self._misfits.note("not tensors", f"{name} (a {type(value).__name__})")
+            self._mismatches.note("not tensors", f"{name} (a {type(value).__name__})")
 
     def _bind(self, name: str, tensor: Any, targets: Sequence[Region], inside: list[str]) -> None:
         if self._conversion is None and (wanted := self._layout[self._layout.index(name)].shape) != tuple(tensor.shape):
-            self._misfits.note("reshaped", f"{name} (is {list(tensor.shape)}, should be {list(wanted)})")
+            self._mismatches.note("reshaped", f"{name} (is {list(tensor.shape)}, should be {list(wanted)})")
             return
         mine = local(tensor)
         if why := unreadable(mine):
-            self._misfits.note("without values here", f"{name} ({why})")
+            self._mismatches.note("without values here", f"{name} ({why})")
         elif why := encoded(mine) or self._bind_readable(name, tensor, targets, inside):
             self._found.residual |= dict.fromkeys(inside, why)
 
@@ -137,16 +137,16 @@ class Attribution:
         try:
             dtype, here = dtype_of(name, tensor), None
         except Incompatible as error:
-            self._misfits.note("retyped", error.message)
+            self._mismatches.note("retyped", error.message)
             return ""
         retyped = {
             spec for target in inside if not castable(dtype, spec := self._layout[self._layout.index(target)].dtype)
         }
         if retyped:
-            self._misfits.note("retyped", f"{name} (is {dtype}, should be {' and '.join(sorted(retyped))})")
+            self._mismatches.note("retyped", f"{name} (is {dtype}, should be {' and '.join(sorted(retyped))})")
             return ""
         try:
-            here = held(name, tensor)
+            here = local_part(name, tensor)
         except Incompatible as error:
             return error.message
         kept = {name: [region for region in targets if region.name in self._layout]}
@@ -158,7 +158,7 @@ class Attribution:
         """An extra: dropped, or a misfit under the names that it would be exported by."""
         exported = list(dict.fromkeys(region.name for region in self._targets(name, tensor) or ())) or [name]
         mine = local(tensor)
-        if self._misfits.ignores(name) or all(map(self._misfits.ignores, exported)):
+        if self._mismatches.ignores(name) or all(map(self._mismatches.ignores, exported)):
             self._found.drop(name, "ignored")
         elif not mine.numel():  # nothing of it is here; a rank that holds some of it judges
             self._found.dropped[name] = "outside the layout, and empty on this rank"
@@ -167,37 +167,37 @@ class Attribution:
             self._found.tied[name] = other
         else:
             for one in exported:
-                self._misfits.note("added", one)
+                self._mismatches.note("added", one)
 
 
-def of_chunks(chunks: Any, megatron: Megatron, layout: Layout, misfits: LayoutMismatches) -> Found:
+def of_chunks(chunks: Any, megatron: Megatron, layout: Layout, mismatches: LayoutMismatches) -> AttributionResult:
     """Of a Megatron rank. A parameter that no closed form speaks of is a misfit, unless something is residual that may
     be made of it."""
     run = megatron
     seen = shards_of(chunks, run.architecture, run.grid, run.rank)
-    found = Found(residual=dict(seen.map.residual))
+    found = AttributionResult(residual=dict(seen.map.residual))
     predicted = {spec.name: spec for spec in megatron_model.layout(run.architecture)}
     for shard in seen.map.shards:
-        found.shards += _as_published(shard, layout, misfits, found)
+        found.shards += _as_published(shard, layout, mismatches, found)
     for name in {region.name for shard in seen.map.shards for region in shard.regions}:
-        if name not in layout and not misfits.ignores(name):
-            misfits.note("added", name)
+        if name not in layout and not mismatches.ignores(name):
+            mismatches.note("added", name)
     for name, spec in predicted.items():
         if name in layout and layout[layout.index(name)].shape != spec.shape:
             shapes = list(spec.shape), list(layout[layout.index(name)].shape)
-            misfits.note("reshaped", f"{name} (is {shapes[0]} by the architecture, should be {shapes[1]})")
+            mismatches.note("reshaped", f"{name} (is {shapes[0]} by the architecture, should be {shapes[1]})")
     for name, shape in seen.unknown.items():
-        if misfits.ignores(name):
+        if mismatches.ignores(name):
             found.drop(name, "ignored")
         elif found.residual:
             found.drop(name, f"no closed form speaks of it; {len(found.residual)} tensors are residual")
         else:
-            misfits.note("added", f"{name} {list(shape)}")
+            mismatches.note("added", f"{name} {list(shape)}")
     found.residual = {name: why for name, why in found.residual.items() if name in layout}
     return found
 
 
-def _as_published(shard: Shard, layout: Layout, misfits: LayoutMismatches, found: Found) -> list[Shard]:
+def _as_published(shard: Shard, layout: Layout, mismatches: LayoutMismatches, found: AttributionResult) -> list[Shard]:
     """A shard of Megatron's closed forms with the stream's dtypes, which need not be the architecture's."""
     if not isinstance(shard.value, Add):
         try:
@@ -217,28 +217,28 @@ def _as_published(shard: Shard, layout: Layout, misfits: LayoutMismatches, found
     ]
 
 
-def of_map(mapped: Map, tensors: Mapping[str, Any], layout: Layout, misfits: LayoutMismatches) -> Found:
+def of_map(mapped: Map, tensors: Mapping[str, Any], layout: Layout, mismatches: LayoutMismatches) -> AttributionResult:
     """Of a finished map: its tensors are there as it describes them, and its regions lie inside them and the layout."""
-    found = Found(residual=dict(mapped.residual))
+    found = AttributionResult(residual=dict(mapped.residual))
     for name in tensors.keys() - {shard.parameter for shard in mapped.shards}:
         found.drop(name, "the map does not speak of it")
     for shard in mapped.shards:
         name, tensor = shard.parameter, tensors.get(shard.parameter)
         if tensor is None:
-            misfits.note("missing", name)
+            mismatches.note("missing", name)
             continue
         mine = local(tensor)
         is_like, should = (dtype_of(name, mine), tuple(mine.shape)), (shard.dtype, shard.shape)
         if is_like != should:
-            misfits.note(
+            mismatches.note(
                 "not as mapped", f"{name} (is {is_like[0]} {list(is_like[1])}, should be {should[0]} {list(should[1])})"
             )
         if why := unreadable(mine):
-            misfits.note("without values here", f"{name} ({why})")
+            mismatches.note("without values here", f"{name} ({why})")
         for region in shard.regions:
             if region.name not in layout:
-                misfits.note("added", region.name)
+                mismatches.note("added", region.name)
             elif region.dst_last >= layout[layout.index(region.name)].elements or region.src_last >= mine.numel():
-                misfits.note("not as mapped", f"{name} ({region} leaves it, or its tensor)")
+                mismatches.note("not as mapped", f"{name} ({region} leaves it, or its tensor)")
         found.shards.append(shard)
     return found

@@ -29,7 +29,7 @@ from dcr_daemon.wording import shorten
 
 
 @dataclass(frozen=True, slots=True)
-class Handover:
+class InputAdapter:
     """How the weights that a step hands over become named tensors: as those did that the map was made of.
 
     Attributes:
@@ -56,7 +56,7 @@ class Live:
     tensors: the rank's own (detached torch tensors, never DTensors), by the names of the map's shards. A shard's local
         places count the elements of its tensor in row-major order, whatever its strides are.
     dropped: tensors that were handed over and are no part of the stream, with the reason; for the log.
-    handed: the tensors that were handed over (DTensors as such) and are part of the stream, by local name; what is
+    inputs: the tensors that were handed over (DTensors as such) and are part of the stream, by local name; what is
         residual is gathered from these.
     conversion: what the framework's export does to whole tensors; none where their names are canonical ones.
     convert: that export itself, over a table of some whole tensors; none likewise, or if it is not known.
@@ -67,16 +67,16 @@ class Live:
     map: Map
     tensors: Mapping[str, Any]
     dropped: Mapping[str, str] = field(default_factory=dict)
-    handed: Mapping[str, Any] = field(default_factory=dict)
+    inputs: Mapping[str, Any] = field(default_factory=dict)
     conversion: Conversion | None = None
     convert: Convert | None = None
     signature: Signature = ()
     tied: Mapping[str, str] = field(default_factory=dict)
-    handover: Handover = Handover()
+    input_adapter: InputAdapter = InputAdapter()
 
     def same(self, weights: Any) -> bool:
         """Whether `rebind` would take these weights."""
-        return not self._changes(self.handover.tensors(weights))
+        return not self._changes(self.input_adapter.tensors(weights))
 
     def rebind(self, weights: Any) -> Live:
         """The same map over the tensors that `weights` has now.
@@ -84,13 +84,13 @@ class Live:
         Raises:
             Incompatible: they are not laid out as those that the map was made of; the message names what changed.
         """
-        tensors = self.handover.tensors(weights)
+        tensors = self.input_adapter.tensors(weights)
         if changed := self._changes(tensors):
             raise Incompatible(
                 f"the weights are not laid out as when publishing began: {shorten(changed)}",
                 hint="names, dtypes and placements stay through a run; after a change of the mesh make a new Publisher",
             )
-        return replace(self, tensors={name: local(tensors[name]) for name in self.tensors}, handed=tensors)
+        return replace(self, tensors={name: local(tensors[name]) for name in self.tensors}, inputs=tensors)
 
     def without(self, residual: Mapping[str, str]) -> Live:
         """The same, but for canonical tensors that the gate made residual: this rank is no source of them any more."""
@@ -142,21 +142,21 @@ def live(
     if len(chosen := [name for name, way in ways.items() if way is not None]) > 1:
         raise UsageError(f"{' and '.join(chosen)} exclude each other", hint="give the one that describes these weights")
     instead = "give the transformers model itself, whose class knows how it saves, or Trainer(conversion=...)"
-    misfits = LayoutMismatches(f"what rank {rank} of {world} holds", layout, ignore, instead=instead)
+    mismatches = LayoutMismatches(f"what rank {rank} of {world} holds", layout, ignore, instead=instead)
     convert: Convert | None = None
     if megatron is not None:
-        handover = Handover(chunks=megatron.grid.vpp)
-        found = of_chunks(weights, megatron, layout, misfits)
+        input_adapter = InputAdapter(chunks=megatron.grid.vpp)
+        found = of_chunks(weights, megatron, layout, mismatches)
     elif mapped is not None:
-        handover = Handover()
-        found = of_map(mapped, handover.tensors(weights), layout, misfits)
+        input_adapter = InputAdapter()
+        found = of_map(mapped, input_adapter.tensors(weights), layout, mismatches)
     else:
-        handover, tensors, conversion, convert = _converted(weights, layout, misfits, conversion, adapter)
-        attribution = Attribution(layout, misfits, conversion, Copies(rank, world, replica, tensors.values()))
+        input_adapter, tensors, conversion, convert = _converted(weights, layout, mismatches, conversion, adapter)
+        attribution = Attribution(layout, mismatches, conversion, Copies(rank, world, replica, tensors.values()))
         found = attribution.of(tensors)
-    misfits.check()
-    handover = replace(handover, skipped=frozenset(found.skipped))
-    tensors = handover.tensors(weights)
+    mismatches.check()
+    input_adapter = replace(input_adapter, skipped=frozenset(found.skipped))
+    tensors = input_adapter.tensors(weights)
     made = found.map
     return Live(
         made,
@@ -167,7 +167,7 @@ def live(
         convert,
         signature(tensors),
         found.tied,
-        handover,
+        input_adapter,
     )
 
 
@@ -181,11 +181,11 @@ def _table(weights: Any) -> dict[str, Any]:
 
 
 def _converted(
-    weights: Any, layout: Layout, misfits: LayoutMismatches, conversion: Conversion | None, adapter: Any
-) -> tuple[Handover, dict[str, Any], Conversion | None, Convert | None]:
+    weights: Any, layout: Layout, mismatches: LayoutMismatches, conversion: Conversion | None, adapter: Any
+) -> tuple[InputAdapter, dict[str, Any], Conversion | None, Convert | None]:
     """Everything handed over by the names that its conversion knows, that conversion, and what it was traced from."""
     entries = _table(weights)
-    counted = [name for name in entries if not misfits.ignores(name)]
+    counted = [name for name in entries if not mismatches.ignores(name)]
     model, at = _library_model(weights, counted)
     if conversion is not None:
         known: Container[str] = conversion.regions
@@ -193,20 +193,25 @@ def _converted(
         known = {name.removeprefix(at) for name in counted}
     else:
         known = layout if adapter is None else entries
-    handover = Handover(prefix=at or shared_prefix(counted, known))
-    tensors = handover.tensors(weights)
+    input_adapter = InputAdapter(prefix=at or shared_prefix(counted, known))
+    tensors = input_adapter.tensors(weights)
     whole = {name: tensor for name, tensor in tensors.items() if is_tensor(tensor)}
     if conversion is not None:
-        return handover, tensors, conversion, None
+        return input_adapter, tensors, conversion, None
     if adapter is not None:
-        return handover, tensors, _followed(lambda: adapter_conversion(adapter, whole)), adapter.to_hf
+        return input_adapter, tensors, _followed(lambda: adapter_conversion(adapter, whole)), adapter.to_hf
     if model is None:
-        return handover, tensors, None, None
+        return input_adapter, tensors, None, None
     traced = _followed(lambda: transformers_v5.conversion(model, whole))
     left_out: dict[str, list[Region]] = {
         name: [] for name in whole if name not in traced.regions
     }  # `_keys_to_ignore_on_save`
-    return handover, tensors, replace(traced, regions={**traced.regions, **left_out}), transformers_v5.converter(model)
+    return (
+        input_adapter,
+        tensors,
+        replace(traced, regions={**traced.regions, **left_out}),
+        transformers_v5.converter(model),
+    )
 
 
 def _followed(trace: Callable[[], Conversion]) -> Conversion:

@@ -22,7 +22,7 @@ from dcr_daemon.errors import Incompatible
 from dcr_daemon.projection import values
 from dcr_daemon.projection.binding.bind import Live
 from dcr_daemon.projection.binding.blocks import blocks, slices
-from dcr_daemon.projection.host import lanes
+from dcr_daemon.projection.host import host_bits
 from dcr_daemon.projection.region_map import Shard
 
 __all__ = ["Reader", "blocks"]
@@ -90,12 +90,12 @@ class Reader:
             if len(pieces) == 1 and pieces[0].fills_run and not (first.is_cpu and _transposed(pieces[0].region)):
                 view = self._view(pieces[0], pieces[0].region)
                 if isinstance(pieces[0].shard.value, values.Bits) or view.is_contiguous():
-                    return lanes(values.apply(pieces[0].shard.value, view.contiguous()))
+                    return host_bits(values.apply(pieces[0].shard.value, view.contiguous()))
             dtype = values.torch_dtype(self._layout[tensor].dtype)
             made = torch.empty(box.elements, dtype=dtype, device=first.device)
             for piece in pieces:
                 self._fill(made, piece)
-            return lanes(made)
+            return host_bits(made)
 
     def _fill(self, made: Any, piece: _Piece) -> None:
         """Put a piece into its places of the buffer."""

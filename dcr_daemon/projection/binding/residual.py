@@ -84,8 +84,8 @@ class Residual:
 
 
 def _chosen(residual: Sequence[str], names: set[str]) -> tuple[str, ...]:
-    if strangers := sorted(names.difference(residual)):
-        raise Incompatible(f"not residual by the verdict: {shorten(strangers)}")
+    if unexpected := sorted(names.difference(residual)):
+        raise Incompatible(f"not residual by the verdict: {shorten(unexpected)}")
     return tuple(name for name in residual if name in names)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from dcr_daemon.canonical.compose import compose
-from dcr_daemon.canonical.dtypes import item_size, lane_dtype
+from dcr_daemon.canonical.dtypes import bits_dtype, item_size
 from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.region import Axis, Region, merge, restrict, row_major, whole
 from dcr_daemon.checkpoint.safetensors import open_plain
@@ -46,7 +46,7 @@ _STORAGES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredPiece:
     """Where a piece lies: `region` leads from places, in elements from byte `at` of the file, to its own elements in
     row-major order; None if it has no elements."""
 
@@ -54,12 +54,12 @@ class Stored:
     region: Region | None
 
 
-def plain(piece: Piece) -> Stored:
+def plain(piece: Piece) -> StoredPiece:
     """Of a safetensors file."""
-    return Stored(piece.span[0], next(iter(whole(piece.tensor, piece.shape)), None))
+    return StoredPiece(piece.span[0], next(iter(whole(piece.tensor, piece.shape)), None))
 
 
-def archived(descriptor: int, piece: Piece, path: Path) -> Stored:
+def archived(descriptor: int, piece: Piece, path: Path) -> StoredPiece:
     """Of a distributed checkpoint; nothing in the archive is run.
 
     Raises:
@@ -73,7 +73,7 @@ def archived(descriptor: int, piece: Piece, path: Path) -> Stored:
         raise Corrupt(f"{path} does not hold the piece of {piece.tensor} that its table promises: {error}") from error
 
 
-def _archived(descriptor: int, piece: Piece) -> Stored:
+def _archived(descriptor: int, piece: Piece) -> StoredPiece:
     if piece.packed:
         raise ValueError(f"it is packed by {piece.packed}")
     window = _Window(descriptor, *piece.span)
@@ -94,7 +94,7 @@ def _archived(descriptor: int, piece: Piece) -> Stored:
         raise ValueError("its storage reaches beyond it")
     if region and (region.src_last + 1) * item_size(piece.dtype) > info.file_size:
         raise ValueError("it reaches beyond its storage")
-    return Stored(at, region)
+    return StoredPiece(at, region)
 
 
 def _entry(archive: zipfile.ZipFile, name: str) -> bytes:
@@ -174,7 +174,7 @@ class _Window(io.RawIOBase):
         return os.pread(self._descriptor, size, self._start + place)
 
 
-def read_region(descriptor: int, stored: Stored, wanted: Region, out: Bits, origin: int) -> None:
+def read_region(descriptor: int, stored: StoredPiece, wanted: Region, out: Bits, origin: int) -> None:
     """Copy elements of a piece to where they belong.
 
     Args:
@@ -265,7 +265,7 @@ def read_archived(directory: Path, piece: Piece) -> Bits:
     try:
         stored = archived(descriptor, piece, path)
         everything = whole(piece.tensor, piece.shape)
-        out = np.empty(sum(region.elements for region in everything), lane_dtype(item_size(piece.dtype)))
+        out = np.empty(sum(region.elements for region in everything), bits_dtype(item_size(piece.dtype)))
         for region in everything:
             read_region(descriptor, stored, region, out, 0)
     except (EOFError, OSError) as error:

@@ -33,7 +33,7 @@ from dcr_daemon.errors import Incompatible
 from dcr_daemon.projection.probes.export_trial import ExportTrial
 from dcr_daemon.projection.probes.synthetic import shrunk
 from dcr_daemon.projection.region_map import Map, Shard
-from dcr_daemon.projection.sharding.dtensor import held
+from dcr_daemon.projection.sharding.dtensor import local_part
 from dcr_daemon.projection.tracing import FOREIGN, Conversion, Convert, trace
 
 CAP = 16 << 20  #: bytes that a probe may have allocated at a time
@@ -145,7 +145,7 @@ class _Model:
         faults = {}
         for name, shards in parameters.items():
             try:
-                truth = chain(held(name, self.tensors[name]).regions, {name: self.targets(name)})
+                truth = chain(local_part(name, self.tensors[name]).regions, {name: self.targets(name)})
             except Incompatible as error:
                 faults[name] = error.message
                 continue

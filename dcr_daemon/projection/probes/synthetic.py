@@ -123,7 +123,7 @@ def random_bits(shape: Shape, dtype: Any, seed: int) -> Any:
     return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator).view(dtype).reshape(shape)
 
 
-def lanes(tensor: Any) -> Any:
+def byte_rows(tensor: Any) -> Any:
     """Its bits, element by element in row-major order: a table of bytes, one row per element."""
     width = item_size(dtype_of("a tensor", tensor))
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).reshape(-1, width)
@@ -135,7 +135,7 @@ def same(left: Any, right: Any, *, exact: bool) -> Any:
     Unless `exact`, one NaN is as good as another: which NaN a cast gives depends, in torch, on how its argument lies in
     memory.
     """
-    equal = (lanes(left) == lanes(right)).all(dim=1)
+    equal = (byte_rows(left) == byte_rows(right)).all(dim=1)
     if exact or not left.dtype.is_floating_point:
         return equal
     return equal | (left.reshape(-1).float().isnan() & right.reshape(-1).float().isnan())

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from dcr_daemon.projection.sharding.dtensor import Held
+from dcr_daemon.projection.sharding.dtensor import LocalPart
 from dcr_daemon.projection.sharding.zero3 import Partitioned
 
 Number = tuple[int, int]  #: of this rank among equals, and how many they are
@@ -35,7 +35,7 @@ class Copies:
         self._within = {number: self._place(mesh) for number, mesh in meshes.items()}
         self._plain = max(partitions, key=lambda p: p[1]) if partitions and not meshes else self._place(None)
 
-    def of(self, here: Held, tensor: Any) -> Number:
+    def of(self, here: LocalPart, tensor: Any) -> Number:
         """This rank among all holders of the same elements; `here` counts those in the tensor's own mesh."""
         number, count = here.replica, here.replicas
         if isinstance(tensor, Partitioned):

@@ -24,7 +24,7 @@ from dcr_daemon.projection.values import dtype_of
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class LocalPart:
     """What this rank holds of one tensor: regions to the whole tensor, and which of how many replicas it is."""
 
     shape: tuple[int, ...]
@@ -33,7 +33,7 @@ class Held:
     replicas: int = 1
 
 
-def held(name: str, tensor: Any) -> Held:
+def local_part(name: str, tensor: Any) -> LocalPart:
     """Where the local tensor of a DTensor, or of a partitioned one, lies in the whole one; a plain tensor is whole.
 
     Raises:
@@ -41,14 +41,14 @@ def held(name: str, tensor: Any) -> Held:
             placements say.
     """
     if isinstance(tensor, Partitioned):
-        return Held(tuple(tensor.local.shape), tuple(tensor.regions(name)))
+        return LocalPart(tuple(tensor.local.shape), tuple(tensor.regions(name)))
     placements = getattr(tensor, "placements", None)
     if placements is None:
-        return Held(tuple(tensor.shape), tuple(whole(name, tuple(tensor.shape))))
+        return LocalPart(tuple(tensor.shape), tuple(whole(name, tuple(tensor.shape))))
     mesh, local = tensor.device_mesh, tensor.to_local()
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        return Held(tuple(local.shape), ())
+        return LocalPart(tuple(local.shape), ())
     sizes = [int(mesh.size(i)) for i in range(mesh.ndim)]
     cuts, replica, replicas = _cuts(name, tensor.ndim, placements, sizes, coordinate)
     shape = local_shape(tuple(tensor.shape), cuts)
@@ -59,7 +59,7 @@ def held(name: str, tensor: Any) -> Held:
             f"{shape} of {tuple(tensor.shape)}",
             hint="it can only go by the residual path",
         )
-    return Held(tuple(local.shape), tuple(regions), replica, replicas)
+    return LocalPart(tuple(local.shape), tuple(regions), replica, replicas)
 
 
 def cuts_of(name: str, tensor: Any) -> list[Cut]:
@@ -110,9 +110,9 @@ def shards(
             count: a plain tensor on every rank, a mesh that is only a part of the ranks.
 
     Raises:
-        Incompatible: see `held`, and a dtype that cannot stand for the canonical one.
+        Incompatible: see `local_part`, and a dtype that cannot stand for the canonical one.
     """
-    here = held(name, tensor)
+    here = local_part(name, tensor)
     regions = list(here.regions) if targets is None else chain(here.regions, {name: targets})
     number, count = here.replica + replica[0] * here.replicas, here.replicas * replica[1]
     return shards_of(name, here.shape, dtype_of(name, tensor), owned(regions, number, count), layout)

@@ -1,6 +1,6 @@
 """The canonical values of the last sealed version that one rank is the source of, in one file-backed map.
 
-What it holds is a share: block after block, each in its own row-major order. The map outlives the process, but nobody
+It holds one block after the other, each in its own row-major order. The map outlives the process, but nobody
 believes it: at start it counts only if its fingerprint is that of a sealed version (must P3). While an attempt is being
 diffed the map runs ahead of its version; only `commit` moves the version, only undo brings the bytes back. The JSON
 beside it is a hint written at clean points.
@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from dcr_daemon import runtime
 from dcr_daemon.canonical.box import Box
-from dcr_daemon.canonical.dtypes import lane_dtype
+from dcr_daemon.canonical.dtypes import bits_dtype
 from dcr_daemon.canonical.fingerprint import MASK, Bits, Vector, advance
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.directory import Checkpoint
@@ -35,8 +35,8 @@ from dcr_daemon.codec.chunk import Segment
 from dcr_daemon.codec.decode import Chunk
 from dcr_daemon.disk import exhausted, write_whole
 from dcr_daemon.errors import Corrupt, Incompatible
-from dcr_daemon.publish.baseline.base import CheckpointLanes
-from dcr_daemon.publish.baseline.blocks import Block, Share, transfer
+from dcr_daemon.publish.baseline.base import CheckpointReader
+from dcr_daemon.publish.baseline.blocks import Block, BlockSet, transfer
 from dcr_daemon.publish.inputs.intake import differences
 from dcr_daemon.runtime import Workers
 from dcr_daemon.store.task_limiter import TaskLimiter
@@ -51,7 +51,7 @@ class _Clean(msgspec.Struct, frozen=True, kw_only=True):
 
     stream: str
     layout: str
-    share: str
+    share: str  #: digest of the blocks
     version: int
     vector: str
 
@@ -64,7 +64,7 @@ class Baseline:
 
     Args:
         directory: of the state; `baseline.bin` and `baseline.json` lie in it.
-        share: what is kept of the stream's layout.
+        blocks: what is kept of the stream's layout.
         stream: its random id.
         workers: for passes over all bytes.
 
@@ -72,20 +72,20 @@ class Baseline:
         ResourceExhausted: the disk cannot hold a dense copy of the model.
     """
 
-    def __init__(self, directory: Path, share: Share, stream: str, workers: Workers) -> None:
-        self.share, self.layout = share, share.layout
+    def __init__(self, directory: Path, blocks: BlockSet, stream: str, workers: Workers) -> None:
+        self.blocks, self.layout = blocks, blocks.layout
         self.version: int | None = None
-        self.stray = False
+        self.unverified_base = False
         self.stream, self._workers = stream, workers
         self._hint = directory / "baseline.json"
-        self._sums = [0] * len(share)
+        self._sums = [0] * len(blocks)
         self._vector = np.zeros(len(self.layout), dtype=np.uint64)
-        offsets, size = _offsets(share)
+        offsets, size = _offsets(blocks)
         #: the file is new: there is nothing in it to be proved
         self.new, self._map = _map_file(directory / "baseline.bin", max(size, mmap.PAGESIZE))
         self._bits = [
-            np.frombuffer(self._map, dtype=lane_dtype(self.layout[b.tensor].width), count=b.box.elements, offset=offset)
-            for b, offset in zip(share.blocks, offsets, strict=True)
+            np.frombuffer(self._map, dtype=bits_dtype(self.layout[b.tensor].width), count=b.box.elements, offset=offset)
+            for b, offset in zip(blocks, offsets, strict=True)
         ]
 
     def __getitem__(self, number: int) -> Bits:
@@ -94,31 +94,31 @@ class Baseline:
 
     def name(self, number: int) -> str:
         """The tensor that a block is of."""
-        return self.layout[self.share[number].tensor].name
+        return self.layout[self.blocks[number].tensor].name
 
     def locate(self, segment: Segment, ordinals: npt.NDArray[np.int64]) -> tuple[Bits, npt.NDArray[np.int64]]:
         """The lanes of the block that a segment of ours changed, in which its ordinals are the places."""
-        return self[self.share.number[Block(segment.tensor, segment.box)]], ordinals
+        return self[self.blocks.number[Block(segment.tensor, segment.box)]], ordinals
 
     def read(self, tensor: int, start: int, count: int) -> Bits:
         """A run of a tensor of which all is held, as unsigned lanes [count]."""
         if not count:
-            return np.empty(0, dtype=lane_dtype(self.layout[tensor].width))
-        return self.lanes(tensor, Box.flat(start, count))
+            return np.empty(0, dtype=bits_dtype(self.layout[tensor].width))
+        return self.read_box(tensor, Box.flat(start, count))
 
-    def lanes(self, tensor: int, box: Box) -> Bits:
+    def read_box(self, tensor: int, box: Box) -> Bits:
         """Lanes of a box of which all is held, in its own order; a view if it is a block, else a copy."""
-        number = self.share.number.get(Block(tensor, box))
+        number = self.blocks.number.get(Block(tensor, box))
         if number is not None:
             return self[number]
-        out = np.empty(box.elements, dtype=lane_dtype(self.layout[tensor].width))
-        held = sum(transfer(self[n], self.share[n].box, out, box) for n in self.share.touching(tensor, box))
+        out = np.empty(box.elements, dtype=bits_dtype(self.layout[tensor].width))
+        held = sum(transfer(self[n], self.blocks[n].box, out, box) for n in self.blocks.touching(tensor, box))
         assert held == box.elements
         return out
 
     @property
     def vector(self) -> Vector:
-        """Fingerprint of what the map holds at `version`, over the share alone, carried along by commits. A copy."""
+        """Fingerprint of what the map holds at `version`, over its blocks alone, carried along by commits. A copy."""
         return self._vector.copy()
 
     def hint(self) -> tuple[int, Vector] | None:
@@ -128,7 +128,7 @@ class Baseline:
             vector = np.frombuffer(bytes.fromhex(clean.vector), dtype="<u8")
         except (OSError, ValueError):
             return None
-        known = self.stream, self.layout.digest, self.share.digest, len(self.layout)
+        known = self.stream, self.layout.digest, self.blocks.digest, len(self.layout)
         if (clean.stream, clean.layout, clean.share, vector.size) != known:
             return None
         return clean.version, vector
@@ -138,43 +138,44 @@ class Baseline:
         self._hint.unlink(missing_ok=True)
 
     def commit(self, version: int, segments: Iterable[Segment]) -> None:
-        """The map holds `version`, which was sealed with exactly these segments of the share's blocks."""
+        """The map holds `version`, which was sealed with exactly these segments of its blocks."""
         segments = list(segments)
         for segment in segments:
-            number = self.share.number[Block(segment.tensor, segment.box)]
+            number = self.blocks.number[Block(segment.tensor, segment.box)]
             self._sums[number] = (self._sums[number] + segment.after - segment.before) & MASK
-        self.version, self.stray = version, False
+        self.version, self.unverified_base = version, False
         self._vector = advance(self._vector, segments)
         self._write_hint()
 
     async def prove(self, *candidates: tuple[int, Vector]) -> Vector:
         """The fingerprint of the bytes as they are. From now on they are the first version whose vector that is."""
         sums = await self._measure()
-        found = self.share.vector(sums)
+        found = self.blocks.vector(sums)
         for version, vector in candidates:
             if np.array_equal(found, vector):
-                self.version, self._vector, self._sums, self.stray = version, found, sums, False
+                self.version, self._vector, self._sums, self.unverified_base = version, found, sums, False
                 self._write_hint()
                 break
         return found
 
-    async def believe(self, version: int, *, stray: bool = False) -> None:
+    async def adopt_unverified(self, version: int, *, unverified_base: bool = False) -> None:
         """Take the bytes as they are for what the next version is diffed from.
 
         Args:
-            stray: nothing leads to `version` any more, and they are not it.
+            unverified_base: nothing leads to `version` any more, and they are not it.
         """
         self.begin()
         sums = await self._measure()
-        self.version, self._vector, self._sums, self.stray = version, self.share.vector(sums), sums, stray
-        if not stray:
+        self.version, self.unverified_base = version, unverified_base
+        self._vector, self._sums = self.blocks.vector(sums), sums
+        if not unverified_base:
             self._write_hint()
 
     async def restored(self) -> bool:
         """An attempt was undone: whether the map, by its full fingerprint, holds `version` again."""
         if self.version is None or await self._measure() != self._sums:
             return False
-        if not self.stray:
+        if not self.unverified_base:
             self._write_hint()
         return True
 
@@ -186,28 +187,28 @@ class Baseline:
         assert self.version is not None
         body = self._vector.astype("<u8").tobytes().hex()
         clean = _Clean(
-            stream=self.stream, layout=self.layout.digest, share=self.share.digest, version=self.version, vector=body
+            stream=self.stream, layout=self.layout.digest, share=self.blocks.digest, version=self.version, vector=body
         )  # fmt: skip
         with contextlib.suppress(OSError):  # without the hint the next start rebuilds: slower, never wrong
             write_whole(self._hint, msgspec.json.encode(clean), what="hint", durable=False)
 
-    def lose(self) -> None:
+    def invalidate(self) -> None:
         """Nothing is known of the bytes any more; they are to be loaded anew."""
-        self.version, self.stray = None, False
+        self.version, self.unverified_base = None, False
         self.begin()
 
     async def fingerprint(self) -> Vector:
         """The vector of the bytes as they are now: a full pass, on the workers."""
-        return self.share.vector(await self._measure())
+        return self.blocks.vector(await self._measure())
 
     async def _measure(self) -> list[int]:
-        return await asyncio.gather(*(self._workers.run(self._sum, number) for number in range(len(self.share))))
+        return await asyncio.gather(*(self._workers.run(self._sum, number) for number in range(len(self.blocks))))
 
     def _sum(self, number: int) -> int:
-        return self.share.sum(number, self._bits[number])
+        return self.blocks.sum(number, self._bits[number])
 
     async def load(self, checkpoint: Checkpoint, told: Callable[[int], None] = lambda size: None) -> None:
-        """Copy what the share has of a checkpoint into the map; no version is claimed by that.
+        """Copy the blocks of a checkpoint into the map; no version is claimed by that.
 
         Args:
             told: called with the bytes of each block that is there.
@@ -216,41 +217,41 @@ class Baseline:
             Incompatible: its layout is another, with the names that differ.
             Corrupt: a file shrinks while it is read.
         """
-        self.lose()
+        self.invalidate()
         if checkpoint.layout != self.layout:
             raise Incompatible(
                 f"{checkpoint.path} does not have the stream's layout: {differences(self.layout, checkpoint.layout)}",
                 hint="give the checkpoint that the stream was created from",
             )
 
-        source = CheckpointLanes(checkpoint, self._workers)
+        source = CheckpointReader(checkpoint, self._workers)
 
         async def copy(number: int) -> None:
-            block = self.share[number]
-            await self._workers.run_uncancellable(source.lanes, block.tensor, block.box, self._bits[number])
-            told(self.share.nbytes(number))
+            block = self.blocks[number]
+            await self._workers.run_uncancellable(source.read_box, block.tensor, block.box, self._bits[number])
+            told(self.blocks.nbytes(number))
 
         async with TaskLimiter(2 * self._workers.count) as group:
-            for number in range(len(self.share)):
+            for number in range(len(self.blocks)):
                 await group.start(partial(copy, number))
 
     def place(self, tensor: int, box: Box, bits: Bits) -> int:
-        """Take what the share has of a box of canonical elements; how many they are. No version is claimed by that."""
-        return sum(transfer(bits, box, self[n], self.share[n].box) for n in self.share.touching(tensor, box))
+        """Copy a box of canonical elements into the blocks; returns how many they have of it. Claims no version."""
+        return sum(transfer(bits, box, self[n], self.blocks[n].box) for n in self.blocks.touching(tensor, box))
 
     def apply(self, chunk: Chunk) -> None:
-        """Take what a verified chunk has for the share. On any thread; no version is claimed by that.
+        """Take what a verified chunk changes in the blocks. On any thread; no version is claimed by that.
 
         Raises:
             CorruptChunk: a segment does not decode.
         """
-        for i in self.share.segments(chunk):
+        for i in self.blocks.segments(chunk):
             segment, changes, elements = chunk.segment(i), None, None
-            for number in self.share.touching(segment.tensor, segment.box):
+            for number in self.blocks.touching(segment.tensor, segment.box):
                 changes = changes or chunk.changes(i)
                 if elements is None:
                     elements = segment.box.canonical(changes.positions)
-                inside, where = self.share[number].box.ordinals(elements)
+                inside, where = self.blocks[number].box.ordinals(elements)
                 if where.size:
                     bits = self._bits[number]
                     bits[where] = changes.only(inside).resolve(bits[where])
@@ -262,11 +263,11 @@ class Baseline:
             self._map.close()
 
 
-def _offsets(share: Share) -> tuple[list[int], int]:
+def _offsets(blocks: BlockSet) -> tuple[list[int], int]:
     offsets, place = [], 0
-    for number in range(len(share)):
+    for number in range(len(blocks)):
         offsets.append(place)
-        place += -(-share.nbytes(number) // ALIGNMENT) * ALIGNMENT
+        place += -(-blocks.nbytes(number) // ALIGNMENT) * ALIGNMENT
     return offsets, place
 
 

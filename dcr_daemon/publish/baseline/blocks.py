@@ -1,4 +1,4 @@
-"""A share: the blocks of the canonical tensors that one rank of a publisher is the source of, and keeps a baseline of.
+"""The blocks of the canonical tensors that one rank of a publisher is the source of, and keeps a baseline of.
 
 A *block* is what one segment may span: a box of one tensor, at most 16 MiB of weights. A process that publishes whole
 tensors has all of the layout, as runs; a rank of many has the boxes of its own shards. What is read (a chunk of a group
@@ -47,7 +47,7 @@ def runs(tensor: int, spec: TensorSpec, limit: int) -> Iterator[Block]:
         yield Block(tensor, Box.flat(start, min(step, spec.elements - start)))
 
 
-class Share:
+class BlockSet:
     """Blocks, by number. No element lies in two of them.
 
     Args:
@@ -57,55 +57,58 @@ class Share:
 
     def __init__(self, layout: Layout, blocks: Iterable[Block]) -> None:
         self.layout = layout
-        self.blocks: Sequence[Block] = tuple(blocks)
+        self._blocks: Sequence[Block] = tuple(blocks)
         self._of: list[list[int]] = [[] for _ in layout]
-        for number, block in enumerate(self.blocks):
+        for number, block in enumerate(self._blocks):
             self._of[block.tensor].append(number)
 
     @classmethod
-    def whole(cls, layout: Layout, limit: int = SEGMENT_BYTES) -> Share:
+    def whole(cls, layout: Layout, limit: int = SEGMENT_BYTES) -> BlockSet:
         """All of the layout, cut into runs of at most `limit` bytes."""
         return cls(layout, (block for t, spec in enumerate(layout) for block in runs(t, spec, limit)))
 
     def __len__(self) -> int:
-        return len(self.blocks)
+        return len(self._blocks)
+
+    def __iter__(self) -> Iterator[Block]:
+        return iter(self._blocks)
 
     def __getitem__(self, number: int) -> Block:
-        return self.blocks[number]
+        return self._blocks[number]
 
     def of(self, tensor: int) -> Sequence[int]:
         """Numbers of a tensor's blocks, in the order in which they were given."""
         return self._of[tensor]
 
     def elements(self, tensor: int) -> int:
-        """How many elements of a tensor the share has."""
-        return sum(self.blocks[number].box.elements for number in self._of[tensor])
+        """How many elements of a tensor the blocks have."""
+        return sum(self._blocks[number].box.elements for number in self._of[tensor])
 
     def sum(self, number: int, bits: Bits) -> int:
         """The fingerprint of a block whose lanes are `bits`."""
-        block = self.blocks[number]
+        block = self._blocks[number]
         return sum_box(bits, block.box, int(self.layout.keys[block.tensor]))
 
     def vector(self, sums: Iterable[int]) -> Vector:
-        """The vector of the share, from the sums of its blocks in their order."""
+        """The vector of the blocks, from the sums of its blocks in their order."""
         vector = [0] * len(self.layout)
-        for block, value in zip(self.blocks, sums, strict=True):
+        for block, value in zip(self._blocks, sums, strict=True):
             vector[block.tensor] = (vector[block.tensor] + value) & MASK
         return np.array(vector, dtype=np.uint64)
 
     def touching(self, tensor: int, box: Box) -> Iterator[int]:
         """Numbers of the blocks of a tensor that may hold elements of `box`."""
         for number in self._of[tensor]:
-            if not box.apart(self.blocks[number].box):
+            if not box.apart(self._blocks[number].box):
                 yield number
 
     @cached_property
     def boxes(self) -> Boxes:
         """All blocks, to be compared with what objects hold."""
-        return Boxes([(block.tensor, block.box) for block in self.blocks])
+        return Boxes([(block.tensor, block.box) for block in self._blocks])
 
     def segments(self, chunk: Chunk) -> list[int]:
-        """Numbers of the segments of a chunk that may change something of the share."""
+        """Numbers of the segments of a chunk that may change something in the blocks."""
         if self.complete:
             return list(range(len(chunk)))
         table = chunk.table
@@ -123,19 +126,19 @@ class Share:
         return all(self.elements(tensor) == spec.elements for tensor, spec in enumerate(self.layout))
 
     def nbytes(self, number: int) -> int:
-        block = self.blocks[number]
+        block = self._blocks[number]
         return block.box.elements * self.layout[block.tensor].width
 
     @cached_property
     def number(self) -> dict[Block, int]:
         """The number of each block."""
-        return {block: number for number, block in enumerate(self.blocks)}
+        return {block: number for number, block in enumerate(self._blocks)}
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 (hex) of the blocks in their order: baselines of equal shares are laid out alike, and no others."""
+        """SHA-256 (hex) of the blocks in their order: baselines of equal blocks have the same bytes, and no others."""
         table = hashlib.sha256()
-        for block in self.blocks:
+        for block in self._blocks:
             table.update(f"{block.tensor} {block.box.dst} {block.box.shape} {block.box.strides}\n".encode())
         return table.hexdigest()
 

@@ -1,4 +1,4 @@
-"""Filling a baseline from what lies in a bucket or a checkpoint: only what the share needs, many objects at a time.
+"""Filling a baseline from what lies in a bucket or a checkpoint: only what the blocks needs, many objects at a time.
 
 A rank of many has a small part of the model, and whoever replaces one must not read all of it: an anchor says what is
 in its files, a part what its chunks touch (`checkpoint.contents`). Whatever does not say so, or cannot be believed, is
@@ -46,25 +46,25 @@ class Rebuild:
         self.thorough = False
 
     async def load_base(self, checkpoint: Checkpoint) -> None:
-        """All of the share from an open checkpoint. Raises as `Baseline.load`."""
-        share = self._baseline.share
-        progress = _Progress(self._emit, f"the base {checkpoint.path}", sum(map(share.nbytes, range(len(share)))))
+        """All of the blocks from an open checkpoint. Raises as `Baseline.load`."""
+        blocks = self._baseline.blocks
+        progress = _Progress(self._emit, f"the base {checkpoint.path}", sum(map(blocks.nbytes, range(len(blocks)))))
         await self._baseline.load(checkpoint, progress.add)
 
     async def load_anchor(self, anchor: Anchor) -> None:
-        """All of the share from an anchor.
+        """All of the blocks from an anchor.
 
         Raises:
-            Corrupt: it does not hold all of the share.
+            Corrupt: it does not hold all of the blocks.
         """
         index = await self._objects.read_anchor_index(anchor)
         wanted, rest = await self._files(index)
-        self._baseline.lose()
-        share, filled = self._baseline.share, [0] * len(self._baseline.layout)
+        self._baseline.invalidate()
+        blocks, filled = self._baseline.blocks, [0] * len(self._baseline.layout)
         what = f"the anchor of version {anchor.version}"
         for files in (wanted, rest):
             await self._load_files(files, filled, what, anchor.version)
-            short = [s.name for t, s in enumerate(share.layout) if filled[t] != share.elements(t)]
+            short = [s.name for t, s in enumerate(blocks.layout) if filled[t] != blocks.elements(t)]
             if not short:
                 return
             if files is wanted and rest:
@@ -72,8 +72,8 @@ class Rebuild:
         raise Corrupt(f"{what} does not hold all of {shorten(short)}")
 
     async def _files(self, index: AnchorIndex) -> tuple[list[ObjectRef], list[ObjectRef]]:
-        """Files of an anchor that may hold something of the share, and the others."""
-        if self.thorough or self._baseline.share.complete:
+        """Files of an anchor that may hold something of the blocks, and the others."""
+        if self.thorough or self._baseline.blocks.complete:
             return index.files, []
         try:
             tables = await self._objects.read_contents(index)
@@ -89,11 +89,11 @@ class Rebuild:
         )
 
     def _touched(self, tables: Iterable[bytes], objects: int) -> list[bool]:
-        """Which of so many objects may hold something of the share; the tables are theirs, one after the other."""
-        share, found = self._baseline.share, list[bool]()
+        """Which of so many objects may hold something of the blocks; the tables are theirs, one after the other."""
+        blocks, found = self._baseline.blocks, list[bool]()
         for table in tables:
-            contents: Contents = read_contents(table, len(share.layout))
-            found += contents.touched(share.boxes).tolist()
+            contents: Contents = read_contents(table, len(blocks.layout))
+            found += contents.touched(blocks.boxes).tolist()
         if len(found) != objects:
             raise Corrupt(f"tables of contents speak of {len(found)} objects, and there are {objects}")
         return found
@@ -125,7 +125,7 @@ class Rebuild:
         Raises:
             ObjectPending: a chunk or a part did not appear; `missing` has the version.
         """
-        self._baseline.lose()
+        self._baseline.invalidate()
         before = asyncio.Event()
         before.set()
         async with TaskLimiter(AT_ONCE, ROOM) as group:
@@ -173,9 +173,9 @@ class Rebuild:
         return done
 
     async def _chunks(self, seal: Seal) -> list[ChunkRef]:
-        """Chunks of a version that may touch something of the share."""
+        """Chunks of a version that may touch something of the blocks."""
         parts = await self._objects.read_parts(seal)
-        if self.thorough or self._baseline.share.complete:
+        if self.thorough or self._baseline.blocks.complete:
             return [chunk for part in parts for chunk in part.chunks]
         wanted, damage = await self._workers.run(self._wanted, parts)
         if damage:
@@ -183,7 +183,7 @@ class Rebuild:
         return wanted
 
     def _wanted(self, parts: Iterable[Part]) -> tuple[list[ChunkRef], str]:
-        """Chunks that may touch something of the share; and why all of some part are among them, if so."""
+        """Chunks that may touch something of the blocks; and why all of some part are among them, if so."""
         wanted, damage = list[ChunkRef](), ""
         for part in parts:
             touched = [True] * len(part.chunks)

@@ -1,8 +1,8 @@
 """Bringing a baseline to the head of the ledger: cache, base checkpoint, or anchor, then the chain (must P5).
 
 Whatever the start, the end is proved: the full fingerprint of the bytes equals the vector that the ledger names. The
-share of one rank of many has no vector of its own in the ledger: what it is built from is verified object by object,
-and rank 0 seals nothing unless all shares add up to the whole (must P3).
+blocks of one rank of many have no vector of their own in the ledger: what they are built from is verified object by
+object, and rank 0 seals nothing unless all blocks add up to the whole (must P3).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Restorer:
     """Reads one stream into one baseline. The ledger has been read up to this process's claim.
 
     Attributes:
-        doubts: how often in a row what was restored did not fit what other ranks hold. The second time nobody's word is
-            taken for what need not be read.
+        mismatches: how often in a row the restored baseline did not fit those of the other ranks. From the second time
+            on every object is read, whatever the tables of contents say.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Restorer:
         self._ledger, self._objects, self._baseline = ledger, objects, baseline
         self._base, self._emit = base, emit
         self._rebuild = Rebuild(objects, baseline, workers, emit)
-        self.doubts = 0
+        self.mismatches = 0
 
     async def restore(self) -> None:
         """Bring the baseline to the newest sealed version.
@@ -55,7 +55,7 @@ class Restorer:
         if self._baseline.version == head:
             return
         self._rebuild.missing.clear()
-        self._rebuild.thorough = self.doubts > 1
+        self._rebuild.thorough = self.mismatches > 1
         have = await self._cached(head)
         if have == head:
             return
@@ -78,7 +78,7 @@ class Restorer:
         damage = next((error for error in failed if isinstance(error, Corrupt)), None)
         if damage is None:
             raise failed[0]
-        await self._baseline.believe(head, stray=True)
+        await self._baseline.adopt_unverified(head, unverified_base=True)
         self._emit(
             Alarm(
                 must="P4",
@@ -107,7 +107,7 @@ class Restorer:
             await self._rebuild.apply(route.hops, self._ledger.history.seal)
             await self._prove(head, f"version {head} built from {self._ledger.store.url}")
         except BaseException:
-            self._baseline.lose()
+            self._baseline.invalidate()
             raise
 
     async def _cached(self, head: int) -> int | None:
@@ -123,7 +123,7 @@ class Restorer:
         if hint and hint[0] <= head and await self._plausible(*hint):
             candidates.append(hint)
         with contextlib.suppress(Corrupt, NotFound, ObjectPending):
-            if self._baseline.share.complete and (not candidates or candidates[0][0] != head):
+            if self._baseline.blocks.complete and (not candidates or candidates[0][0] != head):
                 candidates.append((head, await self.vector(head)))
         if candidates:
             await self._baseline.prove(*candidates)
@@ -132,7 +132,7 @@ class Restorer:
 
     async def _plausible(self, version: int, vector: Vector) -> bool:
         """Whether a hint does not contradict the ledger."""
-        if not self._baseline.share.complete:
+        if not self._baseline.blocks.complete:
             return True
         return show_u64(total(vector)) == total_of(await self._record(version))
 
@@ -164,14 +164,14 @@ class Restorer:
         return self._ledger.stream if version == 0 else await self._ledger.history.seal(version)
 
     async def _prove(self, version: int, what: str) -> None:
-        if not self._baseline.share.complete:
-            await self._baseline.believe(version)
+        if not self._baseline.blocks.complete:
+            await self._baseline.adopt_unverified(version)
             return
         want = await self.vector(version)
         found = await self._baseline.prove((version, want))
         check_vector(want, found, self._baseline.layout, what, "`dcr verify` tells which object is damaged")
 
-    async def extras(self) -> dict[str, bytes]:
+    async def side_files(self) -> dict[str, bytes]:
         """Side files of the newest anchor; none if there is no anchor."""
         async for anchor in self._ledger.history.anchors_back():
             index = await self._objects.read_anchor_index(anchor)

@@ -22,7 +22,7 @@ class Scrub:
     @property
     def due(self) -> float:
         """When the next block may be read, on `runtime.monotonic`."""
-        idle = not self._rate or not len(self._baseline.share) or self._baseline.version is None
+        idle = not self._rate or not len(self._baseline.blocks) or self._baseline.version is None
         return float("inf") if idle else self._due
 
     async def step(self) -> str:
@@ -30,9 +30,9 @@ class Scrub:
         number = self._next
         if number == 0:
             self._began = runtime.monotonic()
-        self._due = runtime.monotonic() + self._baseline.share.nbytes(number) / self._rate
+        self._due = runtime.monotonic() + self._baseline.blocks.nbytes(number) / self._rate
         intact = await self._baseline.intact(number)
-        self._next = (number + 1) % len(self._baseline.share)
+        self._next = (number + 1) % len(self._baseline.blocks)
         if self._next == 0:
             self._due = max(self._due, self._began + ROUND)
         return "" if intact else self._baseline.name(number)

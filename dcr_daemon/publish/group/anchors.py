@@ -16,7 +16,7 @@ import numpy as np
 
 from dcr_daemon import runtime
 from dcr_daemon.canonical.box import Box
-from dcr_daemon.canonical.dtypes import lane_dtype
+from dcr_daemon.canonical.dtypes import bits_dtype
 from dcr_daemon.canonical.fingerprint import MASK, Bits, Vector, sum_box, total
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.contents import Contents, join_tables
@@ -105,12 +105,12 @@ class SinceAnchor:
         return broken or self._policy.due(self._version - anchor + 1, self._bytes + coming.bytes, self._dense_bytes)
 
 
-class Lanes(Protocol):
+class BoxSource(Protocol):
     """What an anchor is written from: a baseline, or the checkpoint that a stream begins with."""
 
     layout: Layout
 
-    def lanes(self, tensor: int, box: Box) -> Bits:
+    def read_box(self, tensor: int, box: Box) -> Bits:
         """Lanes of a box that is held, in its own order; called on any thread."""
         ...
 
@@ -118,7 +118,7 @@ class Lanes(Protocol):
 async def write_anchor(
     ledger: Ledger,
     baseline: Baseline,
-    extras: Mapping[str, bytes],
+    side_files: Mapping[str, bytes],
     workers: Workers,
     patience: float,
     emit: Emit,
@@ -132,15 +132,15 @@ async def write_anchor(
     """
     version = baseline.version
     assert version is not None
-    return await write_whole(ledger, baseline, version, baseline.vector, extras, workers, patience, emit)
+    return await write_whole(ledger, baseline, version, baseline.vector, side_files, workers, patience, emit)
 
 
 async def write_whole(
     ledger: Ledger,
-    source: Lanes,
+    source: BoxSource,
     version: int,
     vector: Vector,
-    extras: Mapping[str, bytes],
+    side_files: Mapping[str, bytes],
     workers: Workers,
     patience: float,
     emit: Emit,
@@ -158,7 +158,7 @@ async def write_whole(
     await writer.put_hf_index(plan)
     table = await workers.run(_contents, plan)
     check_vector(vector, found, source.layout, f"anchor of version {version} in {ledger.store.url}", _REBUILDS)
-    return await _record(ledger, writer, version, files, vector, extras, started, emit, [table])
+    return await _record(ledger, writer, version, files, vector, side_files, started, emit, [table])
 
 
 _REBUILDS = "the publisher's memory is damaged; restart it, it rebuilds its baseline from the bucket"
@@ -170,14 +170,14 @@ async def _record(
     version: int,
     files: list[ObjectRef],
     vector: Vector,
-    extras: Mapping[str, bytes],
+    side_files: Mapping[str, bytes],
     started: float,
     emit: Emit,
     tables: list[bytes | None],
 ) -> Anchor:
     """Everything is durable: name it. `tables` say what is in the files; without one of them all are left out."""
-    fit = [name for name in sorted(extras) if is_key(name) and name not in (INDEX_NAME, CONTENTS_NAME)]
-    side = [await writer.put(name, extras[name]) for name in fit]
+    fit = [name for name in sorted(side_files) if is_key(name) and name not in (INDEX_NAME, CONTENTS_NAME)]
+    side = [await writer.put(name, side_files[name]) for name in fit]
     known = [table for table in tables if table is not None]
     contents = None
     if len(known) == len(tables) and sum(map(len, known)) + 4 * len(known) <= CONTENTS_LIMIT:
@@ -208,7 +208,7 @@ async def write_share(context: RankContext, seal: Seal) -> AnchorShare:
         context.ledger.store, baseline, names.anchor(seal.version, seal.seq), context.workers, context.options.patience
     )  # fmt: skip
     address = f"{rank.group}-{rank.number}-{rank.nonce}"
-    boxes = [(block.tensor, block.box) for block in baseline.share.blocks]
+    boxes = [(block.tensor, block.box) for block in baseline.blocks]
     plan = plan_boxes(baseline.layout, boxes, FILE_BYTES)
     if rank.leads:  # nobody has an element of an empty tensor
         plan.append([Piece(t, None, spec) for t, spec in enumerate(baseline.layout) if not spec.elements])
@@ -227,7 +227,12 @@ async def write_share(context: RankContext, seal: Seal) -> AnchorShare:
 
 
 async def join_anchor(
-    context: RankContext, seal: Seal, own: AnchorShare, keys: Mapping[int, str], extras: Mapping[str, bytes], emit: Emit
+    context: RankContext,
+    seal: Seal,
+    own: AnchorShare,
+    keys: Mapping[int, str],
+    side_files: Mapping[str, bytes],
+    emit: Emit,
 ) -> Anchor:
     """All ranks' shares as one anchor, whose fingerprint is the seal's (must L5).
 
@@ -255,7 +260,7 @@ async def join_anchor(
     writer = _Writer(ledger.store, context.baseline, prefix, context.workers, context.options.patience)
     files = [file for _, share in sorted(shares.items()) for file in share.files]
     tables = [share.contents for _, share in sorted(shares.items())]
-    return await _record(ledger, writer, seal.version, files, vector, extras, started, emit, tables)
+    return await _record(ledger, writer, seal.version, files, vector, side_files, started, emit, tables)
 
 
 async def _read_share(context: RankContext, key: str, seal: Seal, number: int) -> AnchorShare:
@@ -278,7 +283,7 @@ def _contents(plan: Sequence[list[Piece]]) -> bytes | None:
 class _Writer:
     """Puts the objects of one anchor, a few at a time."""
 
-    def __init__(self, store: Store, source: Lanes, prefix: str, workers: Workers, patience: float) -> None:
+    def __init__(self, store: Store, source: BoxSource, prefix: str, workers: Workers, patience: float) -> None:
         self._store, self._source, self._prefix = store, source, prefix
         self._workers, self._patience = workers, RetryPolicy(patience)
         self._sums = [0] * len(source.layout)
@@ -317,11 +322,11 @@ def _file_name(n: int, count: int) -> str:
     return f"model-{n + 1:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
 
 
-def _pack(source: Lanes, pieces: list[Piece]) -> tuple[bytearray, list[tuple[int, int]]]:
+def _pack(source: BoxSource, pieces: list[Piece]) -> tuple[bytearray, list[tuple[int, int]]]:
     """The bytes of one file, and `(tensor, sum)` of each piece, read back from those bytes."""
     layout = source.layout
-    empty = {p.tensor: np.empty(0, lane_dtype(layout[p.tensor].width)) for p in pieces if not p.box}
-    items = [(p.entry, source.lanes(p.tensor, p.box) if p.box else empty[p.tensor]) for p in pieces]
+    empty = {p.tensor: np.empty(0, bits_dtype(layout[p.tensor].width)) for p in pieces if not p.box}
+    items = [(p.entry, source.read_box(p.tensor, p.box) if p.box else empty[p.tensor]) for p in pieces]
     body = pack_safetensors(items, piece_metadata(layout, pieces))
     packed = SafetensorsBytes(body, "anchor")
     keys = layout.keys

@@ -1,6 +1,7 @@
 """What one rank works with, whoever leads: its baseline, the spool, and the attempt whose chunks it makes.
 
-The baseline of a rank of many is built when its share is known, which takes its weights and what the other ranks hold.
+The baseline of a rank of many is built when its blocks are known, which depends on its weights and on what the other
+ranks hold.
 `Leader` (rank 0) and `Member` (the others) decide when an attempt begins and how it ends; what that means for this
 rank's bytes is here.
 """
@@ -18,7 +19,7 @@ from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.records import Open, Seal
 from dcr_daemon.publish.baseline.baseline import Baseline
-from dcr_daemon.publish.baseline.blocks import Share
+from dcr_daemon.publish.baseline.blocks import BlockSet
 from dcr_daemon.publish.baseline.restore import Restorer
 from dcr_daemon.publish.baseline.scrub import Scrub
 from dcr_daemon.publish.options import PublishOptions
@@ -77,20 +78,20 @@ class RankContext:
         """Whether there is a baseline."""
         return self._baseline is not None
 
-    def hold(self, share: Share | Baseline) -> None:
-        """Keep a baseline of this share from now on; one of another share is forgotten.
+    def hold(self, blocks: BlockSet | Baseline) -> None:
+        """Keep a baseline of these blocks from now on; one of other blocks is forgotten.
 
         Raises:
             ResourceExhausted: no room for it.
         """
-        if isinstance(share, Baseline):
-            baseline = share
+        if isinstance(blocks, Baseline):
+            baseline = blocks
         else:
-            if self._baseline and self._baseline.share.digest == share.digest:
+            if self._baseline and self._baseline.blocks.digest == blocks.digest:
                 return
             if self._baseline:
                 self._baseline.close()
-            baseline = Baseline(self.state.path, share, self.ledger.stream.stream, self.workers)
+            baseline = Baseline(self.state.path, blocks, self.ledger.stream.stream, self.workers)
         self._baseline = baseline
         self._restorer = Restorer(
             self.ledger, self.objects, baseline, self.options.base, self.workers, self._emit
@@ -136,9 +137,9 @@ class RankContext:
         attempt, self.attempt = self.attempt, None
         assert attempt is not None
         self.committed = True
-        self.owes_anchor |= self.baseline.stray
+        self.owes_anchor |= self.baseline.unverified_base
         self.baseline.commit(attempt.version, attempt.segments)
-        self.restorer.doubts = 0
+        self.restorer.mismatches = 0
         runtime.failpoint("publish.baseline.committed")
         attempt.forget()
         self._emit(
@@ -161,16 +162,16 @@ class RankContext:
             runtime.failpoint("publish.baseline.undone")
             self._emit(Aborted(version=attempt.version, attempt=attempt.id, reason=reason))
 
-    def doubt(self) -> None:
+    def mark_suspect(self) -> None:
         """What the ranks hold does not add up: the baseline is built anew, from the bucket and not from its cache."""
-        self.baseline.lose()
-        self.restorer.doubts += 1
+        self.baseline.invalidate()
+        self.restorer.mismatches += 1
 
     def damaged(self, where: str) -> None:
         """The baseline is not what it should be: rebuilt before anything is diffed from it, and anchored (must P4)."""
         version = self.ledger.state.seal.version
         self._emit(Alarm(must="P4", what=f"the baseline of version {version} is damaged {where}; rebuilding"))
-        self.baseline.lose()
+        self.baseline.invalidate()
         self.owes_anchor = True
 
     async def prove(self) -> None:
@@ -214,7 +215,7 @@ class RankContext:
         try:
             if self.attempt:
                 await self.attempt.cancel()
-                self.baseline.lose()
+                self.baseline.invalidate()
         finally:
             if self._baseline:
                 self._baseline.close()

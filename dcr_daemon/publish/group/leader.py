@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from dcr_daemon import runtime
 from dcr_daemon.canonical.fingerprint import Vector, total
-from dcr_daemon.checkpoint.directory import read_extras
+from dcr_daemon.checkpoint.directory import read_side_files
 from dcr_daemon.errors import Corrupt, Fenced, StoreUnavailable, UpdateAborted
 from dcr_daemon.events import Degraded, Emit, Opened, Retrying
 from dcr_daemon.ledger import names
@@ -226,7 +226,7 @@ class Leader:
         if not self._vector or self._vector[0] != open_.base:
             self._vector = open_.base, await self.context.restorer.vector(open_.base)
         missed = joined.missed(self._vector[1], self.layout)
-        if missed and not (joined.stray or self.context.baseline.stray):
+        if missed and not (joined.stray or self.context.baseline.unverified_base):
             self._mismatch = True
             raise Corrupt(
                 f"what the ranks hold does not add up to version {open_.base} in {len(missed)} tensors: "
@@ -318,7 +318,7 @@ class Leader:
         await self.context.undo(reason)
         if self._mismatch:
             self._mismatch = False
-            self.context.doubt()
+            self.context.mark_suspect()
 
     async def run_idle_checks(self) -> None:
         """Between updates, until cancelled: look for a newer claim, and for damage in the baseline.
@@ -368,13 +368,13 @@ class Leader:
         if self.ledger.tip.seq == self._spoilt:
             return  # its names are taken by damaged bytes; after the next version it has others (must L0)
         await self.context.prove()
-        if self.context.baseline.stray:
+        if self.context.baseline.unverified_base:
             return  # the version that comes next is anchored instead
         runtime.failpoint("publish.anchor.proved")
-        extras = await self.extras()
+        side_files = await self.side_files()
         try:
             await write_anchor(
-                self.ledger, self.context.baseline, extras, self.workers, self._options.patience, self._emit
+                self.ledger, self.context.baseline, side_files, self.workers, self._options.patience, self._emit
             )
         except Corrupt as error:
             self._spoilt = self.ledger.tip.seq
@@ -397,7 +397,7 @@ class Leader:
             keys = await self._muster(names.anchor(seal.version, seal.seq)).all(
                 ".share.json", what=f"the anchor of version {seal.version}: the share"
             )
-            await join_anchor(self.context, seal, own, keys, await self.extras(), self._emit)
+            await join_anchor(self.context, seal, own, keys, await self.side_files(), self._emit)
         except (
             UpdateAborted,
             Corrupt,
@@ -410,12 +410,12 @@ class Leader:
         self.context.owes_anchor = False
         self.retention.anchored()
 
-    async def extras(self) -> dict[str, bytes]:
+    async def side_files(self) -> dict[str, bytes]:
         """Side files for an anchor: the base's, else those of the anchor before."""
         base = self._options.base
         if base and base.is_dir():
-            return read_extras(base)
-        return await self.context.restorer.extras()
+            return read_side_files(base)
+        return await self.context.restorer.side_files()
 
     async def close(self) -> None:
         """Settle, release the claim, give the state directory back. Safe to call after any error, and soon over: what

@@ -168,7 +168,7 @@ class Member:
         part = names.part(seal.version, seal.attempt, rank.group, rank.number, rank.nonce)
         if all(ref.key != part for ref in seal.parts):
             await self._undo(None)
-            self.context.baseline.lose()
+            self.context.baseline.invalidate()
             raise Corrupt(
                 f"version {seal.version} was sealed with the part of another process that is {rank}",
                 hint="end all processes of the group and start it anew",
@@ -183,7 +183,7 @@ class Member:
         self._answered = None
         await self.context.undo(fate.reason if fate else "rank 0 ended, or was fenced")
         if fate and fate.rebuild and self.context.holds:
-            self.context.doubt()
+            self.context.mark_suspect()
 
     async def settle(self, reason: str, *, patience: float | None = None) -> SealedVersion | None:
         """Give up an update that is not known to be sealed: say so to rank 0, and wait for the fate (must P7).

@@ -8,15 +8,15 @@ from typing import Self
 from dcr_daemon import runtime
 from dcr_daemon.canonical.fingerprint import total
 from dcr_daemon.canonical.layout import Layout
-from dcr_daemon.checkpoint.directory import Checkpoint, read_extras
+from dcr_daemon.checkpoint.directory import Checkpoint, read_side_files
 from dcr_daemon.errors import DcrError, Fenced, Incompatible, NotFound, UsageError
 from dcr_daemon.events import Alarm, Emit, Waiting
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.records import show_u64
-from dcr_daemon.publish.baseline.base import CheckpointLanes
+from dcr_daemon.publish.baseline.base import CheckpointReader
 from dcr_daemon.publish.baseline.baseline import Baseline
-from dcr_daemon.publish.baseline.blocks import Share, block_bytes
+from dcr_daemon.publish.baseline.blocks import BlockSet, block_bytes
 from dcr_daemon.publish.group.anchors import write_whole
 from dcr_daemon.publish.group.context import RankContext
 from dcr_daemon.publish.group.leader import CLOSE_PATIENCE, Leader
@@ -60,7 +60,7 @@ async def open_leader(options: PublishOptions, store: Store, emit: Emit, rank: R
         await _claim(ledger, opening.state, options)
         session = Leader(options, context, emit)
         if rank.world == 1:
-            context.hold(opening.baseline or Share.whole(context.layout, block_bytes(options.chunk_bytes)))
+            context.hold(opening.baseline or BlockSet.whole(context.layout, block_bytes(options.chunk_bytes)))
             await context.restore()
             runtime.failpoint("publish.restored")
             # Due as well if an earlier process died with an anchor half put, or owed one (must P4).
@@ -165,12 +165,12 @@ async def _create(opening: _Opening) -> None:
     with Checkpoint(options.base) as checkpoint:
         layout, baseline = checkpoint.layout, None
         if opening.rank.world == 1:
-            share = Share.whole(layout, block_bytes(options.chunk_bytes))
-            baseline = opening.baseline = Baseline(opening.state.path, share, "", opening.workers)
+            blocks = BlockSet.whole(layout, block_bytes(options.chunk_bytes))
+            baseline = opening.baseline = Baseline(opening.state.path, blocks, "", opening.workers)
             await baseline.load(checkpoint)
             vector = await baseline.fingerprint()
         else:
-            vector = await CheckpointLanes(checkpoint, opening.workers).fingerprint()
+            vector = await CheckpointReader(checkpoint, opening.workers).fingerprint()
     runtime.failpoint("publish.base.loaded")
     stream = await ledger.create_stream(layout, vector, model=options.base.absolute().name)
     if (stream.layout.sha256, stream.total) != (layout.digest, show_u64(total(vector))):
@@ -190,10 +190,10 @@ async def _anchor_base(opening: _Opening, layout: Layout) -> None:
     if options.base is None:
         return
     with Checkpoint(options.base) as checkpoint:
-        source = CheckpointLanes(checkpoint, opening.workers)
-        extras = read_extras(options.base) if options.base.is_dir() else {}
+        source = CheckpointReader(checkpoint, opening.workers)
+        side_files = read_side_files(options.base) if options.base.is_dir() else {}
         vector = await (await opening.context()).objects.read_vector(ledger.stream, layout)
-        await write_whole(ledger, source, 0, vector, extras, opening.workers, options.patience, opening.emit)
+        await write_whole(ledger, source, 0, vector, side_files, opening.workers, options.patience, opening.emit)
 
 
 def _check_base(options: PublishOptions, layout: Layout, url: str) -> None:

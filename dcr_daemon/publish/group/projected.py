@@ -1,7 +1,7 @@
 """The weights of one rank on their way into attempts: mapped once, agreed upon by all ranks, then read at every update.
 
     once:            declare ─► (verdict) ─► probe ─► (verdict) ─► share
-    at every update: bind ─► blocks, residual
+    at every update: bind ─► share, residual
 
 Mapping and its probes are `projection`'s; what all ranks agree on is decided by rank 0 from their declarations. The
 first round asks what a rank finds out by itself, so that one that cannot go on says so before any collective call; the
@@ -22,7 +22,7 @@ from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.errors import Corrupt
 from dcr_daemon.events import Emit, Mapped
 from dcr_daemon.ledger.records import Open
-from dcr_daemon.publish.baseline.blocks import Block, Share, runs
+from dcr_daemon.publish.baseline.blocks import Block, BlockSet, runs
 from dcr_daemon.publish.rank import Rank, distributed
 
 if TYPE_CHECKING:
@@ -83,12 +83,12 @@ class Projected:
         self._verdict: Verdict | None = None
         self._reader: Reader | None = None
         self._residual: Residual | None = None
-        self._share: Share | None = None
+        self._blocks: BlockSet | None = None
 
     @property
     def agreed(self) -> bool:
         """Whether all ranks know what they hold."""
-        return self._share is not None
+        return self._blocks is not None
 
     def declare(self, weights: Any, record: Open) -> bytes:
         """What this rank holds, by itself.
@@ -106,7 +106,7 @@ class Projected:
             conversion=trainer.conversion, adapter=trainer.adapter, megatron=trainer.megatron, mapped=trainer.mapped,
         )  # fmt: skip
         probed = self_check.probe(
-            found.handed, found.map, self._layout, conversion=found.conversion, convert=found.convert
+            found.inputs, found.map, self._layout, conversion=found.conversion, convert=found.convert
         )
         self._probed = dict(probed.residual)
         return self._declared(record)
@@ -119,7 +119,7 @@ class Projected:
 
         live = self._known
         if distributed() and self._rank.world > 1:
-            self._probed |= probe_meshes(live.handed, live.map, self._layout).residual
+            self._probed |= probe_meshes(live.inputs, live.map, self._layout).residual
         if self._trainer.export is not None:
             reader = Reader(live, self._layout)
             names = asked(self._layout)
@@ -158,7 +158,7 @@ class Projected:
         if self._trainer.export is not None:
             return Hook(self._trainer.export, self._layout)
         live = self._known
-        return Gather(lambda: self._known.handed, self._layout, live.conversion, live.convert)
+        return Gather(lambda: self._known.inputs, self._layout, live.conversion, live.convert)
 
     def judge(self, declared: Sequence[bytes]) -> bytes:
         """The verdict on all ranks' declarations; called on rank 0's worker.
@@ -194,7 +194,7 @@ class Projected:
                 hint="two processes believe to be one rank: end all of the group, and start it anew",
             )
 
-    def settle(self) -> Share:
+    def settle(self) -> BlockSet:
         """The verdict is the last one: what this rank keeps a baseline of from now on."""
         from dcr_daemon.projection.binding.reader import Reader, blocks
         from dcr_daemon.projection.binding.residual import Residual
@@ -205,13 +205,13 @@ class Projected:
         self._reader = Reader(live, layout)
         self._residual = Residual(verdict, layout, rank.number, self._exporter)
         if rank.world == 1:  # all of it, and as every other process that publishes alone keeps it
-            share = Share.whole(layout, self._limit)
+            owned = BlockSet.whole(layout, self._limit)
         else:
             whole = [layout.index(name) for name in self._residual.owned]
             direct = [Block(tensor, box) for tensor, box in blocks(live.map, layout, self._limit)]
-            share = Share(layout, [*direct, *(b for t in sorted(whole) for b in runs(t, layout[t], self._limit))])
-        self._share = share
-        self._direct = [n for n, block in enumerate(share.blocks) if layout[block.tensor].name not in verdict.residual]
+            owned = BlockSet(layout, [*direct, *(b for t in sorted(whole) for b in runs(t, layout[t], self._limit))])
+        self._blocks = owned
+        self._direct = [n for n, block in enumerate(owned) if layout[block.tensor].name not in verdict.residual]
         if rank.leads:
             self._emit(
                 Mapped(
@@ -219,7 +219,7 @@ class Projected:
                     regions=verdict.boxes, report=verdict.report(layout), seconds=runtime.monotonic() - self._began,
                 )
             )  # fmt: skip
-        return share
+        return owned
 
     def bind(self, weights: Any) -> None:
         """Read these weights from now on.
@@ -237,10 +237,10 @@ class Projected:
 
     def blocks(self) -> Iterator[tuple[int, Callable[[], Bits]]]:
         """What this rank projects: numbers of blocks, each with what reads it on any thread."""
-        reader, share = self._reader, self._share
+        reader, blocks = self._reader, self._blocks
         assert reader is not None
-        assert share is not None
-        return ((n, partial(reader.read, share[n].tensor, share[n].box)) for n in self._direct)
+        assert blocks is not None
+        return ((n, partial(reader.read, blocks[n].tensor, blocks[n].box)) for n in self._direct)
 
     @property
     def exports(self) -> bool:

@@ -18,11 +18,11 @@ from typing import Any
 from dcr_daemon.codec.chunk import Codec
 from dcr_daemon.ledger import names
 from dcr_daemon.projection import host
-from dcr_daemon.publish.baseline.blocks import Share
+from dcr_daemon.publish.baseline.blocks import BlockSet
 from dcr_daemon.publish.group.leader import Leader
 from dcr_daemon.publish.group.member import Member
 from dcr_daemon.publish.group.projected import Projected
-from dcr_daemon.publish.inputs.sources import TensorSource, settle_devices
+from dcr_daemon.publish.inputs.sources import TensorSource, synchronize_sources
 from dcr_daemon.publish.inputs.tensors import as_shards
 from dcr_daemon.publish.version.attempt import Attempt
 
@@ -45,7 +45,7 @@ def steps(session: Leader | Member, projected: Projected, weights: Any, *, step:
         projected.hear((yield session.agree(record, 1, projected.declare(weights, record), projected.judge)))
         projected.hear((yield session.agree(record, 2, projected.probe(record), projected.judge)))
         yield _hold(session, projected.settle())
-    host.settle_devices(projected.devices())
+    host.synchronize_devices(projected.devices())
     attempt: Attempt = yield session.start(record)
     yield attempt.diff_blocks(projected.blocks())
     if projected.exports:
@@ -53,14 +53,14 @@ def steps(session: Leader | Member, projected: Projected, weights: Any, *, step:
     with contextlib.closing(projected.residual()) as residual:
         for index, tensor, overwrite in residual:
             source = TensorSource(session.layout[index].name, tensor)
-            settle_devices([source])
+            synchronize_sources([source])
             yield attempt.diff([(index, source)], Codec.OVERWRITE if overwrite else None)
     yield attempt.finish()
     return attempt
 
 
-async def _hold(session: Leader | Member, share: Share) -> None:
-    session.context.hold(share)
+async def _hold(session: Leader | Member, blocks: BlockSet) -> None:
+    session.context.hold(blocks)
 
 
 def drive(taken: Steps, call: Callable[[Coroutine[Any, Any, Any]], Any]) -> Attempt:

@@ -11,10 +11,10 @@ from dcr_daemon.projection import host
 from dcr_daemon.projection.values import torch_dtype
 
 
-def cast_lanes(lanes: Bits, given: str, canonical: str) -> Bits:
+def cast_bits(lanes: Bits, given: str, canonical: str) -> Bits:
     """Lanes of `given` values as lanes of `canonical` ones, of the same number; the same array if nothing is to do."""
     if given == canonical:
         return lanes
     import torch
 
-    return host.lanes(torch.from_numpy(lanes.view("u1")).view(torch_dtype(given)).to(torch_dtype(canonical)))
+    return host.host_bits(torch.from_numpy(lanes.view("u1")).view(torch_dtype(given)).to(torch_dtype(canonical)))

@@ -15,7 +15,7 @@ from dcr_daemon.checkpoint.safetensors import SafetensorsFile
 from dcr_daemon.errors import Corrupt, Incompatible
 from dcr_daemon.projection import host
 from dcr_daemon.projection.values import dtype_names, torch_dtype
-from dcr_daemon.publish.inputs.cast import cast_lanes
+from dcr_daemon.publish.inputs.cast import cast_bits
 
 
 class Source(Protocol):
@@ -48,7 +48,7 @@ class FileSource:
             lanes = self.file.read(self.given.name, start, count)
         except (Corrupt, OSError) as error:
             raise SourceChanged(f"{self.file.path} cannot be read to its end: {error}") from error
-        return cast_lanes(lanes, self.given.dtype, dtype)
+        return cast_bits(lanes, self.given.dtype, dtype)
 
 
 class TensorSource:
@@ -83,7 +83,7 @@ class TensorSource:
         return t.device, t.data_ptr(), t.dtype, tuple(t.shape), t.stride()
 
     def read(self, start: int, count: int, dtype: str) -> Bits:
-        return host.lanes(self._tensor.reshape(-1)[start : start + count].to(torch_dtype(dtype)))
+        return host.host_bits(self._tensor.reshape(-1)[start : start + count].to(torch_dtype(dtype)))
 
 
 def local_tensor(name: str, tensor: Any) -> Any:
@@ -108,6 +108,6 @@ def local_tensor(name: str, tensor: Any) -> Any:
     return tensor.resolve_conj().resolve_neg()
 
 
-def settle_devices(sources: Iterable[TensorSource]) -> None:
+def synchronize_sources(sources: Iterable[TensorSource]) -> None:
     """Wait for work that the calling thread has queued on the devices of `sources`: other threads read them next."""
-    host.settle_devices(source.device for source in sources)
+    host.synchronize_devices(source.device for source in sources)

@@ -45,7 +45,7 @@ Batch = list[tuple[int, Callable[[], Bits]]]  #: numbers of blocks, and what rea
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What one rank's finished, durable share of an attempt offers to the seal. Sizes in bytes, `changed` in elements.
+    """What one rank's finished, durable part of an attempt offers to the seal. Sizes in bytes, `changed` in elements.
 
     `before` and `after` are vectors over all that the rank owns, changed or not (must P3).
     """
@@ -97,17 +97,17 @@ class Attempt:
             ResourceExhausted: the spool's disk is full.
             StoreUnavailable, Corrupt: an upload failed; the attempt is to be cancelled and undone.
         """
-        share, layout = self._baseline.share, self._baseline.layout
+        blocks, layout = self._baseline.blocks, self._baseline.layout
 
         def read(source: Source, block: Block) -> Bits:
             return source.read(block.box.dst, block.box.elements, layout[block.tensor].dtype)
 
         await self.diff_blocks(
-            ((n, partial(read, source, share[n])) for t, source in inputs for n in share.of(t)), codec
+            ((n, partial(read, source, blocks[n])) for t, source in inputs for n in blocks.of(t)), codec
         )
 
     async def diff_blocks(self, inputs: Iterable[tuple[int, Callable[[], Bits]]], codec: Codec | None = None) -> None:
-        """Take up blocks of the share, by number, each with what reads its new lanes, on any thread; as `diff`."""
+        """Diff blocks of the baseline, by number, each with what reads its new lanes, on any thread; as `diff`."""
         work = self._batches(inputs)
         await self._on_all_lanes([self._lane(encoder, work, codec) for encoder in self._encoders])
 
@@ -149,7 +149,7 @@ class Attempt:
         batch, size = [], 0
         for number, read in inputs:
             batch.append((number, read))
-            size += self._baseline.share.nbytes(number)
+            size += self._baseline.blocks.nbytes(number)
             if size >= self._batch_bytes:
                 yield batch
                 batch, size = [], 0
@@ -157,9 +157,9 @@ class Attempt:
             yield batch
 
     def _take(self, encoder: ChunkEncoder, batch: Batch, codec: Codec | None) -> list[tuple[EncodedChunk, ChunkRef]]:
-        share, full = self._baseline.share, []
+        blocks, full = self._baseline.blocks, []
         for number, read in batch:
-            block, new = share[number], read()
+            block, new = blocks[number], read()
             try:
                 encoder.add(block.tensor, block.box, self._baseline[number], new, codec)
             except BaseException:
@@ -210,7 +210,7 @@ class Attempt:
         part = Part(
             stream=r.stream, group=r.group, call=r.call, attempt=r.seq, base=r.base, version=r.version,
             rank=self._rank.number, nonce=self._rank.nonce, chunks=chunks, sums=sums, changed=self.changed,
-            bytes=sum(c.size for c in chunks), stray=self._baseline.stray, anchor=anchor,
+            bytes=sum(c.size for c in chunks), stray=self._baseline.unverified_base, anchor=anchor,
             contents=await self._contents(),
         )  # fmt: skip
         body = records.encode(part)
@@ -221,7 +221,7 @@ class Attempt:
     async def _contents(self) -> bytes | None:
         """What each chunk touches, for other ranks that restore: they read those that touch what is theirs. Nobody
         needs that of a process that holds all and is alone."""
-        if self._baseline.share.complete:
+        if self._baseline.blocks.complete:
             return None
         return await self._workers.run(_contents, [self._of_chunk[n] for n in sorted(self._of_chunk)])
 
@@ -248,7 +248,7 @@ class Attempt:
             pass  # whatever the undo lacks, the bytes can be had again from anchor and chain
         finally:
             if not undone:
-                self._baseline.lose()
+                self._baseline.invalidate()
             self._spool.clear()
         return undone
 

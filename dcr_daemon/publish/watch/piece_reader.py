@@ -15,15 +15,15 @@ from pathlib import Path
 
 import numpy as np
 
-from dcr_daemon.canonical.dtypes import item_size, lane_dtype
+from dcr_daemon.canonical.dtypes import bits_dtype, item_size
 from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import TensorSpec
 from dcr_daemon.canonical.region import intersect_dst
 from dcr_daemon.checkpoint.safetensors import open_plain
 from dcr_daemon.errors import Corrupt, Incompatible, NotFound
 from dcr_daemon.projection.files.piece_map import Piece
-from dcr_daemon.projection.files.storage import Stored, archived, plain, read_region
-from dcr_daemon.publish.inputs.cast import cast_lanes
+from dcr_daemon.projection.files.storage import StoredPiece, archived, plain, read_region
+from dcr_daemon.publish.inputs.cast import cast_bits
 from dcr_daemon.publish.inputs.sources import SourceChanged
 from dcr_daemon.publish.watch.file_identity import FileIdentity, identity_of
 from dcr_daemon.publish.watch.piece_names import Part, PiecedTensor
@@ -47,7 +47,7 @@ class PieceFiles:
     directory: Path
     identities: Mapping[str, FileIdentity]
     archives: bool
-    _stored: dict[tuple[str, int, str], Stored] = field(default_factory=dict, repr=False)
+    _stored: dict[tuple[str, int, str], StoredPiece] = field(default_factory=dict, repr=False)
 
     def read(self, part: Part, start: int, out: Bits) -> None:
         """Copy what `part` has of the tensor's elements from `start` on into `out`, lanes of the piece's dtype.
@@ -80,7 +80,7 @@ class PieceFiles:
         finally:
             os.close(descriptor)
 
-    def _place(self, descriptor: int, piece: Piece, path: Path) -> Stored:
+    def _place(self, descriptor: int, piece: Piece, path: Path) -> StoredPiece:
         key = piece.file, piece.span[0], piece.tensor
         if (known := self._stored.get(key)) is None:
             try:
@@ -104,8 +104,8 @@ class PiecedSource:
         Raises:
             SourceChanged: a file changed, is gone, or does not hold what it should.
         """
-        out = np.empty(count, lane_dtype(item_size(self.given.dtype)))
+        out = np.empty(count, bits_dtype(item_size(self.given.dtype)))
         for part in self._parts:
             if part.region.dst < start + count and start <= part.region.dst_last:
                 self._files.read(part, start, out)
-        return cast_lanes(out, self.given.dtype, dtype)
+        return cast_bits(out, self.given.dtype, dtype)

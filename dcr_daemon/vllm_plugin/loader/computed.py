@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dcr_daemon.canonical.dtypes import lane_dtype
+from dcr_daemon.canonical.dtypes import bits_dtype
 from dcr_daemon.canonical.fingerprint import sum_run
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.engine.staged import read_vector
@@ -157,7 +157,7 @@ class ComputedLoader:
         self._live = {name: live[name] for name in names}
         self._load_formats = {name: placement.load_formats[name] for name in names}
         for width in {layout[tensor].width for tensor in self.tensors}:
-            sum_run(np.zeros(8, dtype=lane_dtype(width)), 0)  # compiled now, not while somebody waits
+            sum_run(np.zeros(8, dtype=bits_dtype(width)), 0)  # compiled now, not while somebody waits
 
     def compute(self, values: Values) -> list[ComputedParameter]:
         """Run the loader over `values` on copies; the parameters that would change. Nothing live is written.

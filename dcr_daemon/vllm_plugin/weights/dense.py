@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dcr_daemon.canonical.box import Box
-from dcr_daemon.canonical.dtypes import lane_dtype
+from dcr_daemon.canonical.dtypes import bits_dtype
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.errors import Corrupt
 from dcr_daemon.untrusted import decode_json, load_json
@@ -109,7 +109,7 @@ class DenseFiles:
     def lanes(self, tensor: int) -> Bits:
         """All of a tensor as flat lanes: mapped where it is stored whole, else joined."""
         spec, stored = self._layout[tensor], self._stored.get(tensor, [])
-        lane = lane_dtype(spec.width)
+        lane = bits_dtype(spec.width)
         if len(stored) == 1 and stored[0].box is None:
             return _lanes(stored[0], lane)
         joined = np.empty(spec.elements, dtype=lane)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dcr_daemon.canonical.dtypes import lane_dtype
+from dcr_daemon.canonical.dtypes import bits_dtype
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.vllm_plugin.weights import faults
 from dcr_daemon.vllm_plugin.weights.placement import Placement, PlacementRow
@@ -263,4 +263,4 @@ def _window(elements: I64, row: PlacementRow) -> tuple[int, int]:
 def uint_view(tensor: torch.Tensor) -> Bits:
     """A host tensor's bits as flat unsigned lanes (a view where it is contiguous)."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return flat.view(lane_dtype(tensor.element_size()))
+    return flat.view(bits_dtype(tensor.element_size()))

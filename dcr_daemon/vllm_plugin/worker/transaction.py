@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dcr_daemon.canonical.dtypes import lane_dtype
+from dcr_daemon.canonical.dtypes import bits_dtype
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.codec.chunk import Changes
 from dcr_daemon.codec.decode import Chunk, open_chunk
@@ -207,7 +207,7 @@ class Preparation:
         picked, element, target = self._memory.locate(row, elements)
         if not picked.size:
             return None
-        lane = lane_dtype(self._layout[changes.segment.tensor].width)
+        lane = bits_dtype(self._layout[changes.segment.tensor].width)
         old = np.empty(picked.size, dtype=lane)
         self._memory.gather(row, target, old)
         held = self._overlay(hop, row, element, old)

@@ -93,7 +93,12 @@ def cache_is_believed(put: Put) -> None:
 
     async def prove(self: Baseline, *candidates: Any) -> Any:
         version, vector = candidates[0]
-        self.version, self._vector, self._sums, self.stray = version, vector.copy(), await self._measure(), False
+        self.version, self._vector, self._sums, self.unverified_base = (
+            version,
+            vector.copy(),
+            await self._measure(),
+            False,
+        )
         return vector
 
     put(Baseline, "prove", prove)

@@ -204,7 +204,12 @@ def a_share_is_believed(put: Put) -> None:
     async def prove(self: Baseline, *candidates: Any) -> Any:
         if candidates:
             version, vector = candidates[0]
-            self.version, self._vector, self._sums, self.stray = version, vector.copy(), await self._measure(), False
+            self.version, self._vector, self._sums, self.unverified_base = (
+                version,
+                vector.copy(),
+                await self._measure(),
+                False,
+            )
             return vector
         return await right(self, *candidates)
 

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from dcr_daemon import runtime
-from dcr_daemon.canonical.dtypes import lane_dtype
+from dcr_daemon.canonical.dtypes import bits_dtype
 from dcr_daemon.canonical.fingerprint import Bits, fingerprint
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.checkpoint.directory import write_checkpoint
@@ -149,7 +149,7 @@ class SmallWorld:
 
     def draw(self, seed: int) -> Weights:
         rng = np.random.default_rng(seed)
-        return {s.name: rng.integers(0, 256, s.nbytes, dtype=np.uint8).view(lane_dtype(s.width)) for s in self.layout}
+        return {s.name: rng.integers(0, 256, s.nbytes, dtype=np.uint8).view(bits_dtype(s.width)) for s in self.layout}
 
     def options(self, **more: Any) -> PublishOptions:
         name = more.get("name", "one")

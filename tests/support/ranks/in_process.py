@@ -17,7 +17,7 @@ from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.events import Emit
 from dcr_daemon.ledger.records import Open
-from dcr_daemon.publish.baseline.blocks import Block, Share, gather
+from dcr_daemon.publish.baseline.blocks import Block, BlockSet, gather
 from dcr_daemon.publish.group.leader import Leader
 from dcr_daemon.publish.group.member import Member
 from dcr_daemon.publish.group.opening import open_leader, open_member
@@ -67,9 +67,9 @@ class RankOf:
         if not session.context.holds:
             await self._agree(record)
             blocks = self.deal(session.layout, self.rank.number, self.rank.world)
-            session.context.hold(Share(session.layout, blocks))
+            session.context.hold(BlockSet(session.layout, blocks))
         attempt = await session.start(record)
-        share = session.context.baseline.share
+        share = session.context.baseline.blocks
         await attempt.diff_blocks((n, partial(self._read, weights, share[n])) for n in range(len(share)))
         await attempt.finish()
         return attempt

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from dcr_daemon.canonical.box import Box
-from dcr_daemon.canonical.dtypes import lane_dtype
+from dcr_daemon.canonical.dtypes import bits_dtype
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.projection.binding.bind import Live
 from dcr_daemon.projection.binding.reader import Reader, blocks
@@ -30,7 +30,7 @@ def assembled(layout: Layout, read: Iterable[Reading], *, residual: Iterable[str
     Raises:
         AssertionError: an element was read twice or never, but for those of `residual` tensors.
     """
-    bits = [np.zeros(spec.elements, lane_dtype(spec.width)) for spec in layout]
+    bits = [np.zeros(spec.elements, bits_dtype(spec.width)) for spec in layout]
     seen = [np.zeros(spec.elements, np.uint8) for spec in layout]
     for tensor, box, values in read:
         where = box.canonical(np.arange(box.elements))

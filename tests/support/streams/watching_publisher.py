@@ -12,7 +12,7 @@ from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.checkpoint.directory import Checkpoint, write_checkpoint
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.publish.baseline.baseline import Baseline
-from dcr_daemon.publish.baseline.blocks import Share
+from dcr_daemon.publish.baseline.blocks import BlockSet
 from dcr_daemon.publish.options import stream_state
 from dcr_daemon.publish.watch.watcher import WatchOptions, run_watch
 from dcr_daemon.runtime import Workers
@@ -76,7 +76,7 @@ class Publishing:
                 assert all(np.array_equal(checkpoint.bits(name), bits) for name, bits in self.chain[version].items())
         workers = Workers(1)
         baseline = Baseline(
-            stream_state(self.root / "state", store.url), Share.whole(LAYOUT), ledger.stream.stream, workers
+            stream_state(self.root / "state", store.url), BlockSet.whole(LAYOUT), ledger.stream.stream, workers
         )
         proved = fingerprint(LAYOUT, [self.chain[2][spec.name] for spec in LAYOUT])
         hint = baseline.hint()

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from dcr_daemon.canonical.box import Box
-from dcr_daemon.canonical.dtypes import lane_dtype
+from dcr_daemon.canonical.dtypes import bits_dtype
 from dcr_daemon.canonical.fingerprint import fingerprint
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.codec.chunk import SEGMENT_BYTES, ChunkId, Codec, Segment
@@ -29,8 +29,8 @@ def random_lanes(layout: Layout, seed: int = 0) -> Lanes:
     """Arbitrary bits for every tensor, NaNs and all."""
     rng = np.random.default_rng(seed)
     return [
-        np.frombuffer(rng.bytes(spec.nbytes), dtype=lane_dtype(spec.width)).copy() if spec.elements else
-        np.zeros(0, dtype=lane_dtype(spec.width))
+        np.frombuffer(rng.bytes(spec.nbytes), dtype=bits_dtype(spec.width)).copy() if spec.elements else
+        np.zeros(0, dtype=bits_dtype(spec.width))
         for spec in layout
     ]  # fmt: skip
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dcr_daemon.errors import UsageError
-from dcr_daemon.projection.frameworks.megatron.parameter import Parameter, Place
+from dcr_daemon.projection.frameworks.megatron.parameter import LayerPosition, Parameter
 
 HINT = "the degrees are those of the training run: --tp, --pp, --vpp, --cp, --ep, --etp, --dp"
 
@@ -87,7 +87,7 @@ class Grid:
         ends = list(itertools.accumulate(sizes))
         return [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
-    def chunk_of(self, place: Place, chunks: Sequence[range]) -> int:
+    def chunk_of(self, place: LayerPosition, chunks: Sequence[range]) -> int:
         """The chunk that has a parameter and owns it; where a later one repeats it (tied embeddings), the first."""
         if place.part == "first":
             return 0

@@ -44,7 +44,7 @@ class Megatron:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ChunkMap:
     """Attributes:
     map: shards in the order of the model; `residual` names canonical tensors that this rank should hold and does not
         hold as predicted.
@@ -58,7 +58,7 @@ class Found:
     unknown: Mapping[str, tuple[int, ...]]
 
 
-def shards_of(model: Any, architecture: Architecture, grid: Grid, rank: int) -> Found:
+def shards_of(model: Any, architecture: Architecture, grid: Grid, rank: int) -> ChunkMap:
     """Map a rank's live model.
 
     Args:
@@ -99,7 +99,7 @@ def shards_of(model: Any, architecture: Architecture, grid: Grid, rank: int) -> 
         if (number, name) not in seen and name not in _REPEATED
     }
     kept = [one for one in shards if not residual.keys() & {region.name for region in one.regions}]
-    return Found(Map(tuple(kept), residual), bound, unknown)
+    return ChunkMap(Map(tuple(kept), residual), bound, unknown)
 
 
 def named_chunks(model: Any, chunks: int) -> dict[str, Any]:

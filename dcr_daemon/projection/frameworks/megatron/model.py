@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.projection.frameworks.megatron.attention import mixer
 from dcr_daemon.projection.frameworks.megatron.feed import feed
-from dcr_daemon.projection.frameworks.megatron.parameter import Parameter, Place, Site
+from dcr_daemon.projection.frameworks.megatron.parameter import LayerPosition, Parameter, Site
 from dcr_daemon.projection.frameworks.megatron.splits import Padded, Replicated, Rows, Split
 from dcr_daemon.projection.frameworks.models.architecture import Architecture, Layer, Prediction
 
@@ -19,12 +19,12 @@ def parameters(architecture: Architecture, *, vocabulary_multiple: int = VOCABUL
     names, hidden = architecture.names, architecture.hidden
     table = (architecture.vocabulary, hidden)
     rows: Split = Padded(table, vocabulary_multiple)
-    first = Site(("",), "", Place("first"), architecture.dtype)
+    first = Site(("",), "", LayerPosition("first"), architecture.dtype)
     embedding = "embedding.word_embeddings.weight"
     yield first.parameter(embedding, "embedding", rows, (names.embedding, table))
     for number, layer in enumerate(architecture.layers):
         yield from _layer(_site(architecture, number), layer, architecture)
-    last = Site(("",), "", Place("last"), architecture.dtype)
+    last = Site(("",), "", LayerPosition("last"), architecture.dtype)
     final = "decoder.final_layernorm.weight decoder.final_norm.weight"
     yield last.parameter(final, "norm", Replicated((hidden,)), (names.norm, (hidden,)))
     if not architecture.tied:
@@ -44,7 +44,7 @@ def layout(architecture: Architecture) -> Layout:
 
 def _site(architecture: Architecture, number: int) -> Site:
     canonical = f"{architecture.names.layers}{number}."
-    return Site(("decoder.layers.{layer}.",), canonical, Place("decoder", number), architecture.dtype)
+    return Site(("decoder.layers.{layer}.",), canonical, LayerPosition("decoder", number), architecture.dtype)
 
 
 def _layer(site: Site, layer: Layer, architecture: Architecture) -> Iterator[Parameter]:
@@ -65,7 +65,7 @@ def _prediction(architecture: Architecture, prediction: Prediction, rows: Split)
             f"mtp.layers.{module * depth + depth - 1}.final_layernorm"
         )  # fmt: skip
         outer = f"mtp.layers.{module}."
-        site = Site((outer,), heads, Place("prediction", module), architecture.dtype)
+        site = Site((outer,), heads, LayerPosition("prediction", module), architecture.dtype)
         for norm in ("enorm.weight", "hnorm.weight"):
             yield site.parameter(norm, "norm", Replicated((hidden,)), (norm, (hidden,)))
         yield site.parameter("eh_proj.weight", "prediction", Rows(combined), ("eh_proj.weight", combined))
@@ -83,8 +83,8 @@ def _prediction(architecture: Architecture, prediction: Prediction, rows: Split)
 
 def _repeated(architecture: Architecture, numbered: str, table: tuple[int, int], rows: Split) -> Iterator[Parameter]:
     """The checkpoint repeats embedding and head in each module; the trainer has each of them once."""
-    first = Site(("",), numbered, Place("first"), architecture.dtype)
-    last = first if architecture.tied else Site(("",), numbered, Place("last"), architecture.dtype)
+    first = Site(("",), numbered, LayerPosition("first"), architecture.dtype)
+    last = first if architecture.tied else Site(("",), numbered, LayerPosition("last"), architecture.dtype)
     embedding = "embedding.word_embeddings.weight"
     yield first.parameter(embedding, "embedding", rows, ("embed_tokens.weight", table))
     head = embedding if architecture.tied else "output_layer.weight"

@@ -9,13 +9,13 @@ from typing import Literal
 from dcr_daemon.canonical.layout import TensorSpec
 from dcr_daemon.canonical.region import Region
 from dcr_daemon.errors import UsageError
-from dcr_daemon.projection.frameworks.megatron.splits import Held, Split, Uneven, held
+from dcr_daemon.projection.frameworks.megatron.splits import Split, SplitPart, Uneven, held
 
 Part = Literal["first", "decoder", "last", "prediction"]  #: of the model; a pipeline's stages follow from it
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LayerPosition:
     part: Part
     layer: int = 0  #: of the whole model, from 0
 
@@ -40,13 +40,13 @@ class Parameter:
 
     names: tuple[str, ...]
     kind: str
-    place: Place
+    place: LayerPosition
     split: Split
     targets: tuple[Target, ...]
     expert: int | None = None
     add: float = 0.0
 
-    def held(self, rank: int, ranks: int) -> Held:
+    def held(self, rank: int, ranks: int) -> SplitPart:
         """The share of one tensor-parallel rank.
 
         Raises:
@@ -60,7 +60,7 @@ class Parameter:
                 f"{self.targets[0].spec.name} cannot be split {ranks} ways: {error}",
                 hint=f"choose a degree of {what} parallelism that divides it",
             ) from None
-        return Held(split.shape, tuple(self._named(region) for region in split.regions))
+        return SplitPart(split.shape, tuple(self._named(region) for region in split.regions))
 
     def _named(self, region: Region) -> Region:
         target = self.targets[int(region.name)]
@@ -76,7 +76,7 @@ class Site:
 
     prefixes: tuple[str, ...]
     canonical: str
-    place: Place
+    place: LayerPosition
     dtype: str
 
     def parameter(

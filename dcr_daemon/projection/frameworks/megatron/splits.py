@@ -23,7 +23,7 @@ class Uneven(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class SplitPart:
     """What one rank has of a parameter. Padding and the shares of others are in no region."""
 
     shape: Shape
@@ -43,13 +43,13 @@ class Split(Protocol):
     @property
     def axis(self) -> int | None: ...
 
-    def held(self, rank: int, ranks: int) -> Held: ...
+    def held(self, rank: int, ranks: int) -> SplitPart: ...
 
     def __hash__(self) -> int: ...
 
 
 @lru_cache(maxsize=1 << 16)
-def held(split: Split, rank: int, ranks: int) -> Held:
+def held(split: Split, rank: int, ranks: int) -> SplitPart:
     """`split.held`, computed once. Raises `Uneven`."""
     return split.held(rank, ranks)
 
@@ -70,8 +70,8 @@ class Replicated:
     def sizes(self) -> tuple[int, ...]:
         return (math.prod(self.shape),)
 
-    def held(self, rank: int, ranks: int) -> Held:
-        return Held(self.shape, tuple(whole("0", self.shape)))
+    def held(self, rank: int, ranks: int) -> SplitPart:
+        return SplitPart(self.shape, tuple(whole("0", self.shape)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +85,10 @@ class Rows:
     def sizes(self) -> tuple[int, ...]:
         return (math.prod(self.shape),)
 
-    def held(self, rank: int, ranks: int) -> Held:
+    def held(self, rank: int, ranks: int) -> SplitPart:
         rows = share(self.shape[0], ranks, "rows")
         shape = (rows, *self.shape[1:])
-        return Held(shape, tuple(slab("0", self.shape, (rank * rows, *[0] * (len(shape) - 1)), shape)))
+        return SplitPart(shape, tuple(slab("0", self.shape, (rank * rows, *[0] * (len(shape) - 1)), shape)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +102,10 @@ class Columns:
     def sizes(self) -> tuple[int, ...]:
         return (math.prod(self.shape),)
 
-    def held(self, rank: int, ranks: int) -> Held:
+    def held(self, rank: int, ranks: int) -> SplitPart:
         rows, columns = self.shape
         columns = share(columns, ranks, "columns")
-        return Held((rows, columns), tuple(slab("0", self.shape, (0, rank * columns), (rows, columns))))
+        return SplitPart((rows, columns), tuple(slab("0", self.shape, (0, rank * columns), (rows, columns))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +120,12 @@ class Padded:
     def sizes(self) -> tuple[int, ...]:
         return (math.prod(self.shape),)
 
-    def held(self, rank: int, ranks: int) -> Held:
+    def held(self, rank: int, ranks: int) -> SplitPart:
         vocabulary, width = self.shape
         rows = -(-vocabulary // (self.multiple * ranks)) * self.multiple
         first = min(rank * rows, vocabulary)
         real = min(first + rows, vocabulary) - first
-        return Held((rows, width), tuple(slab("0", self.shape, (first, 0), (real, width))))
+        return SplitPart((rows, width), tuple(slab("0", self.shape, (first, 0), (real, width))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ class Joined:
             sizes[section.of] += section.blocks * section.rows * self.width
         return tuple(sizes)
 
-    def held(self, rank: int, ranks: int) -> Held:
+    def held(self, rank: int, ranks: int) -> SplitPart:
         width, at, regions = self.width, 0, []
         for section in self.sections:
             blocks = share(section.blocks, ranks, "rows" if section.rows == 1 else "heads")
@@ -172,7 +172,7 @@ class Joined:
             step = section.apart * width
             regions.append(normalise(Region(str(section.of), (blocks, block), at * width, (block, 1), dst, (step, 1))))
             at += blocks * section.rows
-        return Held((at, *self.tail), tuple(_fused(regions)))
+        return SplitPart((at, *self.tail), tuple(_fused(regions)))
 
 
 def _fused(regions: list[Region]) -> list[Region]:
@@ -253,11 +253,11 @@ class QueryGroups:
             regions.append(Region(name, single[0], place * one, single[1], 0, single[2]))
         return [normalise(region) for region in regions]
 
-    def held(self, rank: int, ranks: int) -> Held:
+    def held(self, rank: int, ranks: int) -> SplitPart:
         rows = share(self.rows, ranks, "query, key and value rows")
         lo, hi = rank * rows * self.width, (rank + 1) * rows * self.width
         pieces = [piece.shifted(src=-lo) for region in self.packed() for piece in intersect_src(region, lo, hi)]
-        return Held((rows,) if self.bias else (rows, self.width), tuple(pieces))
+        return SplitPart((rows,) if self.bias else (rows, self.width), tuple(pieces))
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,11 +273,11 @@ class InterleavedExpert:
     def sizes(self) -> tuple[int, ...]:
         return (2 * self.width * self.hidden,)
 
-    def held(self, rank: int, ranks: int) -> Held:
+    def held(self, rank: int, ranks: int) -> SplitPart:
         rows = share(self.width, ranks, "rows")
         axes = [(self.hidden, 1, 2 * self.width), (rows, self.hidden, 2), (2, rows * self.hidden, 1)]
         region = Region("0", (), 0, (), 2 * rank * rows, ()).with_axes(axes)
-        return Held((2 * rows,) if self.bias else (2 * rows, self.hidden), (normalise(region),))
+        return SplitPart((2 * rows,) if self.bias else (2 * rows, self.hidden), (normalise(region),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,8 +292,8 @@ class TransposedExpert:
     def sizes(self) -> tuple[int, ...]:
         return (self.width * self.hidden,)
 
-    def held(self, rank: int, ranks: int) -> Held:
+    def held(self, rank: int, ranks: int) -> SplitPart:
         columns = share(self.width, ranks, "columns")
         axes = [(columns, 1, self.hidden), (self.hidden, columns, 1)]
         region = Region("0", (), 0, (), rank * columns * self.hidden, ()).with_axes(axes)
-        return Held((self.hidden, columns), (normalise(region),))
+        return SplitPart((self.hidden, columns), (normalise(region),))

@@ -265,9 +265,9 @@ def check_scenes(meeting: Meeting, rank: int, out: Path) -> None:
     for scene in ("tp", "fsdp over experts"):
         weights, more = binding.SCENES[scene](base)
         found = live(weights, layout, rank=rank, world=WORLD, **more)
-        exporter = Gather(lambda handed=found.handed: handed, layout, found.conversion, found.convert)
-        own = probe(found.handed, found.map, layout, conversion=found.conversion, convert=found.convert)
-        common = probe_meshes(found.handed, found.map, layout)
+        exporter = Gather(lambda inputs=found.inputs: inputs, layout, found.conversion, found.convert)
+        own = probe(found.inputs, found.map, layout, conversion=found.conversion, convert=found.convert)
+        common = probe_meshes(found.inputs, found.map, layout)
         assert (own.residual, common.residual, own.checked > 0, common.checked > 0) == ({}, {}, True, True), scene
         verdict = meeting.verdict(found.map, layout, exporter, dropped=found.dropped)
         assert (verdict.residues, verdict.direct_bytes) == ({}, layout.nbytes)

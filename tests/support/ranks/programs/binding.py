@@ -140,7 +140,7 @@ def of_scene(scene: Scene, layout: Layout, rank: int) -> dict[str, Any]:
             for tensor in held.tensors.values():
                 tensor.mul_(2)
         after = readings(held.rebind(weights), layout, LIMIT)
-    gathered = {name: t.full_tensor() for name, t in held.handed.items() if type(t).__name__ == "Partitioned"}
+    gathered = {name: t.full_tensor() for name, t in held.inputs.items() if type(t).__name__ == "Partitioned"}
     return {
         "before": before,
         "after": after,
@@ -148,7 +148,7 @@ def of_scene(scene: Scene, layout: Layout, rank: int) -> dict[str, Any]:
         "dropped": dict(held.dropped),
         "largest": seen.largest,
         "gathered": {name: tensor.double().sum().item() for name, tensor in gathered.items()},
-        "placements": {repr(p) for t in held.handed.values() for p in getattr(t, "placements", ())},
+        "placements": {repr(p) for t in held.inputs.values() for p in getattr(t, "placements", ())},
     }
 
 

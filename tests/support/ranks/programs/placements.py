@@ -26,7 +26,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.canonical.region import Region, indices
 from dcr_daemon.errors import Incompatible
-from dcr_daemon.projection.sharding.dtensor import held, map_of
+from dcr_daemon.projection.sharding.dtensor import local_part, map_of
 
 WORLD = 4
 
@@ -107,7 +107,7 @@ def over_tensor_parallelism(sizes: tuple[tuple[int, int], ...]) -> nn.Module:
 def check_local(name: str, tensor: DTensor) -> None:
     """The regions name every local element once, with the canonical index that it really has."""
     local = tensor.to_local().reshape(-1)
-    here = held(name, tensor)
+    here = local_part(name, tensor)
     seen = torch.zeros(local.numel(), dtype=torch.int64)
     for region in here.regions:
         src, dst = (torch.from_numpy(side) for side in indices(region))
@@ -120,7 +120,7 @@ def check_refusal() -> None:
     mesh = init_device_mesh("cpu", (4,))
     unfinished = DTensor.from_local(torch.ones(2), mesh, [Partial()], run_check=False)
     with pytest.raises(Incompatible, match="no part of a finished tensor"):
-        held("gradient", unfinished)
+        local_part("gradient", unfinished)
 
 
 def plain(regions: list[Region]) -> list[Any]:
