@@ -23,6 +23,7 @@ import torch
 
 from dcr_daemon.canonical.box import Box
 from dcr_daemon.canonical.layout import Layout, TensorSpec
+from dcr_daemon.checkpoint.blocks import block_bytes
 from dcr_daemon.codec.chunk import ChunkId
 from dcr_daemon.codec.encode import TARGET_BYTES, ChunkEncoder
 from dcr_daemon.codec.warm import compile_kernels
@@ -38,7 +39,6 @@ from dcr_daemon.projection.frameworks.models.families import read_architecture, 
 from dcr_daemon.projection.host import host_bits
 from dcr_daemon.projection.preview import preview
 from dcr_daemon.projection.region_map import Map, Shard, gaps
-from dcr_daemon.publish.baseline.blocks import block_bytes
 
 ID = ChunkId(stream="bench", attempt=1, base=0, version=1, group="bench", rank=0, nonce="bench", n=0)
 RATE = 0.01  #: of the elements change

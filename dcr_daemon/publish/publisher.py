@@ -19,9 +19,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Never, Self
 
+from dcr_daemon.checkpoint.blocks import block_bytes
 from dcr_daemon.errors import DcrError, Fenced, StoreUnavailable, UsageError
 from dcr_daemon.events import Degraded, Emit, Retrying, Rounded, Waiting
-from dcr_daemon.publish.baseline.blocks import block_bytes
 from dcr_daemon.publish.event_log import EventLog
 from dcr_daemon.publish.group import update_steps
 from dcr_daemon.publish.group.leader import CLOSE_PATIENCE, Leader

@@ -13,6 +13,7 @@ import msgspec
 import samples
 from aiming import REFUSED, as_file, loop, run, scratch, target
 
+from dcr_daemon.checkpoint.blocks import BlockSet
 from dcr_daemon.config import read_config
 from dcr_daemon.engine import messages
 from dcr_daemon.engine.directory.checkout import Checkout
@@ -21,7 +22,6 @@ from dcr_daemon.engine.port import Attached, EngineStatus, Prepared, Swapped
 from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, UsageError
 from dcr_daemon.ledger.high_water_mark import HighWaterMark
 from dcr_daemon.publish.baseline.baseline import Baseline
-from dcr_daemon.publish.baseline.blocks import BlockSet
 from dcr_daemon.publish.watch import published
 from dcr_daemon.runtime import Workers
 from dcr_daemon.subscribe.status import decode_report

@@ -20,6 +20,7 @@ from support.streams.replica import Events
 from support.streams.writer import StreamWriter
 
 from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.checkpoint.blocks import BlockSet
 from dcr_daemon.codec.decode import open_chunk
 from dcr_daemon.errors import Corrupt, CorruptChunk, DcrError, EngineRefused, NotFound
 from dcr_daemon.events import Alarm, Committed, Notice, Serving
@@ -27,7 +28,6 @@ from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.publish.baseline.baseline import Baseline
-from dcr_daemon.publish.baseline.blocks import BlockSet
 from dcr_daemon.publish.baseline.restore import Restorer
 from dcr_daemon.runtime import Workers
 from dcr_daemon.store import open_store

@@ -11,10 +11,10 @@ import pytest
 
 from dcr_daemon.canonical.fingerprint import fingerprint
 from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.checkpoint.blocks import BlockSet
 from dcr_daemon.checkpoint.directory import Checkpoint
 from dcr_daemon.errors import ResourceExhausted
 from dcr_daemon.publish.baseline.baseline import Baseline
-from dcr_daemon.publish.baseline.blocks import BlockSet
 from dcr_daemon.runtime import Workers
 
 

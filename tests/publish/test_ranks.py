@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from support.ranks.in_process import Group, RankOf
 
+from dcr_daemon.checkpoint.blocks import Block
 from dcr_daemon.errors import Corrupt, DcrError, Fenced, UsageError
 from dcr_daemon.events import AnchorPut, Sealed
 from dcr_daemon.ledger.records import Abort, Seal
-from dcr_daemon.publish.baseline.blocks import Block
 from dcr_daemon.publish.group.collect import UpdateAborted
 from dcr_daemon.publish.group.opening import open_leader
 from dcr_daemon.publish.options import PublishOptions

@@ -15,6 +15,7 @@ import pytest
 from support.ranks.in_process import Group, dealt
 
 from dcr_daemon.canonical.box import Box
+from dcr_daemon.checkpoint.blocks import Block, BlockSet
 from dcr_daemon.checkpoint.contents import Contents, join_tables
 from dcr_daemon.codec.decode import Chunk
 from dcr_daemon.errors import Corrupt
@@ -25,7 +26,6 @@ from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.records import Anchor, ObjectRef, Seal
 from dcr_daemon.ledger.verify import verify
 from dcr_daemon.publish.baseline.baseline import Baseline
-from dcr_daemon.publish.baseline.blocks import Block, BlockSet
 from dcr_daemon.publish.baseline.rebuild import Rebuild
 from dcr_daemon.publish.baseline.restore import Restorer
 from dcr_daemon.publish.options import PublishOptions

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dcr_daemon.canonical.box import Box
 from dcr_daemon.canonical.layout import Layout, TensorSpec
-from dcr_daemon.publish.baseline.blocks import Block, BlockSet, block_bytes, gather, runs, transfer
+from dcr_daemon.checkpoint.blocks import Block, BlockSet, block_bytes, gather, runs, transfer
 
 SHAPE = (6, 4, 10)
 SPEC = TensorSpec("x", "BF16", SHAPE)

@@ -24,11 +24,11 @@ from support.vllm.toy_model import LAYOUT
 from dcr_daemon import runtime
 from dcr_daemon.canonical.box import Box
 from dcr_daemon.canonical.region import Region, row_major
+from dcr_daemon.checkpoint.blocks import block_bytes
 from dcr_daemon.errors import DcrError, Fenced
 from dcr_daemon.events import Event, Sealed
 from dcr_daemon.projection.region_map import Map, shards_of
 from dcr_daemon.publish.baseline.baseline import Baseline
-from dcr_daemon.publish.baseline.blocks import block_bytes
 from dcr_daemon.publish.group import update_steps
 from dcr_daemon.publish.group.leader import Leader
 from dcr_daemon.publish.group.member import Member

@@ -30,13 +30,13 @@ from dcr_daemon.canonical.box import Box
 from dcr_daemon.canonical.dtypes import bits_dtype
 from dcr_daemon.canonical.fingerprint import MASK, Bits, Vector, advance
 from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.checkpoint.blocks import Block, BlockSet, transfer
 from dcr_daemon.checkpoint.directory import Checkpoint
+from dcr_daemon.checkpoint.reader import CheckpointReader
 from dcr_daemon.codec.chunk import Segment
 from dcr_daemon.codec.decode import Chunk
 from dcr_daemon.disk import exhausted, write_whole
 from dcr_daemon.errors import Corrupt, Incompatible
-from dcr_daemon.publish.baseline.base import CheckpointReader
-from dcr_daemon.publish.baseline.blocks import Block, BlockSet, transfer
 from dcr_daemon.publish.inputs.intake import differences
 from dcr_daemon.runtime import Workers
 from dcr_daemon.store.task_limiter import TaskLimiter

@@ -13,13 +13,13 @@ from collections.abc import Awaitable, Callable
 from dcr_daemon import runtime
 from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.checkpoint.blocks import BlockSet
 from dcr_daemon.errors import UpdateAborted, UsageError
 from dcr_daemon.events import Aborted, Alarm, Emit, Sealed
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.records import Open, Seal
 from dcr_daemon.publish.baseline.baseline import Baseline
-from dcr_daemon.publish.baseline.blocks import BlockSet
 from dcr_daemon.publish.baseline.restore import Restorer
 from dcr_daemon.publish.baseline.scrub import Scrub
 from dcr_daemon.publish.options import PublishOptions

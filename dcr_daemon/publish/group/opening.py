@@ -8,15 +8,15 @@ from typing import Self
 from dcr_daemon import runtime
 from dcr_daemon.canonical.fingerprint import total
 from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.checkpoint.blocks import BlockSet, block_bytes
 from dcr_daemon.checkpoint.directory import Checkpoint, read_side_files
+from dcr_daemon.checkpoint.reader import CheckpointReader
 from dcr_daemon.errors import DcrError, Fenced, Incompatible, NotFound, UsageError
 from dcr_daemon.events import Alarm, Emit, Waiting
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.records import show_u64
-from dcr_daemon.publish.baseline.base import CheckpointReader
 from dcr_daemon.publish.baseline.baseline import Baseline
-from dcr_daemon.publish.baseline.blocks import BlockSet, block_bytes
 from dcr_daemon.publish.group.anchors import write_whole
 from dcr_daemon.publish.group.context import RankContext
 from dcr_daemon.publish.group.leader import CLOSE_PATIENCE, Leader

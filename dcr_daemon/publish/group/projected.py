@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 from dcr_daemon import runtime
 from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.checkpoint.blocks import Block, BlockSet, runs
 from dcr_daemon.errors import Corrupt
 from dcr_daemon.events import Emit, Mapped
 from dcr_daemon.ledger.records import Open
-from dcr_daemon.publish.baseline.blocks import Block, BlockSet, runs
 from dcr_daemon.publish.rank import Rank, distributed
 
 if TYPE_CHECKING:

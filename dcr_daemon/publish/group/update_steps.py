@@ -15,10 +15,10 @@ import contextlib
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any
 
+from dcr_daemon.checkpoint.blocks import BlockSet
 from dcr_daemon.codec.chunk import Codec
 from dcr_daemon.ledger import names
 from dcr_daemon.projection import host
-from dcr_daemon.publish.baseline.blocks import BlockSet
 from dcr_daemon.publish.group.leader import Leader
 from dcr_daemon.publish.group.member import Member
 from dcr_daemon.publish.group.projected import Projected

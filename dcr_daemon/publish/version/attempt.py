@@ -21,6 +21,7 @@ import numpy as np
 
 from dcr_daemon import runtime
 from dcr_daemon.canonical.fingerprint import Bits, Vector, advance
+from dcr_daemon.checkpoint.blocks import Block, block_bytes
 from dcr_daemon.checkpoint.contents import Contents
 from dcr_daemon.codec.chunk import ChunkId, Codec, Segment
 from dcr_daemon.codec.decode import open_chunk
@@ -30,7 +31,6 @@ from dcr_daemon.errors import DcrError, ResourceExhausted
 from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.records import ChunkRef, ObjectRef, Open, Part
 from dcr_daemon.publish.baseline.baseline import Baseline
-from dcr_daemon.publish.baseline.blocks import Block, block_bytes
 from dcr_daemon.publish.inputs.sources import Source
 from dcr_daemon.publish.rank import Rank
 from dcr_daemon.publish.version.spool import Spool

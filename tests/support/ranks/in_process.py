@@ -15,9 +15,9 @@ from dcr_daemon import runtime
 from dcr_daemon.canonical.box import Box
 from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.checkpoint.blocks import Block, BlockSet, gather
 from dcr_daemon.events import Emit
 from dcr_daemon.ledger.records import Open
-from dcr_daemon.publish.baseline.blocks import Block, BlockSet, gather
 from dcr_daemon.publish.group.leader import Leader
 from dcr_daemon.publish.group.member import Member
 from dcr_daemon.publish.group.opening import open_leader, open_member

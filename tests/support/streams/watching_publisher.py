@@ -9,10 +9,10 @@ import numpy as np
 
 from dcr_daemon.canonical.fingerprint import Bits, fingerprint
 from dcr_daemon.canonical.layout import Layout, TensorSpec
+from dcr_daemon.checkpoint.blocks import BlockSet
 from dcr_daemon.checkpoint.directory import Checkpoint, write_checkpoint
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.publish.baseline.baseline import Baseline
-from dcr_daemon.publish.baseline.blocks import BlockSet
 from dcr_daemon.publish.options import stream_state
 from dcr_daemon.publish.watch.watcher import WatchOptions, run_watch
 from dcr_daemon.runtime import Workers

@@ -6,8 +6,8 @@ import asyncio
 
 from dcr_daemon.canonical.box import Box
 from dcr_daemon.canonical.fingerprint import Bits, Vector
+from dcr_daemon.checkpoint.blocks import BlockSet, gather
 from dcr_daemon.checkpoint.directory import Checkpoint
-from dcr_daemon.publish.baseline.blocks import BlockSet, gather
 from dcr_daemon.runtime import Workers
 
 
