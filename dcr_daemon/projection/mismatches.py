@@ -1,4 +1,8 @@
-"""What a trainer hands over and the stream's layout has no place for, collected so that one error lists it all."""
+"""Whether tensors that a trainer gives fit the stream's layout: the one place that judges and words it.
+
+Whole tensors, files, pieces and shards of a rank are each looked at by code of their own, which notes here what does
+not fit. Everything is collected, so that one error lists it all.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from fnmatch import fnmatchcase
 
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.errors import Incompatible
+from dcr_daemon.projection.values import castable
 from dcr_daemon.wording import shorten
 
 SAVED = (
@@ -17,43 +22,75 @@ MISMATCHES = 100  #: names of one kind in an error
 
 
 class LayoutMismatches:
-    """Names that do not fit, by kind: "added", "missing", "retyped", "reshaped", …
+    """Names that do not fit a layout, by kind: "added", "missing", "retyped", "reshaped", …
 
     Args:
-        what: the update in words.
-        ignore: globs of names outside the layout that are no misfits.
+        ignore: globs of names outside the layout to drop.
         instead: what to do if the model holds together what its checkpoint has one by one.
     """
 
-    def __init__(self, what: str, layout: Layout, ignore: Sequence[str] = (), *, instead: str = SAVED) -> None:
-        self._what, self._layout, self._ignore, self._instead = what, layout, ignore, instead
+    def __init__(self, layout: Layout, ignore: Sequence[str] = (), *, instead: str = SAVED) -> None:
+        self._layout, self._ignore, self._instead = layout, ignore, instead
         self._kinds: dict[str, list[str]] = {}
 
     def ignores(self, name: str) -> bool:
+        """Whether a name outside the layout is to be dropped."""
         return any(fnmatchcase(name, glob) for glob in self._ignore)
 
     def note(self, kind: str, name: str) -> None:
+        """Collect a mismatch; `name` may say more than the name."""
         self._kinds.setdefault(kind, []).append(name)
 
-    def __contains__(self, kind: str) -> bool:
+    def judge_shape(self, name: str, shape: Sequence[int], expected: Sequence[int], *, by: str = "") -> bool:
+        """Whether a whole tensor has the shape expected; notes it as reshaped if not.
+
+        Args:
+            by: what says that it has `shape`, if not the tensor itself.
+        """
+        if tuple(shape) == tuple(expected):
+            return True
+        source = f" by {by}" if by else ""
+        self.note("reshaped", f"{name} (is {list(shape)}{source}, should be {list(expected)})")
+        return False
+
+    def judge_dtype(self, name: str, dtype: str, targets: Iterable[str]) -> bool:
+        """Whether values of `dtype` may stand for these tensors of the layout; notes it as retyped if not."""
+        expected = {self._layout[self._layout.index(target)].dtype for target in targets}
+        if wrong := sorted(canonical for canonical in expected if not castable(dtype, canonical)):
+            self.note("retyped", f"{name} (is {dtype}, should be {' and '.join(wrong)})")
+        return not wrong
+
+    def __contains__(self, kind: object) -> bool:
         return kind in self._kinds
 
-    def check(self) -> None:
-        """Raise `Incompatible` if anything was noted."""
-        if self._kinds:
-            raise self._error()
+    def __bool__(self) -> bool:
+        return bool(self._kinds)
 
-    def _error(self) -> Incompatible:
+    def check(self, subject: str, cause: Incompatible | None = None) -> None:
+        """Raise `Incompatible` if anything was noted.
+
+        Args:
+            subject: what was judged, in words: "step 7", "checkpoint-40".
+            cause: why names could not be understood otherwise, if somebody knows; its hint is given.
+        """
+        if not self:
+            return
         texts = [f"{kind}: {shorten(sorted(names), limit=MISMATCHES)}" for kind, names in sorted(self._kinds.items())]
-        hint = "nothing of it is published; correct it, or start a new stream from a base that has this layout"
+        if cause:
+            texts.append(cause.message)
+        message = f"{subject} does not fit the stream's layout: {'; '.join(texts)}"
+        raise Incompatible(message, hint=cause.hint if cause else self._hint()) from cause
+
+    def _hint(self) -> str:
         added = self._kinds.get("added", [])
         if why := _adapted(added) or _prefixed(added, self._layout) or _fused(added, self._layout, self._instead):
-            hint = f"{why}; nothing of it is published"
-        elif added and "missing" in self._kinds:
-            hint = f"were tensors renamed? {hint}"
-        elif added:
-            hint = f"--ignore GLOB, ignore= of a Publisher, drops names that no server needs; {hint}"
-        return Incompatible(f"{self._what} does not fit the stream's layout: {'; '.join(texts)}", hint=hint)
+            return f"{why}; nothing of it is published"
+        hint = "nothing of it is published; correct it, or start a new stream from a base that has this layout"
+        if added and "missing" in self:
+            return f"were tensors renamed? {hint}"
+        if added:
+            return f"--ignore GLOB, ignore= of a Publisher, drops names that no server needs; {hint}"
+        return hint
 
 
 def _adapted(added: list[str]) -> str:

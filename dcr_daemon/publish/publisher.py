@@ -28,9 +28,9 @@ from dcr_daemon.publish.group.leader import CLOSE_PATIENCE, Leader
 from dcr_daemon.publish.group.member import Member
 from dcr_daemon.publish.group.opening import open_leader, open_member
 from dcr_daemon.publish.group.projected import Projected, Trainer
-from dcr_daemon.publish.inputs.intake import UpdateValidator
 from dcr_daemon.publish.inputs.sources import Source, TensorSource, synchronize_sources
 from dcr_daemon.publish.inputs.tensors import as_stream, as_table, check_kind, needs_projection
+from dcr_daemon.publish.inputs.validator import UpdateValidator
 from dcr_daemon.publish.options import KEEP_VERSIONS, SCRUB_RATE, PublishOptions, default_state, parse_codec
 from dcr_daemon.publish.rank import find_rank
 from dcr_daemon.publish.version.attempt import Attempt
@@ -243,7 +243,7 @@ class Publisher:
     ) -> Attempt:
         """Everything is at hand: judge it before an attempt is opened."""
         synchronize_sources(table)
-        inputs = {index: source for source in table if (index := intake.take(source)) is not None}
+        inputs = {index: source for source in table if (index := intake.accept(source.given, source)) is not None}
         layout = session.layout
         intake.finish(
             lambda i, start, count: inputs[i].read(start, count, layout[i].dtype),
@@ -260,7 +260,7 @@ class Publisher:
         attempt = self._running.call(session.begin(step=step, call=self._calls))
         try:
             for source in stream:
-                index = intake.take(source)
+                index = intake.accept(source.given, source)
                 intake.check()
                 if index is not None:
                     synchronize_sources([source])

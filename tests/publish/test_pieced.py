@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.canonical.region import Region, row_major
+from dcr_daemon.errors import Incompatible
 from dcr_daemon.projection.files.piece_map import SHARDING_INFO, Piece, dcp_pieces, safetensors_pieces
 from dcr_daemon.publish.inputs.sources import SourceChanged
 from dcr_daemon.publish.watch.file_identity import (
@@ -27,7 +28,8 @@ from dcr_daemon.publish.watch.file_identity import (
     identify,
     is_digest,
 )
-from dcr_daemon.publish.watch.piece_names import Part, PiecedTensor, PieceFit, PieceNames
+from dcr_daemon.publish.watch.piece_fit import Part, PiecedTensor, PieceFit
+from dcr_daemon.publish.watch.piece_names import PieceNames
 from dcr_daemon.publish.watch.piece_reader import ContentMismatch, PiecedSource, PieceFiles
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -67,7 +69,7 @@ def test_any_range_of_any_grid_of_pieces(
     shape, grid = case
     values = np.arange(np.prod(shape), dtype=np.int32).reshape(shape)
     write_grid(tmp_path, values, grid)
-    fit = PieceNames(Layout([TensorSpec("w", "I32", shape)])).fit(safetensors_pieces(tmp_path), ended=True)
+    fit = PieceNames(Layout([TensorSpec("w", "I32", shape)])).fit(safetensors_pieces(tmp_path), complete=True)
     (tensor,) = fit.tensors
     source = PiecedSource(files_of(tmp_path, archives=False), tensor)
     start = data.draw(st.integers(0, values.size - 1))
@@ -97,7 +99,7 @@ def test_an_archive_holds_its_piece_in_any_order_of_axes(tmp_path: Path, order: 
 def test_masters_are_rounded_as_torch_rounds(tmp_path: Path) -> None:
     values = torch.randn(64, 8)
     dcp.save({"w": values}, checkpoint_id=tmp_path / "c", no_dist=True)
-    fit = PieceNames(Layout([TensorSpec("w", "BF16", (64, 8))])).fit(dcp_pieces(tmp_path / "c"), ended=True)
+    fit = PieceNames(Layout([TensorSpec("w", "BF16", (64, 8))])).fit(dcp_pieces(tmp_path / "c"), complete=True)
     source = PiecedSource(files_of(tmp_path / "c", archives=True), fit.tensors[0])
     assert source.given.dtype == "F32"
     assert source.read(0, 512, "BF16").tobytes() == values.bfloat16().view(torch.uint8).numpy().tobytes()
@@ -109,10 +111,10 @@ def test_a_range_costs_what_it_is_and_not_what_its_tensor_is(tmp_path: Path, arc
     layout = Layout([TensorSpec("w", "I16" if archives else "U16", values.shape)])
     if archives:
         dcp.save({"w": torch.from_numpy(values.view(np.int16))}, checkpoint_id=tmp_path, no_dist=True)
-        fit = PieceNames(layout).fit(dcp_pieces(tmp_path), ended=True)
+        fit = PieceNames(layout).fit(dcp_pieces(tmp_path), complete=True)
     else:
         write_grid(tmp_path, values, [((0, 4096), (0, 1000)), ((0, 4096), (1000, 4096))])
-        fit = PieceNames(layout).fit(safetensors_pieces(tmp_path), ended=True)
+        fit = PieceNames(layout).fit(safetensors_pieces(tmp_path), complete=True)
     source = PiecedSource(files_of(tmp_path, archives=archives), fit.tensors[0])
     tracemalloc.start()
     try:
@@ -126,7 +128,7 @@ def test_a_range_costs_what_it_is_and_not_what_its_tensor_is(tmp_path: Path, arc
 
 def test_a_file_that_is_replaced_shrinks_or_lies_is_no_source(tmp_path: Path) -> None:
     dcp.save({"w": torch.zeros(64, 8)}, checkpoint_id=tmp_path / "c", no_dist=True)
-    fit = PieceNames(Layout([TensorSpec("w", "F32", (64, 8))])).fit(dcp_pieces(tmp_path / "c"), ended=True)
+    fit = PieceNames(Layout([TensorSpec("w", "F32", (64, 8))])).fit(dcp_pieces(tmp_path / "c"), complete=True)
     (path,) = (tmp_path / "c").glob("*.distcp")
     files = files_of(tmp_path / "c", archives=True)
     path.write_bytes(bytes(path.stat().st_size))
@@ -154,15 +156,15 @@ def pieces(*names: str, dtype: str = "F32") -> list[Piece]:
     return found
 
 
-def fit(*names: str, ended: bool = True, ignore: tuple[str, ...] = ()) -> PieceFit:
-    return PieceNames(LAYOUT, ignore).fit(pieces(*names), ended=ended)
+def fit(*names: str, complete: bool = True, ignore: tuple[str, ...] = ()) -> PieceFit:
+    return PieceNames(LAYOUT, ignore).fit(pieces(*names), complete=complete)
 
 
 @pytest.mark.parametrize("prefix", ["", "model.", "app.model.", "module.", "a.b.c."])
 def test_a_prefix_is_found_whatever_it_is(prefix: str) -> None:
     given = fit(*(prefix + name for name in SHAPES), "optim.state.model.a.exp_avg", "step.model.x")
     assert {tensor.given.name for tensor in given.tensors} == SHAPES.keys()
-    assert not given.mismatch
+    assert not given.mismatches
     assert not given.refusal
 
 
@@ -184,19 +186,30 @@ def test_optimizer_states_alone_are_nothing_to_speak_of() -> None:
 
 
 def test_what_is_missing_is_waited_for_until_nothing_more_comes() -> None:
-    assert fit("model.a", "top", ended=False).lacks == "pieces of model.b"
-    mismatch = fit("model.a", "top").mismatch
-    assert mismatch is not None
-    assert "missing: model.b" in mismatch.message
+    assert fit("model.a", "top", complete=False).incomplete == "pieces of model.b"
+    with pytest.raises(Incompatible, match=r"^step 1 does not fit the stream's layout: missing: model\.b"):
+        fit("model.a", "top").check("step 1")
+
+
+def test_one_error_lists_all_that_does_not_fit() -> None:
+    retyped = Piece("model.a", (4,), (4,), (0,), "I32", "f", (0, 16))
+    reshaped = Piece("model.b", (5,), (5,), (0,), "F32", "f", (0, 20))
+    fitted = PieceNames(LAYOUT).fit([retyped, reshaped], complete=True)
+    with pytest.raises(Incompatible) as refused:
+        fitted.check("step 1")
+    assert refused.value.message == (
+        "step 1 does not fit the stream's layout: missing: top; "
+        "reshaped: model.b (is [5], should be [4]); retyped: model.a (is I32, should be F32)"
+    )
 
 
 def test_pieces_of_several_dtypes_or_packed_ones_are_refused() -> None:
     half = Piece("model.a", (4,), (2,), (0,), "F32", "f", (0, 100))
     other = Piece("model.a", (4,), (2,), (2,), "BF16", "f", (100, 200))
     naming = PieceNames(LAYOUT)
-    assert "have several dtypes" in naming.fit([half, other, *pieces("model.b", "top")], ended=True).refusal
+    assert "have several dtypes" in naming.fit([half, other, *pieces("model.b", "top")], complete=True).refusal
     packed = Piece("model.a", (4,), (4,), (0,), "F32", "f", (0, 100), "zstd")
-    assert "packed by zstd" in naming.fit([packed, *pieces("model.b", "top")], ended=True).refusal
+    assert "packed by zstd" in naming.fit([packed, *pieces("model.b", "top")], complete=True).refusal
 
 
 def test_thousands_of_files_are_recorded_as_one_that_stands_for_all() -> None:

@@ -26,7 +26,7 @@ from dcr_daemon.projection.sharding.copies import Copies
 from dcr_daemon.projection.sharding.dtensor import local_part
 from dcr_daemon.projection.sharding.local import encoded, is_tensor, local, memory, unreadable
 from dcr_daemon.projection.tracing import Conversion
-from dcr_daemon.projection.values import Add, castable, dtype_of
+from dcr_daemon.projection.values import Add, dtype_of
 
 EXTRA = "_extra_state"  #: torch's ending of what modules keep beside weights: Transformer Engine its scales, as bytes
 
@@ -82,8 +82,8 @@ class Attribution:
     def _check_shapes(self) -> None:
         """What an export calls like a layout tensor has its shape."""
         for name, (_, shape) in self._conversion.tensors.items() if self._conversion else ():
-            if name in self._layout and shape != (wanted := self._layout[self._layout.index(name)].shape):
-                self._mismatches.note("reshaped", f"{name} (is {list(shape)}, should be {list(wanted)})")
+            if name in self._layout:
+                self._mismatches.judge_shape(name, shape, self._layout[self._layout.index(name)].shape)
 
     def _targets(self, name: str, tensor: Any) -> Sequence[Region] | None:
         """Of the whole tensor; none if nobody said that there is such a tensor."""
@@ -123,8 +123,9 @@ class Attribution:
             self._mismatches.note("not tensors", f"{name} (a {type(value).__name__})")
 
     def _bind(self, name: str, tensor: Any, targets: Sequence[Region], inside: list[str]) -> None:
-        if self._conversion is None and (wanted := self._layout[self._layout.index(name)].shape) != tuple(tensor.shape):
-            self._mismatches.note("reshaped", f"{name} (is {list(tensor.shape)}, should be {list(wanted)})")
+        if self._conversion is None and not self._mismatches.judge_shape(
+            name, tensor.shape, self._layout[self._layout.index(name)].shape
+        ):
             return
         mine = local(tensor)
         if why := unreadable(mine):
@@ -139,11 +140,7 @@ class Attribution:
         except Incompatible as error:
             self._mismatches.note("retyped", error.message)
             return ""
-        retyped = {
-            spec for target in inside if not castable(dtype, spec := self._layout[self._layout.index(target)].dtype)
-        }
-        if retyped:
-            self._mismatches.note("retyped", f"{name} (is {dtype}, should be {' and '.join(sorted(retyped))})")
+        if not self._mismatches.judge_dtype(name, dtype, inside):
             return ""
         try:
             here = local_part(name, tensor)
@@ -183,9 +180,8 @@ def of_chunks(chunks: Any, megatron: Megatron, layout: Layout, mismatches: Layou
         if name not in layout and not mismatches.ignores(name):
             mismatches.note("added", name)
     for name, spec in predicted.items():
-        if name in layout and layout[layout.index(name)].shape != spec.shape:
-            shapes = list(spec.shape), list(layout[layout.index(name)].shape)
-            mismatches.note("reshaped", f"{name} (is {shapes[0]} by the architecture, should be {shapes[1]})")
+        if name in layout:
+            mismatches.judge_shape(name, spec.shape, layout[layout.index(name)].shape, by="the architecture")
     for name, shape in seen.unknown.items():
         if mismatches.ignores(name):
             found.drop(name, "ignored")

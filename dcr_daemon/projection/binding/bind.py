@@ -142,7 +142,7 @@ def live(
     if len(chosen := [name for name, way in ways.items() if way is not None]) > 1:
         raise UsageError(f"{' and '.join(chosen)} exclude each other", hint="give the one that describes these weights")
     instead = "give the transformers model itself, whose class knows how it saves, or Trainer(conversion=...)"
-    mismatches = LayoutMismatches(f"what rank {rank} of {world} holds", layout, ignore, instead=instead)
+    mismatches = LayoutMismatches(layout, ignore, instead=instead)
     convert: Convert | None = None
     if megatron is not None:
         input_adapter = InputAdapter(chunks=megatron.grid.vpp)
@@ -154,7 +154,7 @@ def live(
         input_adapter, tensors, conversion, convert = _converted(weights, layout, mismatches, conversion, adapter)
         attribution = Attribution(layout, mismatches, conversion, Copies(rank, world, replica, tensors.values()))
         found = attribution.of(tensors)
-    mismatches.check()
+    mismatches.check(f"what rank {rank} of {world} holds")
     input_adapter = replace(input_adapter, skipped=frozenset(found.skipped))
     tensors = input_adapter.tensors(weights)
     made = found.map

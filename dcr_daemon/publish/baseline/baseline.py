@@ -37,7 +37,7 @@ from dcr_daemon.codec.chunk import Segment
 from dcr_daemon.codec.decode import Chunk
 from dcr_daemon.disk import exhausted, write_whole
 from dcr_daemon.errors import Corrupt, Incompatible
-from dcr_daemon.publish.inputs.intake import differences
+from dcr_daemon.publish.inputs.validator import differences
 from dcr_daemon.runtime import Workers
 from dcr_daemon.store.task_limiter import TaskLimiter
 from dcr_daemon.untrusted import decode_json

@@ -21,7 +21,7 @@ from dcr_daemon.publish.group.anchors import write_whole
 from dcr_daemon.publish.group.context import RankContext
 from dcr_daemon.publish.group.leader import CLOSE_PATIENCE, Leader
 from dcr_daemon.publish.group.member import Member
-from dcr_daemon.publish.inputs.intake import differences
+from dcr_daemon.publish.inputs.validator import differences
 from dcr_daemon.publish.options import PublishOptions, stream_state
 from dcr_daemon.publish.rank import Rank
 from dcr_daemon.publish.state import StateDirectory

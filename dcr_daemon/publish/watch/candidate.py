@@ -11,7 +11,7 @@ from dcr_daemon.checkpoint.safetensors import Header
 from dcr_daemon.errors import Incompatible
 from dcr_daemon.projection.files.piece_map import METADATA, SHARDING_INFO
 from dcr_daemon.publish.watch.file_identity import FileIdentity, checkpoint_identity, number_in
-from dcr_daemon.publish.watch.piece_names import PieceFit
+from dcr_daemon.publish.watch.piece_fit import PieceFit
 from dcr_daemon.publish.watch.piece_reader import PieceFiles
 from dcr_daemon.wording import shorten
 
@@ -96,7 +96,7 @@ class CheckpointCandidate:
         if not self.has_marker:
             return "its marker file"
         if self.in_pieces:
-            return self.pieces.fit.lacks if self.pieces else "its pieces"
+            return self.pieces.fit.incomplete if self.pieces else "its pieces"
         if missing := self.missing_tensors(layout):
             return f"tensors {shorten(missing)}"
         return ""

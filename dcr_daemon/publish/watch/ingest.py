@@ -4,22 +4,20 @@ one go once they are there."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from dcr_daemon import runtime
-from dcr_daemon.canonical.fingerprint import Bits
-from dcr_daemon.canonical.layout import Layout, TensorSpec
+from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.safetensors import SafetensorsFile
-from dcr_daemon.errors import DcrError, Incompatible
+from dcr_daemon.errors import DcrError
 from dcr_daemon.events import Emit, Rounded, ShardTaken
 from dcr_daemon.projection.files.piece_map import METADATA
 from dcr_daemon.publish.group.leader import Leader
-from dcr_daemon.publish.inputs.intake import UpdateValidator
 from dcr_daemon.publish.inputs.sources import FileSource, Source, SourceChanged
+from dcr_daemon.publish.inputs.validator import UpdateValidator
 from dcr_daemon.publish.version.attempt import Attempt
 from dcr_daemon.publish.version.versions import SealedVersion
 from dcr_daemon.publish.watch.candidate import CheckpointCandidate, CompleteFile, CompletePieces
@@ -77,7 +75,7 @@ class CheckpointIngest:
     async def _diff(self, sources: Sequence[Source]) -> int:
         """How many of the tensors are the layout's."""
         self.check()
-        inputs = [(i, source) for source in sources if (i := self._validator.take(source)) is not None]
+        inputs = [(i, source) for source in sources if (i := self._validator.accept(source.given, source)) is not None]
         self._validator.check()
         await self._attempt.diff(inputs)
         runtime.failpoint("publish.shard.taken")
@@ -114,16 +112,6 @@ class CheckpointIngest:
             file.close()
 
 
-@dataclass(frozen=True, slots=True)
-class _HeaderSource:
-    """A tensor of which only the header is looked at."""
-
-    given: TensorSpec
-
-    def read(self, start: int, count: int, dtype: str) -> Bits:
-        raise AssertionError("a header has no bits")
-
-
 def check_headers(found: CheckpointCandidate, layout: Layout, ignore: tuple[str, ...]) -> None:
     """Judge a checkpoint whose files are all there by headers and tables alone, before an attempt is opened for it.
 
@@ -132,14 +120,11 @@ def check_headers(found: CheckpointCandidate, layout: Layout, ignore: tuple[str,
     """
     found.check_index()
     if found.pieces:
-        if mismatch := found.pieces.fit.mismatch:
-            raise Incompatible(
-                f"{found.relative} does not fit the stream's layout: {mismatch.message}", hint=mismatch.hint
-            ) from mismatch
+        found.pieces.fit.check(found.relative)
         given = [tensor.given for tensor in found.pieces.fit.tensors]
     else:
         given = [spec for file in found.files.values() if file.header for spec in file.header.specs]
-    intake = UpdateValidator(found.relative, layout, ignore)
+    validator = UpdateValidator(found.relative, layout, ignore)
     for spec in given:
-        intake.take(_HeaderSource(spec))
-    intake.check_complete()
+        validator.accept(spec)
+    validator.check_complete()

@@ -13,7 +13,8 @@ from dcr_daemon.checkpoint.safetensors import Header
 from dcr_daemon.errors import Corrupt, Incompatible, NotFound
 from dcr_daemon.projection.files.piece_map import METADATA, Piece, dcp_pieces, pieces_of
 from dcr_daemon.publish.watch.file_identity import FileIdentity, identity_of
-from dcr_daemon.publish.watch.piece_names import PieceFit, PieceNames
+from dcr_daemon.publish.watch.piece_fit import PieceFit
+from dcr_daemon.publish.watch.piece_names import PieceNames
 
 STALLED = 30  #: timed looks after which files that are newer than their table count as copied, not as being rewritten
 
@@ -53,7 +54,7 @@ class PieceTables:
                 return pieces
 
             try:
-                self._tables[key] = PieceTable(self._fit(read, layout, ended=True), promised)
+                self._tables[key] = PieceTable(self._fit(read, layout, complete=True), promised)
             except (NotFound, Incompatible) as error:  # it cannot be read now: nothing was learnt about it
                 return PieceTable(PieceFit(refusal=error.message), {})
         return self._tables[key]
@@ -65,23 +66,23 @@ class PieceTables:
         headers: Mapping[str, Header],
         layout: Layout,
         *,
-        ended: bool,
+        complete: bool,
     ) -> PieceFit:
-        """Of the files of a sharded safetensors writer; `ended` if no more are to come."""
+        """Of the files of a sharded safetensors writer; `complete` if no more are to come."""
         known = self._fits.get(directory)
         if known is None or known[0] != identity:
-            fit = self._fit(lambda: pieces_of(headers, directory), layout, ended=ended)
+            fit = self._fit(lambda: pieces_of(headers, directory), layout, complete=complete)
             known = self._fits[directory] = identity, fit
         return known[1]
 
-    def _fit(self, read: Callable[[], Sequence[Piece]], layout: Layout, *, ended: bool) -> PieceFit:
+    def _fit(self, read: Callable[[], Sequence[Piece]], layout: Layout, *, complete: bool) -> PieceFit:
         try:
             pieces = read()
         except Corrupt as error:
             return PieceFit(refusal=error.message)
         if self._naming is None or self._naming[0] is not layout:
             self._naming = layout, PieceNames(layout, self._ignore, self._config)
-        return self._naming[1].fit(pieces, ended=ended)
+        return self._naming[1].fit(pieces, complete=complete)
 
     def check_files(
         self, directory: Path, table: PieceTable, identity: FileIdentity, *, timed: bool

@@ -31,7 +31,7 @@ from dcr_daemon.publish.watch.file_identity import (
     only_attributes_changed,
     without_inodes,
 )
-from dcr_daemon.publish.watch.piece_names import PieceFit
+from dcr_daemon.publish.watch.piece_fit import PieceFit
 from dcr_daemon.publish.watch.piece_reader import PieceFiles
 from dcr_daemon.publish.watch.piece_tables import PieceTables
 from dcr_daemon.wording import shorten
@@ -242,8 +242,8 @@ class CheckpointScanner:
             found.refusal = "its files hold pieces, and its index names one file for each tensor"
         elif not found.unfinished and found.has_marker:
             headers = {name: file.header for name, file in found.files.items() if file.header}
-            ended = self._marker is not None
-            fit = self._tables.of_sharded_files(found.path, found.identity, headers, layout, ended=ended)
+            complete = self._marker is not None
+            fit = self._tables.of_sharded_files(found.path, found.identity, headers, layout, complete=complete)
             self._set_pieces(found, PieceFiles(found.path, _file_identities(found), archives=False), fit)
 
     def _set_pieces(self, found: CheckpointCandidate, files: PieceFiles, fit: PieceFit) -> None:

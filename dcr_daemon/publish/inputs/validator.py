@@ -1,0 +1,136 @@
+"""Whether whole tensors are an update: every tensor of the layout, once, and nothing else.
+
+Tables, streams of pairs, files, and tensors in pieces once their names are known, are all judged here; headers alone
+are enough to judge names, shapes and dtypes. A name outside the layout is dropped only if `ignore` says so, or if it is
+a second copy of a layout tensor of the same update (a tied head), which is decided when the bits are at hand.
+Everything that does not fit is collected, so that one error lists it all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from dcr_daemon.canonical.fingerprint import Bits
+from dcr_daemon.canonical.layout import Layout, TensorSpec
+from dcr_daemon.codec.chunk import SEGMENT_BYTES
+from dcr_daemon.projection.mismatches import MISMATCHES, LayoutMismatches
+from dcr_daemon.projection.values import castable, rounds
+from dcr_daemon.publish.inputs.sources import Source
+from dcr_daemon.wording import shorten
+
+#: `(layout index, first element, elements)` -> lanes of the canonical dtype, as this update has them
+ReadBits = Callable[[int, int, int], Bits]
+
+
+class UpdateValidator:
+    """The tensors of one update, judged as they come.
+
+    Args:
+        subject: the update in words, for errors.
+        ignore: globs of names outside the layout to drop.
+    """
+
+    def __init__(self, subject: str, layout: Layout, ignore: Sequence[str] = ()) -> None:
+        self._subject, self._layout = subject, layout
+        self._mismatches = LayoutMismatches(layout, ignore)
+        self._accepted: set[int] = set()
+        self._rejected: set[int] = set()
+        self._extras: list[tuple[TensorSpec, Source | None]] = []
+        #: (given dtype, canonical dtype) -> tensors that will be rounded
+        self.rounded: Counter[tuple[str, str]] = Counter()
+
+    def accept(self, given: TensorSpec, source: Source | None = None) -> int | None:
+        """The layout index of a tensor to be diffed; None if it is extra, ignored or wrong.
+
+        Args:
+            source: its bits; None if only its header is judged.
+        """
+        if given.name not in self._layout:
+            self._accept_extra(given, source)
+            return None
+        index = self._layout.index(given.name)
+        spec = self._layout[index]
+        if index in self._accepted:
+            self._mismatches.note("given twice", given.name)
+            return None
+        fits_dtype = self._mismatches.judge_dtype(given.name, given.dtype, [given.name])
+        if not (fits_dtype and self._mismatches.judge_shape(given.name, given.shape, spec.shape)):
+            self._rejected.add(index)
+            return None
+        self._accepted.add(index)
+        if rounds(given.dtype, spec.dtype):
+            self.rounded[given.dtype, spec.dtype] += 1
+        return index
+
+    def _accept_extra(self, given: TensorSpec, source: Source | None) -> None:
+        if self._mismatches.ignores(given.name):
+            return
+        if self._same_kind(given):
+            self._extras.append((given, source))
+        else:
+            self._mismatches.note("added", given.name)
+
+    def _same_kind(self, given: TensorSpec) -> list[int]:
+        """Layout tensors of which `given` may be a second copy."""
+        return [i for i, s in enumerate(self._layout) if s.shape == given.shape and castable(given.dtype, s.dtype)]
+
+    def check(self) -> None:
+        """Raise `Incompatible` for what is already known to be wrong; more tensors may still come."""
+        self._mismatches.check(self._subject)
+
+    def check_complete(self) -> None:
+        """Raise `Incompatible` for what is known to be wrong when no tensor will come any more."""
+        missing = [s.name for i, s in enumerate(self._layout) if i not in self._accepted | self._rejected]
+        for name in missing:
+            self._mismatches.note("missing", name)
+        if missing:  # then an extra tensor that may be a copy may as well be a renamed one
+            for given, _ in self._extras:
+                self._mismatches.note("added", given.name)
+        self.check()
+
+    def finish(self, read: ReadBits, aliases: Callable[[Source, int], bool] = lambda source, index: False) -> None:
+        """All tensors were given, with their sources. Raises `Incompatible` that lists everything wrong with them.
+
+        Args:
+            read: the layout tensors as this update has them.
+            aliases: whether an extra tensor is the very memory of the one given for a layout tensor.
+        """
+        extras, self._extras = self._extras, []
+        for given, source in extras:
+            assert source is not None
+            candidates = [i for i in self._same_kind(given) if i in self._accepted]
+            if not any(aliases(source, i) for i in candidates) and not any(
+                is_copy(source, i, self._layout[i], read) for i in candidates
+            ):
+                self._mismatches.note("added", given.name)
+        self.check_complete()
+
+
+def is_copy(source: Source, index: int, spec: TensorSpec, read: ReadBits) -> bool:
+    """Whether `source` has exactly the bits of layout tensor `index`.
+
+    A tensor whose elements are all alike proves nothing: a new norm of ones is no copy of another one.
+    """
+    step, first, constant = SEGMENT_BYTES // spec.width, None, True
+    for start in range(0, spec.elements, step):
+        count = min(step, spec.elements - start)
+        bits = source.read(start, count, spec.dtype)
+        if not np.array_equal(bits, read(index, start, count)):
+            return False
+        first = bits[0] if first is None else first
+        constant = constant and bool((bits == first).all())
+    return not constant
+
+
+def differences(expected: Layout, found: Layout) -> str:
+    """In words, where layout `found` is not `expected`."""
+    want, have = {s.name: s for s in expected}, {s.name: s for s in found}
+    groups: dict[str, Iterable[str]] = {
+        "missing": [name for name in want if name not in have],
+        "added": [name for name in have if name not in want],
+        "retyped or reshaped": [name for name in want if name in have and want[name] != have[name]],
+    }
+    return "; ".join(f"{kind}: {shorten(names, limit=MISMATCHES)}" for kind, names in groups.items() if names)
