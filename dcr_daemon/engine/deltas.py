@@ -1,174 +1,232 @@
-"""Consecutive hops become one set of absolute changes, every sum on the way checked (musts E4, E6, F1).
+"""Staged deltas of consecutive versions, as the directory engine and vLLM's processes use them: chunks are opened, the
+versions checked as a chain, and several hops composed into one change.
 
-Nothing is written here. Relative codecs are resolved against the live bits, which the caller has proved to be the
-first hop's base (must E7); each later hop against what the hops before it leave. Memory is one tensor's changes and the
-decoded payload of the chunks that reach into it; their encoded bytes stay in their files.
+In come the files that a subscriber has staged (`VersionDelta`: chunks, and the vectors before and after). The values go
+into groups, which hold each changed element once, with its bits before the first hop and after the last. Whoever
+composes has proved the live bits to be the first hop's base (must E7). Nothing is written here.
+
+`directory.compose` composes whole tensors. In vLLM, `worker.prepare` composes what one worker holds, in memory reserved
+before, and EngineCore reads only summaries and checks the chain.
 """
 
 from __future__ import annotations
 
-import mmap
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from dcr_daemon.canonical.fingerprint import Bits, Vector, advance, sum_at
+from dcr_daemon.canonical.fingerprint import Bits, Vector
 from dcr_daemon.canonical.layout import Layout
-from dcr_daemon.codec.decode import Chunk, open_chunk
-from dcr_daemon.engine.directory.journal import Patched
+from dcr_daemon.codec.chunk import Changes
+from dcr_daemon.codec.decode import Chunk, Data, open_chunk
+from dcr_daemon.codec.format import Table
 from dcr_daemon.engine.port import VersionDelta
-from dcr_daemon.engine.staged import read_vector
+from dcr_daemon.engine.staged import read_staged, read_vector
 from dcr_daemon.errors import CorruptChunk, EngineRefused
 from dcr_daemon.wording import shorten
 
-Places = list[tuple[Chunk, int]]
+Ints = npt.NDArray[np.int64]
 
 
-def name_differences(layout: Layout, one: Vector, other: Vector) -> str:
-    """Names of tensors whose sums differ, the first few of them."""
-    return shorten(layout[int(i)].name for i in np.flatnonzero(one != other))
+class HopId(Protocol):
+    """What identifies the chunks of one hop: the fields that `VersionDelta` and a worker's record have in common."""
+
+    @property
+    def version(self) -> int: ...
+    @property
+    def base(self) -> int: ...
+    @property
+    def attempt(self) -> int: ...
 
 
-@dataclass(frozen=True, slots=True)
-class OpenHop:
-    """A hop whose chunks are decoded: where each tensor's segments are, and the vectors on both sides."""
+def open_staged_chunk(data: Data, hop: HopId, layout: Layout, *, path: str, stream: str = "") -> Chunk:
+    """Open the bytes of a staged chunk file, and check that the chunk belongs to `hop`.
+
+    Args:
+        data: the whole file; it may be a memory map.
+        path: the file, named in errors.
+        stream: also check that the chunk belongs to this stream.
+
+    Raises:
+        CorruptChunk: it does not decode, or is a chunk of another version, attempt or stream.
+    """
+    try:
+        chunk = open_chunk(data, layout)
+    except CorruptChunk as error:
+        raise CorruptChunk(f"{path}: {error.message}", hint=error.hint) from error
+    found = (chunk.id.version, chunk.id.base, chunk.id.attempt)
+    if found != (hop.version, hop.base, hop.attempt) or (stream and chunk.id.stream != stream):
+        of_stream = f" of stream {chunk.id.stream}" if stream and chunk.id.stream != stream else ""
+        raise CorruptChunk(
+            f"{path} is a chunk of version {found[0]} on {found[1]}, attempt {found[2]}{of_stream}; "
+            f"expected version {hop.version} on {hop.base}, attempt {hop.attempt}",
+            hint="stage the version again",
+        )
+    return chunk
+
+
+# What the staged files say.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SegmentTable:
+    """The segments of one version's chunks, in the order of its chunks: one row each, in columns.
+
+    `tensor`: int64, layout index. `changed`: int64, elements. `before`, `after`: u64, sums over the changed elements.
+    """
+
+    tensor: Ints
+    changed: Ints
+    before: Vector
+    after: Vector
+
+    @classmethod
+    def join(cls, tables: Iterable[Table]) -> SegmentTable:
+        tables = list(tables)
+
+        def column(name: str, dtype: type[np.generic]) -> npt.NDArray[Any]:
+            return np.concatenate([np.zeros(0, dtype), *(getattr(table, name) for table in tables)]).astype(dtype)
+
+        return cls(
+            tensor=column("tensor", np.int64),
+            changed=column("changed", np.int64),
+            before=column("before", np.uint64),
+            after=column("after", np.uint64),
+        )
+
+    def delta(self, tensors: int) -> Vector:
+        """[tensors]: what this version adds to each tensor's fingerprint, mod 2^64."""
+        total = np.zeros(tensors, dtype=np.uint64)
+        np.add.at(total, self.tensor, self.after - self.before)
+        return total
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StagedSummary:
+    """One staged version without its values: the table of its segments, and its vectors [tensors] before and after."""
 
     version: int
-    segments: dict[int, Places]
+    table: SegmentTable
     before: Vector
     after: Vector
 
 
-def open_hop(layout: Layout, stream: str, hop: VersionDelta) -> OpenHop:
-    """Decode the chunks of a hop and check that they are this hop's, and that they lead from vector to vector.
+def read_summary(hop: VersionDelta, layout: Layout) -> StagedSummary:
+    """Read a hop's vectors and the tables of its chunks; no segment is decoded.
 
     Raises:
-        CorruptChunk: a chunk does not decode.
-        EngineRefused: a chunk of another stream, attempt or version, or sums that do not add up (must F1).
+        Corrupt: a file is damaged, or belongs to another version.
+        EngineRefused: a file cannot be read.
     """
-    before, after = read_vector(hop.before, layout), read_vector(hop.after, layout)
-    segments = dict[int, Places]()
-    for path in hop.chunks:
-        try:
-            chunk = open_chunk(_mapped(path), layout)
-        except CorruptChunk as error:
-            raise CorruptChunk(f"{path}: {error.message}", hint=error.hint) from error
-        found = (chunk.id.stream, chunk.id.attempt, chunk.id.base, chunk.id.version)
-        if found != (stream, hop.attempt, hop.base, hop.version):
-            raise EngineRefused(f"chunk {path} belongs to {found}, not to version {hop.version} of this stream")
-        for n, segment in enumerate(chunk.segments):
-            segments.setdefault(segment.tensor, []).append((chunk, n))
-    reached = advance(before, (chunk.segments[n] for places in segments.values() for chunk, n in places))
-    if not np.array_equal(reached, after):
-        names = name_differences(layout, reached, after)
-        raise EngineRefused(f"the chunks of version {hop.version} do not lead to its vector: {names}")
-    return OpenHop(hop.version, segments, before, after)
+    table = SegmentTable.join(open_staged_chunk(read_staged(path), hop, layout, path=path).table for path in hop.chunks)
+    return StagedSummary(hop.version, table, read_vector(hop.before, layout), read_vector(hop.after, layout))
 
 
-def _mapped(path: str) -> memoryview:
-    """A file's bytes, read when they are needed. Staged chunks are replaced and removed, never shortened."""
-    with Path(path).open("rb") as file:
-        if not file.seek(0, 2):
-            return memoryview(b"")
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+def check_chain(
+    layout: Layout,
+    hops: Sequence[StagedSummary],
+    live: Vector,
+    *,
+    exact: npt.NDArray[np.bool_] | None = None,
+) -> None:
+    """Must F1, for every tensor: the first hop begins at `live`, each other one where the hop before it ends, and the
+    chunks of each lead from its vector before to its vector after.
 
-
-def check_chain(layout: Layout, hops: Sequence[OpenHop], live: Vector) -> None:
-    """Each hop must begin where the one before it ends, the first at the live weights.
+    Args:
+        live: the vector of the live weights.
+        exact: [tensors], the tensors whose live bits can be summed; all of them by default.
 
     Raises:
         EngineRefused: naming the version and the tensors.
     """
+    if not hops:
+        return
+    differs = hops[0].before != live
+    if names := _names(layout, differs if exact is None else differs & exact):
+        raise EngineRefused(
+            f"the live weights are not the base of version {hops[0].version}: {names}",
+            hint="attach again to find out which version is live",
+        )
+    reached = hops[0].before
     for hop in hops:
-        if not np.array_equal(hop.before, live):
-            names = name_differences(layout, hop.before, live)
-            raise EngineRefused(f"version {hop.version} does not begin at the weights it would change: {names}")
-        live = hop.after
+        if names := _names(layout, hop.before != reached):
+            raise EngineRefused(f"version {hop.version} does not start where the version before it ended: {names}")
+        reached = hop.before + hop.table.delta(len(layout))
+        if names := _names(layout, reached != hop.after):
+            raise EngineRefused(
+                f"the chunks of version {hop.version} do not lead from its base to its seal: {names}",
+                hint="a chunk is missing or not the seal's: stage the version again",
+            )
 
 
-def compose(layout: Layout, hops: Sequence[OpenHop], live: Callable[[str], Bits]) -> Iterator[Patched]:
-    """Absolute changes of every touched tensor, in layout order.
+def _names(layout: Layout, which: npt.NDArray[np.bool_]) -> str:
+    return shorten(layout[int(tensor)].name for tensor in np.flatnonzero(which))
 
-    Args:
-        live: the present bits of a tensor by name, unsigned lanes [elements].
 
-    Raises:
-        CorruptChunk: a segment does not decode.
-        EngineRefused: before- or after-sums of a segment differ from its content, or a position is named twice.
+# Composition. A group holds elements that one segment was the first to change. So each element is in one group, with
+# its bits before the first hop (`old`) and after the newest one so far (`new`).
+
+
+class Group(Protocol):
+    """`hop`: the number of the hop that made it. `element` [k] ascending integers; `new` [k] unsigned lanes, in the
+    same order."""
+
+    @property
+    def hop(self) -> int: ...
+    @property
+    def element(self) -> npt.NDArray[Any]: ...
+    @property
+    def new(self) -> Bits: ...
+
+
+G = TypeVar("G", bound=Group)
+Held = list[tuple[G, Ints]]
+
+
+def canonical_order(changes: Changes) -> tuple[Ints, Changes]:
+    """The canonical elements of a segment's changes, ascending, and the changes in that order."""
+    box = changes.segment.box
+    elements = box.canonical(changes.positions)
+    if box.ascending:
+        return elements, changes
+    order = np.argsort(elements)
+    return elements[order], Changes(changes.segment, changes.positions[order], changes.operands[order])
+
+
+def overlay(groups: Iterable[G], hop: int, element: npt.NDArray[Any], bits: Bits) -> Held[G]:
+    """Put into `bits`, the live bits of `element` (ascending), the values that earlier hops than `hop` leave there.
+
+    Returns:
+        The groups that hold some of these elements, each with the number of every element in it, or -1.
     """
-    left = Counter(chunk for hop in hops for places in hop.segments.values() for chunk, _ in places)
-    for tensor in sorted(set().union(*(hop.segments for hop in hops))):
-        bits = live(layout[tensor].name)
-        positions = np.empty(0, np.int64)
-        new = old = np.empty(0, bits.dtype)
-        for hop in hops:
-            if tensor in hop.segments:
-                at, now, then = _resolve(layout, tensor, hop, bits, positions, new)
-                positions, new, old = _merge(positions, new, old, at, now, then)
-                for chunk, _ in hop.segments[tensor]:
-                    left[chunk] -= 1
-                    if not left[chunk]:
-                        chunk.release()
-        if positions.size:
-            yield Patched(tensor, positions, new, old)
+    from dcr_daemon.engine import kernels
+
+    held: Held[G] = []
+    for group in groups:
+        if group.hop == hop or group.element[0] > element[-1] or group.element[-1] < element[0]:
+            continue
+        found = np.full(element.size, -1, dtype=np.int64)
+        if kernels.match(group.element, element, found):
+            mine = np.flatnonzero(found >= 0)
+            bits[mine] = group.new[found[mine]]
+            held.append((group, found))
+    return held
 
 
-def _resolve(
-    layout: Layout, tensor: int, hop: OpenHop, bits: Bits, over: npt.NDArray[np.int64], values: Bits
-) -> tuple[npt.NDArray[np.int64], Bits, Bits]:
-    """One hop's changes of one tensor: ascending positions, new bits, bits before it (overlay included)."""
-    key = int(layout.keys[tensor])
-    columns: list[tuple[npt.NDArray[np.int64], Bits, Bits]] = []
-    for chunk, n in hop.segments[tensor]:
-        changes = chunk.changes(n)
-        at = changes.segment.box.canonical(changes.positions)
-        then = bits[at]
-        if over.size:
-            place, known = _find(over, at)
-            then[known] = values[place[known]]
-        now = changes.resolve(then)
-        sums = (sum_at(then, at, key), sum_at(now, at, key))
-        if sums != (changes.segment.before, changes.segment.after):
-            side = "before" if sums[0] != changes.segment.before else "after"
-            name = layout[tensor].name
-            raise EngineRefused(f"version {hop.version}: {name} does not have the sums {side} the change")
-        columns.append((at, now, then))
-    at, now, then = (np.concatenate(column) for column in zip(*columns, strict=True))
-    if at.size > 1 and not bool((at[1:] > at[:-1]).all()):
-        order = np.argsort(at, kind="stable")
-        at, now, then = at[order], now[order], then[order]
-        if bool((at[1:] == at[:-1]).any()):
-            raise EngineRefused(f"version {hop.version} changes an element of {layout[tensor].name} twice")
-    return at, now, then
+def replace(held: Held[G], new: Bits) -> npt.NDArray[np.bool_] | None:
+    """Give the groups that `overlay` found the newer values of their elements.
 
-
-def _find(
-    sorted_positions: npt.NDArray[np.int64], wanted: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Where each wanted position lies among sorted ones, and whether it is there."""
-    place = np.searchsorted(sorted_positions, wanted)
-    place[place == sorted_positions.size] = 0
-    return place, sorted_positions[place] == wanted
-
-
-def _merge(
-    positions: npt.NDArray[np.int64], new: Bits, old: Bits, at: npt.NDArray[np.int64], now: Bits, then: Bits
-) -> tuple[npt.NDArray[np.int64], Bits, Bits]:
-    """Lay one hop over the changes so far: newest values win, the oldest old ones stay."""
-    if not positions.size:
-        return at, now, then
-    place, known = _find(positions, at)
-    new = new.copy()
-    new[place[known]] = now[known]
-    fresh = ~known
-    columns = (
-        np.concatenate((positions, at[fresh])),
-        np.concatenate((new, now[fresh])),
-        np.concatenate((old, then[fresh])),
-    )
-    order = np.argsort(columns[0], kind="stable")
-    return columns[0][order], columns[1][order], columns[2][order]
+    Returns:
+        A mask of the elements that no group holds yet; None if that is all of them.
+    """
+    if not held:
+        return None
+    fresh = np.ones(new.size, dtype=bool)
+    for group, found in held:
+        mine = found >= 0
+        group.new[found[mine]] = new[mine]
+        fresh &= ~mine
+    return fresh

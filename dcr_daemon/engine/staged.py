@@ -42,7 +42,12 @@ def read_staged(path: str | Path) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise EngineRefused(
-            f"cannot read {path}: {error.strerror}",
-            hint="the server must see the subscriber's staging directory under the same path",
-        ) from error
+        raise unreadable(path, error) from error
+
+
+def unreadable(path: str | Path, error: OSError) -> EngineRefused:
+    """The error for a staged file that cannot be read."""
+    return EngineRefused(
+        f"cannot read {path}: {error.strerror}",
+        hint="the server must see the subscriber's staging directory under the same path",
+    )

@@ -112,11 +112,11 @@ async def test_a_missing_or_foreign_chunk_is_refused_by_name(make_versions, here
     engine = await proved(versions, here)
     hop = versions.hop(1)
     short = msgspec.structs.replace(hop, chunks=hop.chunks[1:])
-    with pytest.raises(EngineRefused, match="do not lead to its vector"):
+    with pytest.raises(EngineRefused, match="do not lead from its base to its seal"):
         await engine.prepare(Transaction(id="short", hops=[short], label="v1"))
     other.stream = "beef" * 8
     strange = msgspec.structs.replace(hop, chunks=other.hop(1).chunks)
-    with pytest.raises(EngineRefused, match="belongs to"):
+    with pytest.raises(CorruptChunk, match=r"of stream beef.*expected version 1"):
         await engine.prepare(Transaction(id="strange", hops=[strange], label="v1"))
     assert versions.version_of(here) == 0
     await engine.close()

@@ -15,7 +15,7 @@ from support.streams.versions import Versions
 from support.tensors.partitions import Cut, cuts, megatron_cut
 
 from dcr_daemon.canonical.layout import Layout
-from dcr_daemon.engine.deltas import compose, open_hop
+from dcr_daemon.engine.directory.compose import compose, open_hop
 from dcr_daemon.engine.directory.engine import DirectoryEngine
 from dcr_daemon.engine.port import Verdict
 from dcr_daemon.projection.frameworks.megatron.grid import Grid

@@ -19,7 +19,8 @@ from dcr_daemon.checkpoint.pieces import read_pieces
 from dcr_daemon.checkpoint.safetensors import SafetensorsBytes, SafetensorsFile
 from dcr_daemon.codec.decode import open_chunk, read_id
 from dcr_daemon.codec.undo import undo_chunk
-from dcr_daemon.engine.deltas import check_chain, compose, open_hop
+from dcr_daemon.engine.deltas import check_chain
+from dcr_daemon.engine.directory.compose import compose, open_hop
 from dcr_daemon.engine.port import VersionDelta
 from dcr_daemon.errors import Corrupt, CorruptChunk, EngineRefused, NotFound
 from dcr_daemon.vllm_plugin.weights import dense
@@ -150,9 +151,9 @@ def compose_inside(data: bytes) -> None:
     )
     live = {spec.name: bits for spec, bits in zip(samples.LAYOUT, samples.values(), strict=True)}
     with contextlib.suppress(EngineRefused, CorruptChunk):
-        hops = [open_hop(samples.LAYOUT, identity.stream, hop)]
-        check_chain(samples.LAYOUT, hops, before)
-        for patched in compose(samples.LAYOUT, hops, live.__getitem__):
+        opened_hop = open_hop(samples.LAYOUT, identity.stream, hop)
+        check_chain(samples.LAYOUT, [opened_hop.summary], before)
+        for patched in compose(samples.LAYOUT, [opened_hop], live.__getitem__):
             assert bool((np.diff(patched.positions) > 0).all())
             assert int(patched.positions[-1]) < samples.LAYOUT[patched.tensor].elements
 

@@ -74,7 +74,7 @@ class InlineReader:
     def start(self, hops: Any, layout: Any) -> Future[Any]:
         future: Future[Any] = Future()
         try:
-            future.set_result(staged_summary.read_summary(hops, layout))
+            future.set_result(staged_summary.read_summaries(hops, layout))
         except Exception as error:  # noqa: BLE001  as an executor hands over whatever its work raises
             future.set_exception(error)
         return future

@@ -14,7 +14,7 @@ FILES = sorted(path for path in HERE.glob("*.py") if not path.name.startswith("t
 #: what only production code may decide: which records count, what stands in a slot, whether a change is right
 OURS = {
     "fold", "judge", "begin", "tip_before", "append", "occupy", "read_slot", "put_if_absent", "claim", "seal", "settle",
-    "verify_chain", "verify_hop", "verify_composed", "compare_written", "plan_floor", "plan_route", "locate",
+    "check_chain", "verify_hop", "verify_composed", "compare_written", "plan_floor", "plan_route", "locate",
     "fingerprint", "sum_run", "decode_record", "undo_chunk", "verdict",
 }  # fmt: skip
 

@@ -375,9 +375,10 @@ def test_an_unforeseen_failure_is_a_reply_that_still_tells_the_state(driver: Dri
 def test_nothing_compiles_once_attached(driver: Driver, hops, tmp_path: Path) -> None:
     """A compile on the background thread would stop generation for seconds."""
     from dcr_daemon.codec import kernels as codec
+    from dcr_daemon.engine.kernels import match
     from dcr_daemon.vllm_plugin.weights import kernels
 
-    used = [codec.unpack_gaps, codec.unpack_bitmask, codec.unpack_steps, kernels.locate, kernels.gather, kernels.match,
+    used = [codec.unpack_gaps, codec.unpack_bitmask, codec.unpack_steps, kernels.locate, kernels.gather, match,
             kernels.sum_bits, kernels.scatter, kernels.sum_groups, kernels.walk]  # fmt: skip
     compiled = [len(kernel.signatures) for kernel in used]
     states = [LANES]

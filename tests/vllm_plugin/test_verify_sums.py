@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcr_daemon.canonical.fingerprint import fingerprint, sum_run
+from dcr_daemon.canonical.fingerprint import Vector, fingerprint, sum_run
 from dcr_daemon.canonical.layout import Layout, TensorSpec
+from dcr_daemon.engine.deltas import SegmentTable, StagedSummary, check_chain
 from dcr_daemon.engine.port import TensorClass
 from dcr_daemon.errors import EngineRefused
 from dcr_daemon.vllm_plugin.calls import AttachedRank, BoxRow, FingerprintRank, SegmentSums, Sums, TensorHandling
@@ -117,16 +118,16 @@ def test_a_refusal_without_a_tensor_refuses_the_model() -> None:
         verify_sums.join_placement(LAYOUT, [rank])
 
 
-def table(*rows: tuple[int, int, int, int]) -> verify_sums.HopTable:
-    """Rows of (tensor, changed, before, after)."""
+def staged(before: Vector, after: Vector, *rows: tuple[int, int, int, int]) -> StagedSummary:
+    """Version 1 with segments (tensor, changed, before, after)."""
     columns = list(zip(*rows, strict=True)) if rows else [[], [], [], []]
-    return verify_sums.HopTable(
-        version=1,
+    table = SegmentTable(
         tensor=np.array(columns[0], dtype=np.int64),
         changed=np.array(columns[1], dtype=np.int64),
         before=np.array(columns[2], dtype=np.uint64),
         after=np.array(columns[3], dtype=np.uint64),
     )
+    return StagedSummary(1, table, before, after)
 
 
 def hop_sums(*rows: tuple[int, int, int, int, int]) -> SegmentSums:
@@ -139,11 +140,13 @@ def hop_sums(*rows: tuple[int, int, int, int, int]) -> SegmentSums:
 
 SPLIT = [rank_of([(0, 0, 6), (1, 0, 4), (2, 0, 6)]), rank_of([(0, 6, 6), (1, 0, 4), (2, 0, 6)])]
 GOOD = [hop_sums((0, 0, 2, 10, 20), (1, 1, 1, U64 - 3, 4)), hop_sums((0, 0, 3, U64 - 4, 7), (1, 1, 1, U64 - 3, 4))]
-PROMISED = table((0, 5, 6, 27), (1, 1, U64 - 3, 4))
+BASE = fingerprint(LAYOUT, VALUES)
+SEGMENTS = [(0, 5, 6, 27), (1, 1, U64 - 3, 4)]
+STAGED = staged(BASE, BASE + np.array([21, 7, 0], dtype=np.uint64), *SEGMENTS)
 
 
 def test_shares_of_a_segment_add_up_and_replicas_count_once() -> None:
-    verify_sums.verify_hop(verify_sums.join_placement(LAYOUT, SPLIT), PROMISED, GOOD)
+    verify_sums.verify_hop(verify_sums.join_placement(LAYOUT, SPLIT), STAGED, GOOD)
 
 
 @pytest.mark.parametrize(
@@ -160,22 +163,19 @@ def test_shares_of_a_segment_add_up_and_replicas_count_once() -> None:
 )
 def test_every_disagreement_over_a_segment_is_named(ranks: list[SegmentSums], text: str) -> None:
     with pytest.raises(EngineRefused, match=text):
-        verify_sums.verify_hop(verify_sums.join_placement(LAYOUT, SPLIT), PROMISED, ranks)
+        verify_sums.verify_hop(verify_sums.join_placement(LAYOUT, SPLIT), STAGED, ranks)
 
 
 def test_chunks_must_lead_from_base_to_seal_for_every_tensor() -> None:
-    base = fingerprint(LAYOUT, VALUES)
-    after = base.copy()
-    after[:2] += np.array([21, 7], dtype=np.uint64)
-    verify_sums.verify_chain(whole(), base, [PROMISED], [base], [after])
-    wrong = after.copy()
-    wrong[2] += np.uint64(1)
+    check_chain(LAYOUT, [STAGED], BASE)
+    c_differs, b_differs = np.array([0, 0, 1], dtype=np.uint64), np.array([0, 1, 0], dtype=np.uint64)
     with pytest.raises(EngineRefused, match="do not lead from its base to its seal: c"):
-        verify_sums.verify_chain(whole(), base, [PROMISED], [base], [wrong])
+        check_chain(LAYOUT, [staged(BASE, STAGED.after + c_differs, *SEGMENTS)], BASE)
     with pytest.raises(EngineRefused, match="not the base of version 1: b"):
-        verify_sums.verify_chain(whole(), base + np.array([0, 1, 0], dtype=np.uint64), [PROMISED], [base], [after])
-    with pytest.raises(EngineRefused, match="does not start where"):
-        verify_sums.verify_chain(whole(), base, [PROMISED, PROMISED], [base, base], [after, after])
+        check_chain(LAYOUT, [STAGED], BASE + b_differs)
+    check_chain(LAYOUT, [STAGED], BASE + b_differs, exact=np.array([True, False, True]))
+    with pytest.raises(EngineRefused, match="does not start where the version before it ended: a, b"):
+        check_chain(LAYOUT, [STAGED, STAGED], BASE)
 
 
 def written(*rows: tuple[int, int, int]) -> Sums:

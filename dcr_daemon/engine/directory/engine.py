@@ -25,9 +25,10 @@ from dcr_daemon.canonical.fingerprint import MASK, Vector
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.directory import Checkpoint
 from dcr_daemon.disk import exhausted, starved
-from dcr_daemon.engine.deltas import check_chain, compose, name_differences, open_hop
+from dcr_daemon.engine.deltas import check_chain
 from dcr_daemon.engine.directory.assemble import build_checkpoint, gather_vector, plan_slices, slices_of, sum_slice
 from dcr_daemon.engine.directory.checkout import CONFIG, Checkout, Marker, open_checkpoint
+from dcr_daemon.engine.directory.compose import compose, open_hop
 from dcr_daemon.engine.directory.journal import Install, Journal, Patch, read_journal, write_journal
 from dcr_daemon.engine.port import (
     Attached,
@@ -45,6 +46,7 @@ from dcr_daemon.engine.port import (
 )
 from dcr_daemon.engine.staged import read_layout, read_vector
 from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, Fenced, ResourceExhausted, UsageError
+from dcr_daemon.wording import shorten
 
 BUDGET = 2 << 30  #: encoded bytes of the hops in one transaction; one hop is always taken
 LEG = 30.0  #: seconds of one scrub call, about
@@ -152,7 +154,7 @@ class DirectoryEngine:
                 raise EngineRefused(f"{self.path} holds no whole checkpoint", hint="load an anchor first")
             self._check_stamp()
             if not np.array_equal(wanted, self._vector):
-                names = name_differences(self._layout, wanted, self._vector)
+                names = self._differing(wanted, self._vector)
                 raise EngineRefused(f"{self.path} is not version {version}: {names} differ")
             if self._version != version or self._foreign:
                 await self._thread(self._checkout.finish, self._marker(version, label, self._vector))
@@ -179,7 +181,7 @@ class DirectoryEngine:
         """Compose the hops into a journal that waits under another name; how many elements it changes."""
         layout, facts = self._layout, self._stream
         opened = [open_hop(layout, facts.stream, hop) for hop in hops]
-        check_chain(layout, opened, self._vector)
+        check_chain(layout, [hop.summary for hop in opened], self._vector)
         head = Patch(
             txn=txn.id,
             stream=facts.stream,
@@ -187,11 +189,11 @@ class DirectoryEngine:
             base=txn.base,
             version=hops[-1].version,
             label=txn.label,
-            vector=_digest(opened[-1].after),
+            vector=_digest(opened[-1].summary.after),
         )
         changed = write_journal(self._draft, head, compose(layout, opened, self._open.bits))
         runtime.failpoint("engine.dir.prepared")
-        self._prepared, self._after = head, opened[-1].after
+        self._prepared, self._after = head, opened[-1].summary.after
         return changed
 
     async def swap(self, txn: str) -> Swapped:
@@ -269,7 +271,7 @@ class DirectoryEngine:
                 found = await self._sum(built)
             if not np.array_equal(found, wanted):
                 await self._thread(shutil.rmtree, fresh)
-                names = name_differences(self._layout, found, wanted)
+                names = self._differing(found, wanted)
                 raise EngineRefused(f"the files given for version {version} are not that version: {names} differ")
             began, txn = runtime.monotonic(), f"load-{runtime.nonce()}"
             async with self._locked():
@@ -393,6 +395,9 @@ class DirectoryEngine:
             shutil.rmtree(self._fresh, ignore_errors=True)
         if owner.nonce == self._nonce and self._foreign:
             shutil.rmtree(self._checkout.marks, ignore_errors=True)
+
+    def _differing(self, one: Vector, other: Vector) -> str:
+        return shorten(self._layout[int(tensor)].name for tensor in np.flatnonzero(one != other))
 
     @property
     def _stream(self) -> StreamFacts:

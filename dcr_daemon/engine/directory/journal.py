@@ -15,19 +15,17 @@ import hashlib
 import mmap
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from dcr_daemon import runtime
 from dcr_daemon.canonical.dtypes import bits_dtype
-from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.disk import exhausted, sync_file
+from dcr_daemon.engine.directory.compose import AbsoluteChanges
 from dcr_daemon.errors import Corrupt
 from dcr_daemon.untrusted import decode_json
 
@@ -64,21 +62,11 @@ class Install(Head, frozen=True, kw_only=True, tag="install"):
 _decoder = msgspec.json.Decoder(Patch | Install)
 
 
-@dataclass(frozen=True, slots=True)
-class Patched:
-    """Changes of one tensor: `positions` int64 [k] ascending canonical elements, `new` and `old` lanes [k]."""
-
-    tensor: int
-    positions: npt.NDArray[np.int64]
-    new: Bits
-    old: Bits
-
-
 class _Hash(Protocol):
     def update(self, data: Any, /) -> None: ...
 
 
-def write_journal(path: Path, head: Patch | Install, entries: Iterable[Patched] = ()) -> int:
+def write_journal(path: Path, head: Patch | Install, entries: Iterable[AbsoluteChanges] = ()) -> int:
     """Write a journal and make it durable; returns how many elements it changes.
 
     Raises:
@@ -108,7 +96,7 @@ def _put(file: BinaryIO, seen: _Hash, data: bytes | memoryview) -> None:
     file.write(data)
 
 
-def _put_entry(file: BinaryIO, seen: _Hash, entry: Patched) -> None:
+def _put_entry(file: BinaryIO, seen: _Hash, entry: AbsoluteChanges) -> None:
     k = entry.positions.size
     if not k:
         return
@@ -130,7 +118,7 @@ class Journal:
         self._data = data
         self._first = first
 
-    def entries(self, layout: Layout) -> Iterator[Patched]:
+    def entries(self, layout: Layout) -> Iterator[AbsoluteChanges]:
         """The changes, tensor by tensor; one tensor's worth of memory at a time.
 
         Raises:
@@ -155,7 +143,7 @@ class Journal:
             where = columns[0].astype(np.int64)
             if where[0] < 0 or where[-1] >= layout[tensor].elements or not bool((where[1:] > where[:-1]).all()):
                 raise _corrupt(f"positions in {layout[tensor].name} are out of order or outside")
-            yield Patched(tensor, where, columns[1], columns[2])
+            yield AbsoluteChanges(tensor, where, columns[1], columns[2])
 
     def close(self) -> None:
         self._data.close()

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dcr_daemon.engine import messages
+from dcr_daemon.engine import deltas, messages
 from dcr_daemon.engine.port import Prepared, Swapped, Transaction, Verdict, VersionDelta
 from dcr_daemon.engine.staged import read_vector
 from dcr_daemon.errors import DcrError, EngineRefused
@@ -147,24 +147,24 @@ class TransactionCoordinator:
         placement, live = core.require_live()
         self._require_chain(txn)
         self._prepared = None
-        promised = self._reader.start(txn.hops, placement.layout)
+        reading = self._reader.start(txn.hops, placement.layout)
         try:
             ranks, hops = yield from self._prepare_on_all(txn)
-            while not promised.done():
+            while not reading.done():
                 yield None
-            promise, fits = promised.result(), len(hops)
-            table, before, after = promise.tables[:fits], promise.before[:fits], promise.after[:fits]
+            fits = len(hops)
+            staged = reading.result()[:fits]
             core.require_live()
-            verify_sums.verify_chain(placement, live.vector, table, before, after)
-            for number, one in enumerate(table):
-                verify_sums.verify_hop(placement, one, [rank.hops[number] for rank in ranks])
-            changed = verify_sums.verify_composed(placement, table, ranks)
+            deltas.check_chain(placement.layout, staged, live.vector, exact=placement.exact)
+            for number, summary in enumerate(staged):
+                verify_sums.verify_hop(placement, summary, [rank.hops[number] for rank in ranks])
+            changed = verify_sums.verify_composed(placement, staged, ranks)
             core.workers.ask(Op.APPROVE, Status, TxnRef(txn=txn.id))
         except DcrError:
             self._forget_everywhere()
             raise
         label = txn.label if fits == len(txn.hops) else str(hops[-1].version)
-        reached = live.after(placement, ranks, after[-1])
+        reached = live.after(placement, ranks, staged[-1].after)
         self._prepared = _DeltaTransaction(txn.id, txn.base, hops[-1].version, label, ranks, reached)
         return Prepared(txn=txn.id, changed=changed, fits=fits)
 

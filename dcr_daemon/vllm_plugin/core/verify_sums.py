@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from dcr_daemon.canonical.fingerprint import Vector
 from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.engine.deltas import StagedSummary
 from dcr_daemon.engine.port import Difference, TensorClass
 from dcr_daemon.errors import EngineRefused
 from dcr_daemon.vllm_plugin.calls import AttachedRank, FingerprintRank, PreparedRank, SegmentSums, Sums, TensorHandling
@@ -62,26 +63,6 @@ class JointPlacement:
         count = np.zeros(len(self.layout), dtype=np.int64)
         np.add.at(count, self.tensor[self.local[rank]], self.elements[self.local[rank]])
         return count
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class HopTable:
-    """The segment tables of one version's chunks, one row per segment in the order in which ranks number them.
-
-    `tensor`, `changed`: int64; `before`, `after`: u64.
-    """
-
-    version: int
-    tensor: Ints
-    changed: Ints
-    before: Vector
-    after: Vector
-
-    def delta(self, tensors: int) -> Vector:
-        """[tensors]: what this version adds to each tensor's fingerprint, mod 2^64."""
-        total = np.zeros(tensors, dtype=np.uint64)
-        np.add.at(total, self.tensor, self.after - self.before)
-        return total
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -288,54 +269,25 @@ def differing(placement: JointPlacement, one: Vector, other: Vector) -> list[str
     return [placement.layout[int(t)].name for t in np.flatnonzero((one != other) & placement.exact)]
 
 
-def verify_chain(
-    placement: JointPlacement,
-    live: Vector,
-    tables: Sequence[HopTable],
-    before: Sequence[Vector],
-    after: Sequence[Vector],
-) -> None:
-    """F1 for every tensor: the engine is at the first `before`, hops meet, and chunks lead from each to the next.
-
-    `before` and `after` are whole version vectors, one pair per hop. Raises `EngineRefused` naming version and tensors.
-    """
-    layout = placement.layout
-    if wrong := differing(placement, live, before[0]):
-        raise EngineRefused(
-            f"the live weights are not the base of version {tables[0].version}: {shorten(wrong)}",
-            hint="attach again to find out which version is live",
-        )
-    for index, table in enumerate(tables):
-        if index and (before[index] != after[index - 1]).any():
-            raise EngineRefused(f"version {table.version} does not start where the version before it ended")
-        reached = before[index] + table.delta(len(layout))
-        wrong = [layout[int(t)].name for t in np.flatnonzero(reached != after[index])]
-        if wrong:
-            raise EngineRefused(
-                f"the chunks of version {table.version} do not lead from its base to its seal: {shorten(wrong)}",
-                hint="a chunk is missing or not the seal's: stage the version again",
-            )
-
-
-def verify_hop(placement: JointPlacement, table: HopTable, ranks: Sequence[SegmentSums]) -> None:
+def verify_hop(placement: JointPlacement, hop: StagedSummary, ranks: Sequence[SegmentSums]) -> None:
     """Each segment's joint sums against the chunk's own, before and after this hop (must E4).
 
     Raises `EngineRefused` naming tensors: nothing has been written.
     """
-    boxes = max(1, placement.tensor.size)
+    table, boxes = hop.table, max(1, placement.tensor.size)
     entries = []
     for local, rank in zip(placement.local, ranks, strict=True):
         segment = np.frombuffer(rank.segment, dtype="<u4").astype(np.int64)
         box = local[np.frombuffer(rank.box, dtype="<u4")]
         if segment.size and int(segment.max()) >= table.tensor.size:
-            raise EngineRefused(f"a rank numbers more segments of version {table.version} than its chunks have")
+            raise EngineRefused(f"a rank numbers more segments of version {hop.version} than its chunks have")
         columns = (
             np.frombuffer(rank.count, "<i8"),
             np.frombuffer(rank.before, "<u8"),
             np.frombuffer(rank.after, "<u8"),
         )
         entries.append((segment * boxes + box, columns))
-    joined = _fold(placement, entries, f"version {table.version}")
+    joined = _fold(placement, entries, f"version {hop.version}")
     segment = joined.key // boxes
     counted, before, after = (np.zeros(table.tensor.size, dtype=kind) for kind in (np.int64, np.uint64, np.uint64))
     for total, column in zip((counted, before, after), joined.columns, strict=True):
@@ -349,10 +301,10 @@ def verify_hop(placement: JointPlacement, table: HopTable, ranks: Sequence[Segme
         if (wrong & exact).any():
             tensors = sorted(set(table.tensor[wrong & exact].tolist()))
             names = shorten(placement.layout[t].name for t in tensors)
-            raise EngineRefused(f"{text.format(table.version)}: {names}", hint=hint)
+            raise EngineRefused(f"{text.format(hop.version)}: {names}", hint=hint)
 
 
-def verify_composed(placement: JointPlacement, tables: Sequence[HopTable], ranks: Sequence[PreparedRank]) -> int:
+def verify_composed(placement: JointPlacement, hops: Sequence[StagedSummary], ranks: Sequence[PreparedRank]) -> int:
     """What will be written, as one change, against the hops it was composed from. Returns distinct changed elements.
 
     Raises `EngineRefused` naming tensors.
@@ -369,8 +321,8 @@ def verify_composed(placement: JointPlacement, tables: Sequence[HopTable], ranks
     written = np.zeros(len(placement.layout), dtype=np.uint64)
     np.add.at(written, placement.tensor[joined.key], after - before)
     wanted = np.zeros_like(written)
-    for table in tables:
-        wanted += table.delta(len(placement.layout))
+    for hop in hops:
+        wanted += hop.table.delta(len(placement.layout))
     if wrong := differing(placement, written, wanted):
         raise EngineRefused(
             f"the composed change is not the sum of its versions: {shorten(wrong)}", hint="this is a bug: report it"

@@ -20,6 +20,7 @@ from numba.extending import intrinsic
 
 from dcr_daemon.canonical.jit import kernel
 from dcr_daemon.canonical.kernels import mix, summand
+from dcr_daemon.engine.kernels import match
 
 # Row: where it lies, canonical start, shape[4], canonical strides[4], live strides[4], a permutation of its block.
 ADDRESS, START, SHAPE, SOURCE, TARGET, TABLE, INNER, WIDTH, KEY = 0, 1, 2, 6, 10, 14, 15, 16, 17
@@ -153,22 +154,6 @@ def sum_bits(lanes: Any, width: Any, start: Any, relative: Any, count: Any, key:
 
 
 @kernel
-def match(earlier: Any, later: Any, found: Any) -> Any:
-    """For each of `later` its number in `earlier` (both ascending) into `found`, or leave -1; returns how many."""
-    i = 0
-    hits = 0
-    for j in range(later.size):
-        while i < earlier.size and earlier[i] < later[j]:
-            i += 1
-        if i == earlier.size:
-            break
-        if earlier[i] == later[j]:
-            found[j] = i
-            hits += 1
-    return hits
-
-
-@kernel
 def scatter(groups: Any, column: Any, first: Any, stop: Any) -> None:
     """Write the old (`column` = G_OLD) or new (G_NEW) lanes of groups [first, stop) into live memory.
 
@@ -271,7 +256,7 @@ def walk(rows: Any, cursor: Any, budget: Any, sums: Any, files: Any) -> None:
 
 
 def warm() -> None:
-    """Compile everything above, by one call each with the types that jobs and calls use."""
+    """Compile everything above and `match`, by one call each with the types that jobs and calls use."""
     memory = np.zeros(BLOCK, dtype="<u8")
     here = memory.ctypes.data
     element, small = np.zeros(1, dtype=np.int64), np.zeros(1, dtype="<u4")

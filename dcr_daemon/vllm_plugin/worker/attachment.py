@@ -25,7 +25,8 @@ from dcr_daemon.vllm_plugin.weights.dense import DenseFiles
 from dcr_daemon.vllm_plugin.weights.memory import HostMemory, LiveTensors, ValueSet, WeightMemory, holders_of
 from dcr_daemon.vllm_plugin.weights.placement import Placement
 from dcr_daemon.vllm_plugin.worker.jobs import Job
-from dcr_daemon.vllm_plugin.worker.transaction import Arena, Preparation, Transaction
+from dcr_daemon.vllm_plugin.worker.prepare import Arena, Preparation
+from dcr_daemon.vllm_plugin.worker.transaction import Transaction
 from dcr_daemon.wording import shorten
 
 

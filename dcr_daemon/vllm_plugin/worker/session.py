@@ -23,7 +23,8 @@ from dcr_daemon.vllm_plugin.weights.memory import uint_view
 from dcr_daemon.vllm_plugin.weights.torch_memory import flip_bit
 from dcr_daemon.vllm_plugin.worker.attachment import Attachment, attach
 from dcr_daemon.vllm_plugin.worker.jobs import BackgroundThread, Job
-from dcr_daemon.vllm_plugin.worker.transaction import Arena, Transaction
+from dcr_daemon.vllm_plugin.worker.prepare import Arena
+from dcr_daemon.vllm_plugin.worker.transaction import Transaction
 
 KEPT_OUTCOMES = 16
 BEGUN_STATES = (TxnState.BEGUN, TxnState.ROLLED_BACK)

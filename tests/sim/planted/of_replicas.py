@@ -56,10 +56,9 @@ def a_chunk_is_left_out(put: Put) -> None:
         return type(made)(**{**_fields(made), "chunks": made.chunks[:-1]})
 
     put(Stage, "_hop", hop)
-    put(verify_sums, "verify_chain", lambda *_: None)
+    put(deltas, "check_chain", lambda *_, **__: None)
     put(verify_sums, "verify_composed", lambda *_: 0)
     put(verify_sums, "compare_written", lambda *_: "")
-    put(deltas, "name_differences", lambda *_: "")
 
 
 def _fields(record: Any) -> dict[str, Any]:

@@ -1,0 +1,238 @@
+"""Prepares a transaction on one worker: decodes staged hops against the live weights, which it only reads.
+
+In come the chunk files of several versions, out comes one `Transaction` and the answer for EngineCore. A later hop sees
+the values of the earlier ones, each hop's sums are taken at its own step, and every element is held once, with its
+value before the first hop and after the last: the composition of `engine.deltas`, in memory that was reserved at attach
+(must E6). It runs on the worker's background thread (must E4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dcr_daemon.canonical.dtypes import bits_dtype
+from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.codec.chunk import Changes
+from dcr_daemon.codec.decode import Chunk
+from dcr_daemon.engine.deltas import canonical_order, open_staged_chunk, overlay, replace
+from dcr_daemon.errors import EngineRefused, ResourceExhausted
+from dcr_daemon.vllm_plugin.calls import HopFiles, PreparedRank, SegmentSums
+from dcr_daemon.vllm_plugin.weights import faults
+from dcr_daemon.vllm_plugin.weights.memory import U32, Bits, Group, WeightMemory
+from dcr_daemon.vllm_plugin.weights.placement import Placement
+from dcr_daemon.vllm_plugin.worker.transaction import Transaction, box_sums
+
+Advance = Callable[[float], None]
+
+
+class ArenaFull(Exception):
+    """The arena cannot hold this hop as well."""
+
+
+class Arena:
+    """`cap` bytes, touched once so that they exist; handed out front to back, taken back all at once."""
+
+    def __init__(self, cap: int) -> None:
+        self._bytes = np.empty(max(cap, 8), dtype=np.uint8)
+        self._bytes.fill(0)  # overcommitted pages would be found missing inside a pause
+        self._used = 0
+
+    @property
+    def size(self) -> int:
+        return self._bytes.size
+
+    def reset(self) -> None:
+        self._used = 0
+
+    def take(self, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """`count` elements; raises `ArenaFull`."""
+        start = -(-self._used // 8) * 8
+        end = start + count * np.dtype(dtype).itemsize
+        if end > self.size:
+            raise ArenaFull
+        self._used = end
+        return self._bytes[start:end].view(dtype)
+
+
+class Preparation:
+    """Decodes hops into groups. One use per attempt; runs on the worker's background thread."""
+
+    def __init__(
+        self,
+        *,
+        layout: Layout,
+        placement: Placement,
+        memory: WeightMemory,
+        arena: Arena,
+        advance: Advance = lambda part: None,
+    ) -> None:
+        self._layout = layout
+        self._placement = placement
+        self._memory = memory
+        self._arena = arena
+        self._advance = advance
+        self._groups: list[Group] = []
+        self._by_row: dict[int, list[Group]] = {}
+        self._sums: dict[int, tuple[int, int]] = {}  # old and new of groups (by identity) that no later hop has changed
+        self._computed: set[int] = set()
+        self._held = np.zeros(len(layout), dtype=bool)
+        self._held[[*placement.by_tensor, *placement.computed]] = True
+
+    def run(self, txn: str, hops: Sequence[HopFiles]) -> Transaction:
+        """Prepare as many hops as fit.
+
+        Raises:
+            CorruptChunk: a chunk is damaged, or belongs to another hop.
+            ResourceExhausted: the first hop alone does not fit into the arena.
+            EngineRefused: tensors that share memory would differ.
+            OSError: a file cannot be read.
+        """
+        fits = len(hops)
+        while True:
+            self._arena.reset()
+            self._groups, self._by_row, self._sums, self._computed = [], {}, {}, set()
+            done: list[SegmentSums] = []
+            try:
+                for number, hop in enumerate(hops[:fits]):
+                    done.append(self._hop(number, hop, (number, fits)))
+                return self._finish(txn, fits, done)
+            except ArenaFull:
+                # A hop changes values that earlier hops put there, so a half-done one cannot be cut off: start
+                # again with the hops that are known to fit.
+                fits = len(done)
+                if fits == 0:
+                    raise ResourceExhausted(
+                        f"version {hops[0].version} alone needs more than the {self._arena.size} bytes reserved",
+                        hint="raise DCR_STAGE_CAP where the engine is started",
+                    ) from None
+
+    def _hop(self, number: int, hop: HopFiles, of: tuple[int, int]) -> SegmentSums:
+        entries: list[tuple[int, int, int, int, int]] = []
+        for segment_number, chunk, index, part in self._segments(hop):
+            segment = chunk.segment(index)
+            if segment.tensor in self._placement.computed:
+                self._computed.add(segment.tensor)
+            if rows := self._placement.rows_meeting(segment.tensor, segment.box):
+                elements, changes = canonical_order(chunk.changes(index))
+                for row in rows:
+                    entry = self._change(number, row, changes, elements)
+                    if entry is not None:
+                        entries.append((segment_number, self._placement.rows[row].box, *entry))
+            faults.after_slice()
+            self._advance((of[0] + part) / of[1])
+        self._advance((of[0] + 1) / of[1])
+        return _segment_sums(hop.version, entries)
+
+    def _segments(self, hop: HopFiles) -> Iterator[tuple[int, Chunk, int, float]]:
+        """Segments of tensors that this worker holds: (number in the hop, chunk, index in the chunk, share done)."""
+        first = 0
+        for i, path in enumerate(hop.chunks):
+            chunk = open_staged_chunk(Path(path).read_bytes(), hop, self._layout, path=path)
+            for index in np.flatnonzero(self._held[chunk.table.tensor]).tolist():
+                yield first + index, chunk, index, (i + (index + 1) / len(chunk)) / len(hop.chunks)
+            first += len(chunk)
+            chunk.release()
+
+    def _change(
+        self, hop: int, row: int, changes: Changes, elements: npt.NDArray[np.int64]
+    ) -> tuple[int, int, int] | None:
+        """Fold one segment's share of one row in; (count, before, after), or None if they share nothing."""
+        picked, element, target = self._memory.locate(row, elements)
+        if not picked.size:
+            return None
+        lane = bits_dtype(self._layout[changes.segment.tensor].width)
+        old = np.empty(picked.size, dtype=lane)
+        self._memory.gather(row, target, old)
+        held = overlay(self._by_row.get(row, ()), hop, element, old)
+        if picked.size < elements.size:
+            changes = Changes(changes.segment, changes.positions[picked], changes.operands[picked])
+        new = changes.resolve(old).astype(lane, copy=False)
+        before = self._memory.sum_bits(row, old, element)
+        after = self._memory.sum_bits(row, new, element)
+        fresh = replace(held, new)
+        for other, _ in held:
+            self._sums.pop(id(other), None)
+        group = self._append(hop, row, element, target, old, new, fresh)
+        if group is not None and fresh is None:
+            self._sums[id(group)] = before, after
+        return int(picked.size), before, after
+
+    def _append(
+        self, hop: int, row: int, element: U32, target: U32, old: Bits, new: Bits, fresh: npt.NDArray[np.bool_] | None
+    ) -> Group | None:
+        count = element.size if fresh is None else int(fresh.sum())
+        if not count:
+            return None
+        kept: list[npt.NDArray[Any]] = []
+        for values in (element, target, old, new):
+            space = self._arena.take(count, values.dtype)
+            space[:] = values if fresh is None else values[fresh]
+            kept.append(space)
+        group = Group(row, hop, *kept)
+        self._groups.append(group)
+        self._by_row.setdefault(row, []).append(group)
+        return group
+
+    def _require_equal_aliases(self) -> None:
+        """One memory under two names takes one value: raises `EngineRefused` if a change gives it two."""
+        for pair in self._placement.aliases:
+            changes = [self._by_row.get(row, []) for row in pair]
+            if not any(changes):
+                continue
+            one, other = (_joined(groups) if groups else None for groups in changes)
+            if one is None or other is None or any(not np.array_equal(a, b) for a, b in zip(one, other, strict=True)):
+                names = " and ".join(self._layout[self._placement.rows[row].tensor].name for row in pair)
+                raise EngineRefused(
+                    f"{names} share their memory in this engine, and the change makes them differ",
+                    hint="train them tied, or serve a checkpoint whose config does not tie them",
+                )
+
+    def _finish(self, txn: str, fits: int, done: list[SegmentSums]) -> Transaction:
+        """Stage the groups, and say what apply and rollback will have to answer."""
+        memory, groups = self._memory, self._groups
+        self._require_equal_aliases()
+        memory.load_groups(groups)
+        sums = [
+            self._sums.get(id(g))
+            or (memory.sum_bits(g.row, g.old, g.element), memory.sum_bits(g.row, g.new, g.element))
+            for g in groups
+        ]
+        old, new = np.array(sums, dtype=np.uint64).reshape(-1, 2).T
+        answer = PreparedRank(
+            txn=txn,
+            fits=fits,
+            changed=sum(int(group.element.size) for group in groups),
+            hops=done,
+            before=box_sums(groups, old, self._placement),
+            after=box_sums(groups, new, self._placement),
+        )
+        return Transaction(txn, fits, groups, answer, frozenset(self._computed))
+
+
+def _joined(groups: Sequence[Group]) -> tuple[npt.NDArray[Any], ...]:
+    """Places and new values of several groups of one row, in the order of the places."""
+    target, new = (np.concatenate([getattr(group, name) for group in groups]) for name in ("target", "new"))
+    order = np.argsort(target)
+    return target[order], new[order]
+
+
+def _segment_sums(version: int, entries: list[tuple[int, int, int, int, int]]) -> SegmentSums:
+    """Join rows of the same (segment, box)."""
+    joined: dict[tuple[int, int], tuple[int, int, int]] = {}
+    for segment, box, count, before, after in entries:
+        a, b, c = joined.get((segment, box), (0, 0, 0))
+        joined[segment, box] = (a + count, (b + before) % (1 << 64), (c + after) % (1 << 64))
+    values = list(joined.values())
+    return SegmentSums(
+        version=version,
+        segment=np.array([key[0] for key in joined], dtype="<u4").tobytes(),
+        box=np.array([key[1] for key in joined], dtype="<u4").tobytes(),
+        count=np.array([value[0] for value in values], dtype="<i8").tobytes(),
+        before=np.array([value[1] for value in values], dtype="<u8").tobytes(),
+        after=np.array([value[2] for value in values], dtype="<u8").tobytes(),
+    )
