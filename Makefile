@@ -57,7 +57,12 @@ $(VENV)/.wheel: $(SOURCE) $(VENV)/.tools
 	@$(PIP) wheel --no-deps --no-build-isolation --wheel-dir dist .
 	@touch $@
 
-$(VENV)/.installed: $(VENV)/.wheel $(VENV)/.vllm
+# The demo is not in the wheel: the environment imports demo/dcr_demo from this checkout.
+$(VENV)/.demo: $(VENV)/.tools
+	@echo '$(CURDIR)/demo' > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/dcr_demo.pth"
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.wheel $(VENV)/.vllm $(VENV)/.demo
 	@$(PIP) install --no-deps --force-reinstall dist/*.whl
 	@touch $@
 

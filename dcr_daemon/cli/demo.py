@@ -19,7 +19,7 @@ from dcr_daemon.errors import DcrError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from dcr_daemon.demo.run import Finished, Row, Stage
+    from dcr_demo.run import Finished, Row, Stage
 
 _COLUMNS = ("version", "step", "reward", "changed", "payload", "dense", "of dense", "publish→serving", "pause")
 _WIDTHS = (7, 4, 6, 8, 9, 9, 8, 15, 9)
@@ -41,7 +41,7 @@ def command(
     flight. It ends with a proof: every parameter and buffer of the served model equals a fresh load of `dcr
     materialize`, bit for bit, and the completions are equal. Exit code 0 only if that holds.
     """
-    from dcr_daemon.demo.run import DemoOptions, run_demo
+    from dcr_demo.run import DemoOptions, run_demo
 
     options = DemoOptions(work=work or Path(".demo") / f"run-{runtime.nonce(3)}", steps=steps, tiny=tiny, s3=s3)
     signal.signal(signal.SIGTERM, _interrupt)
@@ -60,7 +60,7 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
 
 def _tell(story: Iterator[Stage | Row | Finished], console: Console) -> Finished:
     """Draw the story as it happens; returns its end."""
-    from dcr_daemon.demo.run import Finished, Row
+    from dcr_demo.run import Finished, Row
 
     with console.status("starting") as status:
         for event in story:

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from dcr_daemon.demo.processes import Process, free_ports
-from dcr_daemon.demo.record import EventTail
-from dcr_daemon.demo.scene import dcr
+from dcr_demo.processes import Process, free_ports
+from dcr_demo.record import EventTail
+from dcr_demo.scene import dcr
 
 Start = Callable[..., Process]
 

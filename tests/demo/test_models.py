@@ -12,9 +12,9 @@ pytest.importorskip("transformers")
 
 from safetensors.torch import load_file
 
-from dcr_daemon.demo import models
-from dcr_daemon.demo.gguf_llama import hf_name, rotate_halves
 from dcr_daemon.errors import Incompatible, UsageError
+from dcr_demo import models
+from dcr_demo.gguf_llama import hf_name, rotate_halves
 
 
 def weights(model: Path) -> dict[str, object]:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from dcr_daemon.demo.processes import Process, ProcessDied, free_ports, seaweedfs
-from dcr_daemon.demo.record import EventTail
+from dcr_demo.processes import Process, ProcessDied, free_ports, seaweedfs
+from dcr_demo.record import EventTail
 
 PARENT = """
 import subprocess, sys, time, pathlib

@@ -12,8 +12,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from dcr_daemon.demo.processes import Process
-from dcr_daemon.demo.scene import dcr
+from dcr_demo.processes import Process
+from dcr_demo.scene import dcr
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 import aiohttp
 from aiohttp import web
 
-from dcr_daemon.demo.traffic import _request
+from dcr_demo.traffic import _request
 
 
 def chunk(text: str, finish: str | None = None) -> bytes:

@@ -11,8 +11,8 @@ pytest.importorskip("transformers")
 import torch
 from safetensors.torch import load_file
 
-from dcr_daemon.demo.models import Kind, write_tiny
-from dcr_daemon.demo.trainer import Trainer, _spread
+from dcr_demo.models import Kind, write_tiny
+from dcr_demo.trainer import Trainer, _spread
 
 
 def weights(model: Path) -> dict[str, torch.Tensor]:
@@ -68,7 +68,7 @@ def test_a_step_can_be_taken_by_its_own_command(tmp_path: Path) -> None:
     import sys
 
     base = write_tiny(tmp_path / "base", seed=1)
-    command = [sys.executable, "-P", "-m", "dcr_daemon.demo.trainer", str(base), str(tmp_path / "out"), "--steps", "2"]
+    command = [sys.executable, "-P", "-m", "dcr_demo.trainer", str(base), str(tmp_path / "out"), "--steps", "2"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("step 1 reward")
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["step-000001", "step-000002"]

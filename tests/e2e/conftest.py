@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.vllm.server import Rig, rig
 
-from dcr_daemon.demo.models import write_tiny
+from dcr_demo.models import write_tiny
 
 
 @pytest.fixture(scope="session")

@@ -19,12 +19,12 @@ import pytest
 from support.streams.writer import StreamWriter
 from support.vllm.server import ModelVersions, Rig
 
-from dcr_daemon.demo.models import copy_side_files
-from dcr_daemon.demo.processes import Process
-from dcr_daemon.demo.scene import dcr
 from dcr_daemon.engine.port import EngineGone, EngineStatus, Verdict
 from dcr_daemon.engine.vllm_client import VllmEngine
 from dcr_daemon.store import open_store
+from dcr_demo.models import copy_side_files
+from dcr_demo.processes import Process
+from dcr_demo.scene import dcr
 
 pytestmark = pytest.mark.vllm
 

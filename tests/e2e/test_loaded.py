@@ -10,7 +10,6 @@ from support.streams.writer import StreamWriter
 from support.vllm.server import ModelVersions, Rig, rig
 from support.vllm.wider_model import redrawn, written_wider
 
-from dcr_daemon.demo.models import copy_side_files, write_tiny
 from dcr_daemon.engine.messages import RankChecksums
 from dcr_daemon.engine.port import TensorClass
 from dcr_daemon.engine.vllm_client import VllmEngine
@@ -18,6 +17,7 @@ from dcr_daemon.events import discard
 from dcr_daemon.store import open_store
 from dcr_daemon.subscribe.daemon import SubscribeOptions, run_subscribe
 from dcr_daemon.subscribe.materialize import materialize
+from dcr_demo.models import copy_side_files, write_tiny
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

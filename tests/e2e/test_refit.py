@@ -13,11 +13,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from dcr_daemon.demo.models import Kind, write_tiny
-from dcr_daemon.demo.processes import VllmServer
-from dcr_daemon.demo.proof import Proof, compare
-from dcr_daemon.demo.scene import Scene
-from dcr_daemon.demo.trainer import Trainer
+from dcr_demo.models import Kind, write_tiny
+from dcr_demo.processes import VllmServer
+from dcr_demo.proof import Proof, compare
+from dcr_demo.scene import Scene
+from dcr_demo.trainer import Trainer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.seaweed, pytest.mark.slow]
 

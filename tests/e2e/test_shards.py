@@ -24,11 +24,11 @@ from support.ranks.training_cases import BY_NAME
 from support.stores.seaweed import Seaweed, set_environment
 from support.vllm.server import ModelVersions, Rig, rig
 
-from dcr_daemon.demo.models import write_tiny
-from dcr_daemon.demo.proof import checksums
-from dcr_daemon.demo.scene import Scene
 from dcr_daemon.engine.port import Verdict
 from dcr_daemon.engine.vllm_client import VllmEngine
+from dcr_demo.models import write_tiny
+from dcr_demo.proof import checksums
+from dcr_demo.scene import Scene
 
 pytestmark = [pytest.mark.vllm, pytest.mark.seaweed, pytest.mark.slow]
 

@@ -12,8 +12,8 @@ pytest.importorskip("safetensors")
 import torch
 
 from dcr_daemon import runtime
-from dcr_daemon.demo.models import write_sharded
-from dcr_daemon.demo.scene import Scene
+from dcr_demo.models import write_sharded
+from dcr_demo.scene import Scene
 
 pytestmark = [pytest.mark.seaweed]
 

@@ -18,12 +18,12 @@ from support.vllm.worker_rig import Driver, Lanes, Version, Worker, step, vector
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.directory import Checkpoint, write_checkpoint
 from dcr_daemon.checkpoint.safetensors import write_safetensors
-from dcr_daemon.demo.models import copy_side_files, write_tiny
 from dcr_daemon.vllm_plugin import calls
 from dcr_daemon.vllm_plugin.calls import Op, TensorHandling
 from dcr_daemon.vllm_plugin.loader import place_model
 from dcr_daemon.vllm_plugin.loader.computed import ComputedLoader, write_computed
 from dcr_daemon.vllm_plugin.weights.memory import ValueSet
+from dcr_demo.models import copy_side_files, write_tiny
 
 pytestmark = pytest.mark.vllm
 

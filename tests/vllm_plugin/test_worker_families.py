@@ -17,9 +17,9 @@ from support.vllm.worker_rig import Driver, Lanes, Worker, step, vector, write_v
 
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.directory import Checkpoint, write_checkpoint
-from dcr_daemon.demo.models import copy_side_files
 from dcr_daemon.vllm_plugin import calls
 from dcr_daemon.vllm_plugin.calls import JobState, Op, TensorHandling
+from dcr_demo.models import copy_side_files
 
 pytestmark = pytest.mark.vllm
 

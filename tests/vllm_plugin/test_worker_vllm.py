@@ -30,11 +30,11 @@ from support.vllm.worker_rig import (
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.directory import Checkpoint, write_checkpoint
 from dcr_daemon.codec.chunk import Codec
-from dcr_daemon.demo.models import copy_side_files, write_tiny
 from dcr_daemon.vllm_plugin import calls
 from dcr_daemon.vllm_plugin.calls import Code, JobState, Op, TensorHandling, TxnState
 from dcr_daemon.vllm_plugin.loader import eligibility, place_model
 from dcr_daemon.vllm_plugin.weights import faults
+from dcr_demo.models import copy_side_files, write_tiny
 
 pytestmark = pytest.mark.vllm
 

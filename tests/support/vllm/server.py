@@ -18,11 +18,11 @@ import numpy as np
 from dcr_daemon.canonical.fingerprint import Vector
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.directory import Checkpoint
-from dcr_daemon.demo.processes import VllmServer, vllm_server
 from dcr_daemon.engine import messages
 from dcr_daemon.engine.port import Attached, StreamFacts, Verdict
 from dcr_daemon.engine.vllm_client import VllmEngine
 from dcr_daemon.errors import EngineRefused
+from dcr_demo.processes import VllmServer, vllm_server
 from support.streams.versions import Versions
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.checkpoint.directory import Checkpoint, write_checkpoint
-from dcr_daemon.demo.models import copy_side_files
+from dcr_demo.models import copy_side_files
 
 Lanes = list[np.ndarray]
 

@@ -1,6 +1,6 @@
 """Keeps completions in flight against a server, as a process of its own, and says how every one ended.
 
-    python -m dcr_daemon.demo.traffic URL --clients 2 --tokens 24 --out requests.jsonl
+    python -m dcr_demo.traffic URL --clients 2 --tokens 24 --out requests.jsonl
 
 Runs until SIGTERM or SIGINT, lets what is in flight finish, and exits 0. One JSON line per request: `start` and
 `end` (monotonic seconds), `tokens`, `finish` (the server's reason), `longest_gap` (seconds between two tokens),

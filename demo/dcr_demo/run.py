@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from dcr_daemon import runtime
-from dcr_daemon.demo.models import write_smollm2, write_tiny
-from dcr_daemon.demo.processes import VllmServer, seaweedfs
-from dcr_daemon.demo.proof import Proof, compare
-from dcr_daemon.demo.record import EventTail
-from dcr_daemon.demo.scene import Scene, short_directory
+from dcr_demo.models import write_smollm2, write_tiny
+from dcr_demo.processes import VllmServer, seaweedfs
+from dcr_demo.proof import Proof, compare
+from dcr_demo.record import EventTail
+from dcr_demo.scene import Scene, short_directory
 
 _FIRST_ANSWER = 300.0  #: seconds; the first completion compiles
 
@@ -120,7 +120,7 @@ def write_model(out: Path, *, tiny: bool) -> Path:
 def _trainer(model: Path, *, tiny: bool) -> Any:
     import torch
 
-    from dcr_daemon.demo.trainer import Trainer
+    from dcr_demo.trainer import Trainer
 
     torch.set_num_threads(1)  # vLLM answers requests meanwhile, on the same cores
     return Trainer(model, learning_rate=2e-6 if tiny else 1e-6)

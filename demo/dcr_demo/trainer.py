@@ -4,7 +4,7 @@ It stands for the training side of a run: `publish(trainer.weights())` in proces
 watched directory, as any framework writes. The reward is a toy (lower-case letters); everything
 about the weights is real: float32 masters, AdamW, a small learning rate, one cast to BF16.
 
-    python -m dcr_daemon.demo.trainer MODEL OUT --steps 100 --every 10
+    python -m dcr_demo.trainer MODEL OUT --steps 100 --every 10
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dcr_daemon import runtime
-from dcr_daemon.demo.models import copy_side_files, write_sharded
+from dcr_demo.models import copy_side_files, write_sharded
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dcr_daemon.demo.processes import VllmServer
+from dcr_demo.processes import VllmServer
 
 PROMPTS = ("The capital of France is", "Gravity is", "Once upon a time")
 

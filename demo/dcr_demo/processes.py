@@ -180,7 +180,7 @@ def executable(name: str) -> str:
     beside = Path(sys.executable).with_name(name)
     found = str(beside) if beside.exists() else shutil.which(name)
     if not found:
-        raise NotFound(f"{name} is not installed", hint='pip install "dcr-daemon[demo]"')
+        raise NotFound(f"{name} is not installed", hint="run `make setup`")
     return found
 
 

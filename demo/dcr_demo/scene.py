@@ -16,8 +16,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from dcr_daemon import runtime
-from dcr_daemon.demo.processes import Process, ProcessDied, VllmServer, executable, vllm_server
-from dcr_daemon.demo.record import EventTail
+from dcr_demo.processes import Process, ProcessDied, VllmServer, executable, vllm_server
+from dcr_demo.record import EventTail
 
 
 def dcr(*arguments: str) -> list[str]:
@@ -97,7 +97,7 @@ class Scene:
     def traffic(self, server: VllmServer, *, clients: int = 2, tokens: int = 24) -> Process:
         """Keep requests in flight; their ends are in `requests.jsonl`."""
         out = str(self.work / "requests.jsonl")
-        argv = [sys.executable, "-P", "-m", "dcr_daemon.demo.traffic", server.url, "--out", out]
+        argv = [sys.executable, "-P", "-m", "dcr_demo.traffic", server.url, "--out", out]
         return self.start("traffic", [*argv, "--clients", str(clients), "--tokens", str(tokens)])
 
     def requests(self) -> list[dict[str, Any]]:
