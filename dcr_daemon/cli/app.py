@@ -48,7 +48,10 @@ def _help(docstring: str) -> str:
 
 
 for module in (publish, subscribe, log, status, verify, gc, materialize, plan, demo):
-    app.command(module.__name__.rpartition(".")[2], help=_help(module.command.__doc__ or ""))(module.command)
+    name, settings = module.__name__.rpartition(".")[2], None
+    if module.command is demo.missing:
+        settings = demo.ANY_ARGUMENTS
+    app.command(name, help=_help(module.command.__doc__ or ""), context_settings=settings)(module.command)
 
 
 def _show_version(asked: bool) -> None:

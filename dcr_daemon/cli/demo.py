@@ -1,115 +1,30 @@
-"""`dcr demo`: the main job, live, on this machine."""
+"""`dcr demo`: the command of `demo/dcr_demo` in a checkout; elsewhere an error that says where the demo is."""
 
 from __future__ import annotations
 
-import contextlib
-import signal
-from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
-
 import typer
-from rich.console import Console
 
-from dcr_daemon import runtime
-from dcr_daemon.cli.options import Json
-from dcr_daemon.cli.output import print_json, size
-from dcr_daemon.errors import DcrError
+from dcr_daemon.errors import UsageError
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from dcr_demo.run import Finished, Row, Stage
-
-_COLUMNS = ("version", "step", "reward", "changed", "payload", "dense", "of dense", "publish→serving", "pause")
-_WIDTHS = (7, 4, 6, 8, 9, 9, 8, 15, 9)
-_PLAIN: dict[str, Any] = {"soft_wrap": True, "highlight": False}
+#: Without the demo its options are unknown too: whatever they are, the answer is the same.
+ANY_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
-def command(
-    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Optimizer steps to train and publish.")] = 4,
-    tiny: Annotated[bool, typer.Option("--tiny", help="A generated Qwen3 instead of SmolLM2-135M.")] = False,
-    s3: Annotated[bool, typer.Option("--s3", help="Through a local SeaweedFS instead of a file:// bucket.")] = False,
-    work: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Keep everything there; default: .demo/run-…")
-    ] = None,
-    json: Json = False,
-) -> None:
-    """Train a small real model, serve it with vLLM on CPU, and refit it while it answers requests.
+def missing(context: typer.Context) -> None:
+    """Say where the demo is: it is not part of the installed package.
 
-    Every part is a real process: vLLM with the plugins, dcr publish, dcr subscribe, and clients that keep requests in
-    flight. It ends with a proof: every parameter and buffer of the served model equals a fresh load of `dcr
-    materialize`, bit for bit, and the completions are equal. Exit code 0 only if that holds.
+    In a checkout of the source repository, `make demo` trains a small model, publishes it, refits a vLLM server and
+    proves the result.
     """
-    from dcr_demo.run import DemoOptions, run_demo
-
-    options = DemoOptions(work=work or Path(".demo") / f"run-{runtime.nonce(3)}", steps=steps, tiny=tiny, s3=s3)
-    signal.signal(signal.SIGTERM, _interrupt)
-    with contextlib.closing(run_demo(options)) as story:
-        finished = _tell(story, Console(stderr=json))
-    if json:
-        print_json(finished.as_json())
-    if not finished.holds:
-        raise DcrError("the proof does not hold", hint=f"see the logs in {finished.work}")
-
-
-def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    """SIGTERM takes the same way out as Ctrl-C: through every `finally`."""
-    raise KeyboardInterrupt
-
-
-def _tell(story: Iterator[Stage | Row | Finished], console: Console) -> Finished:
-    """Draw the story as it happens; returns its end."""
-    from dcr_demo.run import Finished, Row
-
-    with console.status("starting") as status:
-        for event in story:
-            match event:
-                case Row():
-                    if event.version == 1:
-                        console.print(_line(_COLUMNS), style="bold", **_PLAIN)
-                    console.print(_line(_cells(event)), **_PLAIN)
-                    status.update(f"training step {event.step + 1}")
-                case Finished():
-                    _conclude(event, console)
-                    return event
-                case _:
-                    if not console.is_terminal:
-                        console.print(event.what)
-                    status.update(event.what)
-    raise DcrError("the demo ended without a result")
-
-
-def _line(cells: Sequence[str]) -> str:
-    """One line of the live table: plain text, so that it reads the same in a terminal and in a log."""
-    return "  ".join(cell.rjust(width) for cell, width in zip(cells, _WIDTHS, strict=True))
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    return (
-        str(row.version),
-        str(row.step),
-        f"{row.reward:.3f}",
-        f"{row.changed:.3%}",
-        size(row.payload),
-        size(row.dense),
-        f"{row.payload / row.dense:.3%}",
-        f"{row.publish_to_serving:.2f} s",
-        f"{row.pause * 1000:.1f} ms",
+    raise UsageError(
+        "the demo is not part of the installed package",
+        hint="run `make demo` in a checkout of the source repository",
     )
 
 
-def _conclude(end: Finished, console: Console) -> None:
-    proof = end.proof
-    lines = [
-        f"\nrequests kept in flight: {end.requests} ended, {end.failed} failed",
-        "the served model against a fresh vLLM that loaded the materialised checkpoint:",
-        f"  {proof.tensors} parameters and buffers on {proof.ranks} rank(s): {len(proof.differing)} differ",
-        f"  {proof.completions} completions with log-probabilities: {len(proof.differing_completions)} differ",
-        *(f"  differs: {name}" for name in [*proof.differing[:10], *proof.differing_completions]),
-    ]
-    for line in lines:
-        console.print(line, **_PLAIN)
-    verdict, style = ("PROVED: bit for bit", "bold green") if end.holds else ("NOT PROVED", "bold red")
-    console.print(verdict, style=style)
-    console.print(f"logs, bucket and checkpoints are in {end.work}", **_PLAIN)
+try:
+    from dcr_demo.command import command
+except ModuleNotFoundError as error:
+    if error.name not in ("dcr_demo", "dcr_demo.command"):
+        raise
+    command = missing  # type: ignore[assignment]  # typer reads its own signature

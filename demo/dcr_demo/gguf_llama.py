@@ -3,6 +3,9 @@
 Covers what SmolLM2's GGUF uses: any block format the `gguf` package can dequantise, grouped-query attention,
 tied embeddings and a GPT-2 style byte-level BPE. Weights come out in BF16, rounded once from the dequantised
 float32.
+
+transformers reads the same file (`gguf_file=`), and its BF16 weights of SmolLM2 are equal bit for bit; but it needs
+accelerate for that, which nothing else here does.
 """
 
 from __future__ import annotations

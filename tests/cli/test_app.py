@@ -142,3 +142,13 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
 def test_the_module_is_the_command() -> None:
     done = subprocess.run([sys.executable, "-m", "dcr_daemon", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("dcr ")
+
+
+@pytest.mark.parametrize("arguments", [[], ["--tiny", "--steps", "2"]])
+def test_without_the_checkout_the_demo_says_where_it_is(arguments: list[str]) -> None:
+    source = (
+        "import sys; sys.modules['dcr_demo'] = None; from dcr_daemon.cli.app import run; sys.exit(run(sys.argv[1:]))"
+    )
+    process = subprocess.run([sys.executable, "-c", source, "demo", *arguments], capture_output=True, text=True)
+    assert process.returncode == 2, process.stderr
+    assert "`make demo` in a checkout" in process.stderr

@@ -31,6 +31,12 @@ def test_the_wheel_holds_the_package_and_nothing_else() -> None:
     assert not [name for name in names if "__pycache__" in name or name.endswith((".nbi", ".nbc"))]
 
 
+def test_only_the_command_imports_the_demo_which_the_wheel_does_not_hold() -> None:
+    users = [path.name for path in (ROOT / "dcr_daemon").rglob("*.py") if "import dcr_demo" in path.read_text()]
+    users += [path.name for path in (ROOT / "dcr_daemon").rglob("*.py") if "from dcr_demo" in path.read_text()]
+    assert users == ["demo.py"]
+
+
 def test_versions_agree() -> None:
     assert importlib.metadata.version("dcr-daemon") == dcr_daemon.__version__
     assert f"## {dcr_daemon.__version__}" in (ROOT / "CHANGELOG.md").read_text()
