@@ -102,10 +102,26 @@ def read_pieces(file: SafetensorsFile | SafetensorsBytes, layout: Layout) -> Ite
     Raises:
         Corrupt: an entry that is neither a tensor of the layout nor a well-placed piece of one.
     """
+    for piece in find_pieces(file, layout):
+        yield piece.tensor, piece.box, file.bits(piece.entry.name)
+
+
+def find_pieces(
+    file: SafetensorsFile | SafetensorsBytes, layout: Layout, *, skip_unknown: bool = False
+) -> Iterator[Piece]:
+    """Every entry of an anchor file, from its header alone; `skip_unknown` leaves out tensors not in the layout.
+
+    Raises:
+        Corrupt: an entry that is neither a tensor of the layout nor a well-placed piece of one.
+    """
     for entry in file.specs:
+        if skip_unknown and entry.name not in layout and entry.name not in file.metadata:
+            continue
         # Metadata holds other things too ("format"), which a tensor may be called: its own name comes first.
         name, box = (entry.name, None) if entry.name in layout else _place(file, entry)
         if name not in layout:
+            if skip_unknown:
+                continue
             raise Corrupt(f"{file.path}: {name} is not in the stream's layout")
         tensor = layout.index(name)
         spec = layout[tensor]
@@ -115,7 +131,7 @@ def read_pieces(file: SafetensorsFile | SafetensorsBytes, layout: Layout) -> Ite
             box = Box.flat(0, spec.elements) if spec.elements else None
         elif entry.dtype != spec.dtype or not box.fits(spec.elements) or box.elements != entry.elements:
             raise Corrupt(f"{file.path}: {entry.name} is no piece of {name}")
-        yield tensor, box, file.bits(entry.name)
+        yield Piece(tensor, box, entry)
 
 
 def _place(file: SafetensorsFile | SafetensorsBytes, entry: TensorSpec) -> tuple[str, Box]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dcr_daemon.canonical.layout import Layout, TensorSpec
-from dcr_daemon.checkpoint.pieces import piece_metadata, plan_files, read_pieces
+from dcr_daemon.checkpoint.pieces import find_pieces, piece_metadata, plan_files, read_pieces
 from dcr_daemon.checkpoint.safetensors import SafetensorsFile, write_safetensors
 from dcr_daemon.errors import Corrupt
 
@@ -66,3 +66,14 @@ def test_a_piece_outside_its_tensor_is_corrupt(tmp_path: Path, place: str) -> No
     write_safetensors(path, [(TensorSpec("big#0", "BF16", (50,)), VALUES[0][:50])], {"big#0": place})
     with SafetensorsFile(path) as file, pytest.raises(Corrupt, match=r"a\.safetensors"):
         list(read_pieces(file, LAYOUT))
+
+
+def test_tensors_that_the_layout_leaves_out_are_skipped_only_on_request(tmp_path: Path) -> None:
+    """A checkpoint may store a tied head as well; whoever only looks for the layout's tensors does not mind."""
+    kept, alias = TensorSpec("kept", "BF16", (4,)), TensorSpec("alias", "BF16", (4,))
+    write_safetensors(tmp_path / "both", [(kept, np.arange(4, dtype="<u2")), (alias, np.zeros(4, dtype="<u2"))])
+    with SafetensorsFile(tmp_path / "both") as file:
+        layout = Layout([kept])
+        assert [piece.entry for piece in find_pieces(file, layout, skip_unknown=True)] == [kept]
+        with pytest.raises(Corrupt, match="alias is not in the stream's layout"):
+            list(find_pieces(file, layout))

@@ -195,13 +195,12 @@ def safetensors_file(data: bytes) -> None:
 
 def _read_dense(path: Path) -> None:
     tensors = range(len(samples.LAYOUT))
-    with contextlib.suppress(Corrupt):
-        files = dense.DenseFiles([str(path)], samples.LAYOUT)
+    with contextlib.suppress(Corrupt), dense.DenseFiles([str(path)], samples.LAYOUT) as files:
         absent = set(files.missing(tensors))
         for tensor in tensors:
             spec = samples.LAYOUT[tensor]
             if spec.name not in absent:
-                assert files.lanes(tensor).size == spec.elements
+                assert files.bits(tensor).size == spec.elements
 
 
 @target

@@ -97,10 +97,11 @@ def read_values(paths: Sequence[str], layout: Layout, tensors: Sequence[int], ve
     Raises:
         Corrupt: the files lack one of them, or hold other bytes than the version's.
     """
-    files, expected = DenseFiles(paths, layout), read_vector(vector, layout)
-    if missing := files.missing(tensors):
-        raise Corrupt(f"{', '.join(paths)} lacks {shorten(missing)}")
-    values = {tensor: np.array(files.lanes(tensor)) for tensor in tensors}
+    expected = read_vector(vector, layout)
+    with DenseFiles(paths, layout) as files:
+        if missing := files.missing(tensors):
+            raise Corrupt(f"{', '.join(paths)} lacks {shorten(missing)}")
+        values = {tensor: np.array(files.bits(tensor)) for tensor in tensors}
     for tensor, bits in values.items():
         if sum_run(bits, int(layout.keys[tensor])) != int(expected[tensor]):
             raise Corrupt(f"{layout[tensor].name} does not have the bytes of its version", hint="make the file again")

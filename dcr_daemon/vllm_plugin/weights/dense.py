@@ -1,131 +1,73 @@
 """Whole canonical tensors out of an anchor's safetensors files, mapped and not copied (docs/FORMAT.md 3).
 
-The subscriber has verified the files; here they are read again from scratch, because a worker that writes what a
-header misdescribes would write outside a tensor. A tensor is stored whole under its name, or as entries `name#n`
-whose boxes the file's metadata gives; those are joined in host memory, one tensor at a time.
+In come the paths of verified files, out come the bits of single tensors. The headers are checked again here, because a
+worker that believes a wrong header would write outside a tensor. A dense load, its check, and the tensors that vLLM's
+loader computes with read their values through it.
 """
 
 from __future__ import annotations
 
-import operator
+import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
-import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from dcr_daemon.canonical.box import Box
 from dcr_daemon.canonical.dtypes import bits_dtype
 from dcr_daemon.canonical.layout import Layout
-from dcr_daemon.errors import Corrupt
-from dcr_daemon.untrusted import decode_json, load_json
+from dcr_daemon.checkpoint.pieces import Piece, find_pieces
+from dcr_daemon.checkpoint.safetensors import SafetensorsFile
+from dcr_daemon.errors import Corrupt, Incompatible, NotFound
 from dcr_daemon.vllm_plugin.weights.memory import Bits
-
-Place = tuple[str, int, tuple[int, ...], tuple[int, ...]]
-_places = msgspec.json.Decoder(Place)
-
-HEADER_LIMIT = 100 << 20  #: bytes, as in the safetensors library
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """One entry: `box` is None for a whole tensor."""
-
-    file: npt.NDArray[np.uint8]
-    start: int
-    stop: int
-    box: Box | None
 
 
 class DenseFiles:
-    """What a set of files holds of a layout.
+    """What a set of files holds of a layout; a context manager. Tensors that the layout leaves out (a tied head) are
+    ignored.
 
     Raises:
-        Corrupt: a header does not parse, or an entry disagrees with the layout or with its file.
-        OSError: a file cannot be mapped.
+        Corrupt: a file is absent, a header does not parse, or an entry disagrees with the layout or with its file.
     """
 
     def __init__(self, paths: Sequence[str], layout: Layout) -> None:
         self._layout = layout
-        self._stored: dict[int, list[Stored]] = {}
-        for path in paths:
-            try:
-                self._read(path)
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                raise _corrupt(path, f"header does not parse: {error}") from error
-
-    def _read(self, path: str) -> None:
-        if Path(path).stat().st_size < 8:
-            raise _corrupt(path, "it is not a safetensors file")
-        file = np.memmap(path, dtype=np.uint8, mode="r")
-        size = int(file[:8].view("<u8")[0])
-        if size > min(HEADER_LIMIT, file.size - 8):
-            raise _corrupt(path, "it is truncated, or not a safetensors file")
-        header = load_json(file[8 : 8 + size].tobytes())
-        texts = header.pop("__metadata__", None) or {}
-        for name, entry in header.items():
-            # A tensor may be called like a piece, or like something else in the metadata: its own name comes first.
-            place = texts.get(name) if name not in self._layout else None
-            self._add(
-                path, file, 8 + size, name, entry, None if place is None else decode_json(_places, place.encode())
-            )
-
-    def _add(
-        self,
-        path: str,
-        file: npt.NDArray[np.uint8],
-        data: int,
-        name: str,
-        entry: dict[str, object],
-        place: Place | None,
-    ) -> None:
-        box: Box | None = None
-        if place is not None:
-            name, dst, shape, strides = place
-            box = Box(dst, shape, strides)
-        if name not in self._layout:
-            return  # a checkpoint may hold an alias that the layout leaves out (a tied head)
-        index = self._layout.index(name)
-        spec = self._layout[index]
-        begin, end = (operator.index(offset) for offset in entry["data_offsets"])  # type: ignore[attr-defined]
-        elements = spec.elements if box is None else box.elements
-        whole = box is not None or tuple(entry["shape"]) == spec.shape  # type: ignore[arg-type]
-        if entry["dtype"] != spec.dtype or not whole or (box is not None and not box.fits(spec.elements)):
-            raise _corrupt(path, f"{name} is not the tensor of that name in the layout")
-        if begin < 0 or end - begin != elements * spec.width or data + end > file.size:
-            raise _corrupt(path, f"{name} is truncated")
-        self._stored.setdefault(index, []).append(Stored(file, data + begin, data + end, box))
+        self._pieces: dict[int, list[tuple[SafetensorsFile, Piece]]] = {}
+        with contextlib.ExitStack() as opened:
+            for path in paths:
+                try:
+                    file = opened.enter_context(SafetensorsFile(Path(path)))
+                    for piece in find_pieces(file, layout, skip_unknown=True):
+                        self._pieces.setdefault(piece.tensor, []).append((file, piece))
+                except (Corrupt, Incompatible, NotFound) as error:
+                    raise Corrupt(f"anchor file {path}: {error.message}", hint="fetch the anchor again") from error
+            self._opened = opened.pop_all()
 
     def missing(self, tensors: Sequence[int]) -> list[str]:
         """Names of those of `tensors` that the files do not hold in full."""
         return [self._layout[t].name for t in tensors if self._held(t) != self._layout[t].elements]
 
     def _held(self, tensor: int) -> int:
-        width = self._layout[tensor].width
-        return sum((stored.stop - stored.start) // width for stored in self._stored.get(tensor, ()))
+        return sum(piece.entry.elements for _, piece in self._pieces.get(tensor, ()))
 
-    def lanes(self, tensor: int) -> Bits:
-        """All of a tensor as flat lanes: mapped where it is stored whole, else joined."""
-        spec, stored = self._layout[tensor], self._stored.get(tensor, [])
-        lane = bits_dtype(spec.width)
-        if len(stored) == 1 and stored[0].box is None:
-            return _lanes(stored[0], lane)
-        joined = np.empty(spec.elements, dtype=lane)
-        for part in stored:
-            assert part.box is not None
-            part.box.view(joined)[...] = _lanes(part, lane).reshape(part.box.shape)
+    def bits(self, tensor: int) -> Bits:
+        """A tensor's bits, flat: a view of the map where it is stored whole and aligned, else joined in host memory."""
+        spec, pieces = self._layout[tensor], self._pieces.get(tensor, [])
+        if len(pieces) == 1 and pieces[0][1].whole(self._layout):
+            return pieces[0][0].bits(spec.name)
+        joined = np.empty(spec.elements, dtype=bits_dtype(spec.width))
+        for file, piece in pieces:
+            if piece.box is not None:
+                piece.box.view(joined)[...] = file.bits(piece.entry.name).reshape(piece.box.shape)
         return joined
 
+    def close(self) -> None:
+        """Close the files. Views that are still in use keep their maps."""
+        self._opened.close()
 
-def _lanes(stored: Stored, lane: str) -> Bits:
-    """A view; a tensor that starts at an odd byte of its file is copied to an aligned one."""
-    raw = stored.file[stored.start : stored.stop]
-    if raw.ctypes.data % np.dtype(lane).itemsize:
-        raw = raw.copy()
-    return raw.view(lane)
+    def __enter__(self) -> Self:
+        return self
 
-
-def _corrupt(path: str, what: str) -> Corrupt:
-    return Corrupt(f"anchor file {path}: {what}", hint="fetch the anchor again")
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()

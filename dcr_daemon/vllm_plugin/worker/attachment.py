@@ -98,18 +98,18 @@ class Attachment:
             Corrupt: a file is damaged, or a tensor is missing.
             EngineRefused: tensors that share their memory here differ in the files.
         """
-        files = DenseFiles(arg.files, self.layout)
-        require_all(files, sorted({*self.placement.by_tensor, *self.placement.computed}))
-        for one, other in self.placement.aliases:
-            rows = [self.placement.rows[number] for number in (one, other)]
-            mine, theirs = (files.lanes(row.tensor) for row in rows)
-            part = box(rows[0].region)
-            if not np.array_equal(part.view(mine), part.view(theirs)):
-                names = " and ".join(self.layout[row.tensor].name for row in rows)
-                raise EngineRefused(
-                    f"{names} share their memory in this engine, and in these files they differ",
-                    hint="train them tied, or serve a checkpoint whose config does not tie them",
-                )
+        with DenseFiles(arg.files, self.layout) as files:
+            require_all(files, sorted({*self.placement.by_tensor, *self.placement.computed}))
+            for one, other in self.placement.aliases:
+                rows = [self.placement.rows[number] for number in (one, other)]
+                mine, theirs = (files.bits(row.tensor) for row in rows)
+                part = box(rows[0].region)
+                if not np.array_equal(part.view(mine), part.view(theirs)):
+                    names = " and ".join(self.layout[row.tensor].name for row in rows)
+                    raise EngineRefused(
+                        f"{names} share their memory in this engine, and in these files they differ",
+                        hint="train them tied, or serve a checkpoint whose config does not tie them",
+                    )
 
     def load(self, job: Job, arg: Start) -> Values:
         """Overwrite all that is held from an anchor's files; nothing is written unless the files hold all of it.
@@ -120,12 +120,12 @@ class Attachment:
         values = self.read_computed([arg.loaded] if arg.loaded else arg.files, arg.vector)
         if not arg.files:
             return values
-        files = DenseFiles(arg.files, self.layout)
-        tensors = sorted(self.placement.by_tensor)
-        require_all(files, tensors)
-        for done, tensor in enumerate(tensors):
-            self.live.overwrite(tensor, files.lanes(tensor), job.check_cancelled)
-            job.report_progress((done + 1) / len(tensors))
+        with DenseFiles(arg.files, self.layout) as files:
+            tensors = sorted(self.placement.by_tensor)
+            require_all(files, tensors)
+            for done, tensor in enumerate(tensors):
+                self.live.overwrite(tensor, files.bits(tensor), job.check_cancelled)
+                job.report_progress((done + 1) / len(tensors))
         return values
 
     def describe(self) -> list[dict[str, Any]]:
