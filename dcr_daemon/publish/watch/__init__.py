@@ -1,1 +1,4 @@
-"""What a trainer writes to a directory: finished checkpoints are found, read and offered for publication."""
+"""Watches a directory in which a trainer writes checkpoints, and publishes each of them.
+
+`dcr publish --watch` calls `watcher.run_watch`. In: files on disk. Out: versions, through a leader of `publish.group`.
+"""

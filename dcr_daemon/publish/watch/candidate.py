@@ -1,4 +1,4 @@
-"""One checkpoint below a watched directory, as a look saw it: what of it is there, and what it still lacks."""
+"""One checkpoint below a watched directory as the last scan found it: which files are complete, and what is missing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class CompleteFile:
 
     @property
     def names(self) -> list[str]:
-        """Tensors in it, by its own header."""
+        """Names of the tensors in it, by its own header."""
         return list(self.header.spans) if self.header else []
 
     @property
@@ -39,7 +39,7 @@ class CompleteFile:
 
 @dataclass(frozen=True, slots=True)
 class CompletePieces:
-    """A checkpoint in pieces of which all is there that is known to belong to it. It is taken up at one go."""
+    """A checkpoint in pieces of which all known files are there. It is ingested as a whole."""
 
     files: PieceFiles
     fit: PieceFit
@@ -47,7 +47,7 @@ class CompletePieces:
 
 @dataclass(slots=True, eq=False)
 class CheckpointCandidate:
-    """One checkpoint directory as the last look saw it.
+    """One checkpoint directory as the last scan found it.
 
     Attributes:
         files: complete files by name.
@@ -87,8 +87,8 @@ class CheckpointCandidate:
     def identity(self) -> frozenset[FileIdentity]:
         return checkpoint_identity((file.identity for file in self.files.values()), METADATA)
 
-    def lacks(self, layout: Layout) -> str:
-        """What this checkpoint still waits for, or why it is refused; empty if it is complete."""
+    def why_incomplete(self, layout: Layout) -> str:
+        """What is still missing, or why the checkpoint is refused; empty if it is complete."""
         if self.refusal:
             return self.refusal
         if self.unfinished:
@@ -107,12 +107,16 @@ class CheckpointCandidate:
         return [spec.name for spec in layout if spec.name not in held]
 
     def is_final(self, *, marker: bool) -> bool:
-        """Whether no more files are to come, as far as anything says so: then what is missing is an error."""
+        """Whether something says that no more files will come. Tensors that are missing then are an error.
+
+        Args:
+            marker: a marker file is asked for.
+        """
         if self.unfinished or not self.files or not self.has_marker or self.in_pieces or self.refusal:
-            return False  # what lies in pieces was judged as a whole
+            return False  # pieces were judged as a whole already
         numbered = [match for name in self.files if (match := _SHARD.search(name))]
         all_shards = bool(numbered) and len({m[1] for m in numbered}) == int(numbered[0][2])
-        # A marker may be left over from what this directory held before: shards that count themselves know better.
+        # A marker may be left over from what this directory held before: numbered shards are the better evidence.
         trusted = marker and not numbered
         return trusted or self.index is not None or all_shards or "model.safetensors" in self.files
 

@@ -1,4 +1,4 @@
-"""What must not change between finding a file, reading it, and sealing what was read."""
+"""Identities of files and checkpoints: what must not change between finding a file, reading it, and sealing it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ _MODEL_INDEX = re.compile(r"/pytorch_model_fsdp_\d+$")
 
 
 class FileIdentity(msgspec.Struct, frozen=True, order=True):
-    """What must not change between reading a file and sealing what was read. Recorded in the seal.
-
-    `name` is relative to the checkpoint's directory.
-    """
+    """One file as it was read. Recorded in the seal. `name` is relative to the checkpoint's directory."""
 
     name: str
     size: int
@@ -40,19 +37,19 @@ def identity_of(name: str, stat: os.stat_result) -> FileIdentity:
     return FileIdentity(name, stat.st_size, stat.st_mtime_ns, stat.st_ino)
 
 
-def checkpoint_identity(files: Iterable[FileIdentity], apart: str = "") -> frozenset[FileIdentity]:
-    """The identity of a checkpoint: its files', or of too many one that stands for all but the file called `apart`."""
+def checkpoint_identity(files: Iterable[FileIdentity], listed: str = "") -> frozenset[FileIdentity]:
+    """The identity of a checkpoint: those of its files. Of too many, a digest stands for all but the file `listed`."""
     known = sorted(files)
     if len(known) <= MAX_FILES_LISTED:
         return frozenset(known)
-    alone, rest = [file for file in known if file.name == apart], [file for file in known if file.name != apart]
+    alone, rest = [file for file in known if file.name == listed], [file for file in known if file.name != listed]
     times = max(file.mtime_ns for file in rest)
     sizes = _digest([[file.name, file.size, file.mtime_ns] for file in rest])
     return frozenset([*alone, FileIdentity(f"{len(rest)} files", sizes, times, _digest([f.inode for f in rest]))])
 
 
 def is_digest(file: FileIdentity) -> bool:
-    """Whether it is no file, but what `checkpoint_identity` makes of many."""
+    """Whether this stands for many files, as `checkpoint_identity` makes it."""
     return bool(_MANY_FILES.match(file.name))
 
 
@@ -62,17 +59,19 @@ def _digest(table: list[Any]) -> int:
 
 
 def without_inodes(identity: frozenset[FileIdentity]) -> frozenset[FileIdentity]:
-    """What is left of it on another file system."""
+    """What stays the same when the files are copied to another file system with their times."""
     return frozenset(msgspec.structs.replace(file, inode=0) for file in identity)
 
 
 def only_attributes_changed(known: FileIdentity, now: FileIdentity) -> bool:
-    """Whether a closed file got another mode or an older time, as copying does last: the same notice as for a write."""
+    """Whether a closed file only got another mode or an older time, as copying does last. inotify reports a write."""
     return (known.inode, known.size) == (now.inode, now.size) and now.mtime_ns <= known.mtime_ns
 
 
 def number_in(relative: str) -> int | None:
-    """The last integer in a path: `checkpoint-40`, `global_step_7/actor/huggingface`, and
-    `checkpoint-40/pytorch_model_fsdp_0`, as accelerate numbers its models."""
+    """The step number in a path: its last integer, as in `checkpoint-40` or `global_step_7/actor/huggingface`.
+
+    The last number of accelerate's `checkpoint-40/pytorch_model_fsdp_0` is a model's, and skipped.
+    """
     digits = re.findall(r"\d+", _MODEL_INDEX.sub("", relative))
     return int(digits[-1]) if digits else None

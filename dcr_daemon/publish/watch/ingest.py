@@ -1,5 +1,5 @@
-"""One watched checkpoint on its way to a version: its files are taken up as they become complete, or all its pieces at
-one go once they are there."""
+"""One watched checkpoint on its way to a version. Each of its files is diffed when it is complete; a checkpoint in
+pieces is diffed as a whole, once all its files are there."""
 
 from __future__ import annotations
 
@@ -29,41 +29,42 @@ from dcr_daemon.publish.watch.published import PublishedCheckpoint
 class CheckpointIngest:
     """An attempt whose input is the checkpoint at `relative`. Its files stay open until it ends."""
 
-    def __init__(self, session: Leader, attempt: Attempt, relative: str, ignore: tuple[str, ...], emit: Emit) -> None:
+    def __init__(self, leader: Leader, attempt: Attempt, relative: str, ignore: tuple[str, ...], emit: Emit) -> None:
         self.relative = relative
-        self._session, self._attempt, self._emit = session, attempt, emit
-        self._validator = UpdateValidator(relative, session.layout, ignore)
+        self._leader, self._attempt, self._emit = leader, attempt, emit
+        self._validator = UpdateValidator(relative, leader.layout, ignore)
         self._ingested: dict[Path, FileIdentity] = {}
         self._open: list[SafetensorsFile] = []
 
-    def pending(self, found: CheckpointCandidate) -> list[CompleteFile] | list[CompletePieces]:
-        """Complete files not taken yet, or the pieces if they are not."""
-        if found.in_pieces:
-            return [found.pieces] if found.pieces and not self._ingested else []
-        return [file for _, file in sorted(found.files.items()) if file.path not in self._ingested]
+    def pending(self, candidate: CheckpointCandidate) -> list[CompleteFile] | list[CompletePieces]:
+        """Complete files that were not ingested yet, or the pieces."""
+        if candidate.in_pieces:
+            return [candidate.pieces] if candidate.pieces and not self._ingested else []
+        return [file for _, file in sorted(candidate.files.items()) if file.path not in self._ingested]
 
     @property
     def identity(self) -> frozenset[FileIdentity]:
+        """Of the files ingested so far."""
         return checkpoint_identity(self._ingested.values(), METADATA)
 
-    async def ingest(self, what: CompleteFile | CompletePieces) -> None:
-        """Diff one file, or all pieces; names and shapes are judged before the first byte of weights is read.
+    async def ingest(self, part: CompleteFile | CompletePieces) -> None:
+        """Diff one file, or all pieces. Names and shapes are judged before the first byte of weights is read.
 
         Raises:
             Incompatible: tensors that do not fit the layout; all of them are named.
-            SourceChanged: it is not what was found complete any more.
+            SourceChanged: a file is not the one any more that was found complete.
         """
         started = runtime.monotonic()
-        if isinstance(what, CompletePieces):
-            self._ingested = {what.files.directory / name: file for name, file in what.files.identities.items()}
-            path, sources = self.relative, [PiecedSource(what.files, tensor) for tensor in what.fit.tensors]
+        if isinstance(part, CompletePieces):
+            self._ingested = {part.files.directory / name: file for name, file in part.files.identities.items()}
+            path, sources = self.relative, [PiecedSource(part.files, tensor) for tensor in part.fit.tensors]
             tensors = await self._diff(sources)
         else:
-            path = f"{self.relative}/{what.path.name}"
-            tensors = await self._diff(self._sources(what))
+            path = f"{self.relative}/{part.path.name}"
+            tensors = await self._diff(self._open_file(part))
         self._emit(ShardTaken(path=path, tensors=tensors, seconds=runtime.monotonic() - started))
 
-    def _sources(self, complete: CompleteFile) -> list[FileSource]:
+    def _open_file(self, complete: CompleteFile) -> list[FileSource]:
         try:
             file = SafetensorsFile(complete.path)
         except DcrError as error:
@@ -87,44 +88,41 @@ class CheckpointIngest:
         for path, known in self._ingested.items():
             now = identify(path, known.name)
             if now != known:
-                what = "is gone" if now is None else "was changed"
-                raise SourceChanged(f"{path} {what} after it was read", hint="it is tried again when complete")
+                change = "is gone" if now is None else "was changed"
+                raise SourceChanged(f"{path} {change} after it was read", hint="it is tried again when complete")
 
     async def seal(self) -> SealedVersion:
-        """Every file is taken: make the version.
+        """All files are ingested: make the version.
 
         Raises:
             Incompatible: tensors are missing or added, all named.
             SourceChanged: as `check`.
         """
         await self._attempt.finish()
-        await self._session.workers.run(self._validator.finish, self._session.read)
+        await self._leader.workers.run(self._validator.finish, self._leader.read)
         for (given, canonical), tensors in self._validator.rounded.items():
             self._emit(Rounded(tensors=tensors, given=given, canonical=canonical))
-        return await self._session.seal(self._attempt, source=self._source(), check=self.check)
-
-    def _source(self) -> dict[str, Any]:
-        plain: dict[str, Any] = msgspec.to_builtins(PublishedCheckpoint(self.relative, sorted(self.identity)))
-        return plain
+        source: dict[str, Any] = msgspec.to_builtins(PublishedCheckpoint(self.relative, sorted(self.identity)))
+        return await self._leader.seal(self._attempt, source=source, check=self.check)
 
     def close(self) -> None:
         for file in self._open:
             file.close()
 
 
-def check_headers(found: CheckpointCandidate, layout: Layout, ignore: tuple[str, ...]) -> None:
-    """Judge a checkpoint whose files are all there by headers and tables alone, before an attempt is opened for it.
+def check_headers(candidate: CheckpointCandidate, layout: Layout, ignore: tuple[str, ...]) -> None:
+    """Judge a checkpoint whose files are all there, by headers and tables alone, before an attempt is opened for it.
 
     Raises:
         Incompatible: tensors added, missing, retyped or reshaped, all named, or an index that disagrees.
     """
-    found.check_index()
-    if found.pieces:
-        found.pieces.fit.check(found.relative)
-        given = [tensor.given for tensor in found.pieces.fit.tensors]
+    candidate.check_index()
+    if candidate.pieces:
+        candidate.pieces.fit.check(candidate.relative)
+        given = [tensor.given for tensor in candidate.pieces.fit.tensors]
     else:
-        given = [spec for file in found.files.values() if file.header for spec in file.header.specs]
-    validator = UpdateValidator(found.relative, layout, ignore)
+        given = [spec for file in candidate.files.values() if file.header for spec in file.header.specs]
+    validator = UpdateValidator(candidate.relative, layout, ignore)
     for spec in given:
         validator.accept(spec)
     validator.check_complete()

@@ -1,6 +1,6 @@
-"""inotify, told to an event loop: which files were written to, closed or moved in below a directory.
+"""File events of inotify: which files below a directory were created, written to, closed or moved in.
 
-Notices make things quick, never right: a lost one costs two timed looks.
+Events make a publisher quick; it is right without them: a lost event costs two timed scans.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from watchdog.events import (
 from watchdog.observers import Observer
 
 from dcr_daemon.errors import ResourceExhausted
-from dcr_daemon.publish.watch.scanner import CheckpointScanner
+from dcr_daemon.publish.watch.file_stability import FileStability
 
 
 class InotifyWatcher:
-    """An event handler for watchdog; `changed` is set, on the loop, after each notice.
+    """An event handler for watchdog. Reports events to `files`, and then sets `changed` on the running event loop.
 
     Raises:
         ResourceExhausted: the kernel has no inotify watches left.
     """
 
-    def __init__(self, root: Path, scanner: CheckpointScanner, changed: asyncio.Event) -> None:
-        self._scanner, self._changed = scanner, changed
+    def __init__(self, root: Path, files: FileStability, changed: asyncio.Event) -> None:
+        self._files, self._changed = files, changed
         self._loop = asyncio.get_running_loop()
         self._observer = Observer()
         try:
@@ -45,16 +45,16 @@ class InotifyWatcher:
     def dispatch(self, event: FileSystemEvent) -> None:
         """Called by watchdog, on its thread."""
         if event.event_type in ("opened", "closed_no_write") or self._loop.is_closed():
-            return  # our own reading is no news
+            return  # the publisher itself reads files
         match event:
             case FileClosedEvent():
-                self._scanner.file_closed(Path(os.fsdecode(event.src_path)))
+                self._files.closed(Path(os.fsdecode(event.src_path)))
             case FileMovedEvent():
-                self._scanner.file_closed(Path(os.fsdecode(event.dest_path)))
+                self._files.closed(Path(os.fsdecode(event.dest_path)))
             case FileCreatedEvent():
-                self._scanner.file_created(Path(os.fsdecode(event.src_path)))
+                self._files.created(Path(os.fsdecode(event.src_path)))
             case FileModifiedEvent():
-                self._scanner.file_written(Path(os.fsdecode(event.src_path)))
+                self._files.written(Path(os.fsdecode(event.src_path)))
             case _:
                 pass
         self._loop.call_soon_threadsafe(self._changed.set)

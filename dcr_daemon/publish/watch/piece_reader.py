@@ -1,8 +1,8 @@
-"""Tensors of a checkpoint in pieces, read where they lie: any flat range, put together from what each piece has of it.
+"""Reads tensors of a checkpoint in pieces: any flat range, put together from the pieces that hold some of it.
 
-Nothing is assembled: a range of 16 MiB costs that, a block of the file, and the table of an archive. Each read opens
-the file anew and makes sure that it is still the one that was found complete, so that a checkpoint of a thousand files
-needs few descriptors and none that is rewritten is ever mixed into a version.
+No tensor is ever assembled: a range of 16 MiB costs its size, a block of the file, and the table of an archive. Each
+read opens the file anew and checks that it is still the one that was found complete. So a checkpoint of a thousand
+files needs few file descriptors, and a file that is rewritten never gets into a version.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dcr_daemon.publish.watch.piece_fit import Part, PiecedTensor
 
 
 class ContentMismatch(SourceChanged):
-    """A file is the one that was found complete, and does not hold what the checkpoint's table promises: to read it
+    """A file is the one that was found complete, but does not hold what the checkpoint's table says. Reading it
     again is of no use before somebody writes it again."""
 
 
@@ -92,7 +92,7 @@ class PieceFiles:
 
 
 class PiecedSource:
-    """One tensor in pieces. Every element has exactly one: whoever makes a source has seen to that."""
+    """One tensor in pieces, as a `Source`. The pieces must hold every element exactly once, as `PieceFit` has them."""
 
     def __init__(self, files: PieceFiles, tensor: PiecedTensor) -> None:
         self.given: TensorSpec = tensor.given

@@ -1,4 +1,4 @@
-"""Tables of pieces, each read once: what a checkpoint's table or its headers promise, and how it fits the stream."""
+"""Tables of checkpoints in pieces, each read and judged once: `.metadata` files, and headers of sharded files."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from dcr_daemon.publish.watch.file_identity import FileIdentity, identity_of
 from dcr_daemon.publish.watch.piece_fit import PieceFit
 from dcr_daemon.publish.watch.piece_names import PieceNames
 
-STALLED = 30  #: timed looks after which files that are newer than their table count as copied, not as being rewritten
+STALLED = 30  #: timed scans after which files that are newer than their table count as copied, not as being rewritten
 
 
 @dataclass(frozen=True, slots=True)
 class PieceTable:
-    """`promised`: bytes that each file has at least."""
+    """The table of a distributed checkpoint: how it fits, and how many bytes each file has at least."""
 
     fit: PieceFit
-    promised: Mapping[str, int]
+    file_sizes: Mapping[str, int]
 
 
 class PieceTables:
-    """Remembers what was read and judged, by the identity of what it was read from. Used by one thread at a time.
+    """Remembers verdicts by the identity of the files that they were read from. Used by one thread at a time.
 
     Args:
         ignore, config: of `PieceNames`.
@@ -39,23 +39,23 @@ class PieceTables:
         self._naming: tuple[Layout, PieceNames] | None = None
         self._tables: dict[tuple[Path, FileIdentity], PieceTable] = {}
         self._fits: dict[Path, tuple[frozenset[FileIdentity], PieceFit]] = {}
-        self._still: dict[Path, tuple[frozenset[FileIdentity], int]] = {}
+        self._unchanged: dict[Path, tuple[frozenset[FileIdentity], int]] = {}
 
     def of_distributed(self, directory: Path, identity: FileIdentity, layout: Layout) -> PieceTable:
-        """Of a distributed checkpoint, whose `.metadata` has this identity."""
+        """The table of a distributed checkpoint whose `.metadata` has this identity."""
         key = directory, identity
         if key not in self._tables:
-            promised: dict[str, int] = {}
+            sizes: dict[str, int] = {}
 
             def read() -> Sequence[Piece]:
                 pieces = dcp_pieces(directory)
                 for piece in pieces:
-                    promised[piece.file] = max(promised.get(piece.file, 0), piece.span[1])
+                    sizes[piece.file] = max(sizes.get(piece.file, 0), piece.span[1])
                 return pieces
 
             try:
-                self._tables[key] = PieceTable(self._fit(read, layout, complete=True), promised)
-            except (NotFound, Incompatible) as error:  # it cannot be read now: nothing was learnt about it
+                self._tables[key] = PieceTable(self._fit(read, layout, complete=True), sizes)
+            except (NotFound, Incompatible) as error:  # it cannot be read now: nothing to remember
                 return PieceTable(PieceFit(refusal=error.message), {})
         return self._tables[key]
 
@@ -68,7 +68,7 @@ class PieceTables:
         *,
         complete: bool,
     ) -> PieceFit:
-        """Of the files of a sharded safetensors writer; `complete` if no more are to come."""
+        """The verdict on the files of a sharded safetensors writer; `complete` if no more are to come."""
         known = self._fits.get(directory)
         if known is None or known[0] != identity:
             fit = self._fit(lambda: pieces_of(headers, directory), layout, complete=complete)
@@ -87,36 +87,36 @@ class PieceTables:
     def check_files(
         self, directory: Path, table: PieceTable, identity: FileIdentity, *, timed: bool
     ) -> tuple[dict[str, FileIdentity], dict[str, str]]:
-        """Files that a table names as they are now, and what those that are not there as promised lack.
+        """The files that a table names, as they are now; and by name what is wrong with those that are not as it says.
 
-        A table is written last. A file that is newer belongs to the next one, which is still to come, or was copied
-        after its table: nobody can tell, so it has to lie still for as long as a stalled writer is waited for.
+        A table is written last. A newer file belongs to the next table, which is still to come, or it was copied after
+        its table. Nothing tells the two apart, so a newer file must stay unchanged for `STALLED` timed scans.
         """
-        there: dict[str, FileIdentity] = {}
-        lacking: dict[str, str] = {}
-        for name, size in table.promised.items():
+        present: dict[str, FileIdentity] = {}
+        wrong: dict[str, str] = {}
+        for name, size in table.file_sizes.items():
             try:
                 found = (directory / name).stat()
             except OSError:
-                lacking[name] = "not there yet"
+                wrong[name] = "not there yet"
                 continue
-            there[name] = identity_of(name, found)
+            present[name] = identity_of(name, found)
             if not stat.S_ISREG(found.st_mode):
-                lacking[name] = "is not a regular file"
+                wrong[name] = "is not a regular file"
             elif found.st_size < size:
-                lacking[name] = f"has {found.st_size} bytes of the {size} that {METADATA} promises"
-        newer = sorted(name for name, file in there.items() if file.mtime_ns > identity.mtime_ns)
-        now = frozenset(there.values())
-        before, looks = self._still.get(directory, (None, 0))
-        looks = timed + (looks if before == now else 0)
-        self._still[directory] = now, looks
-        if newer and not lacking and looks < STALLED:
-            lacking[newer[0]] = f"newer than {METADATA}: being rewritten, or copied without its time"
-        return there, lacking
+                wrong[name] = f"has {found.st_size} bytes of the {size} that {METADATA} promises"
+        newer = sorted(name for name, file in present.items() if file.mtime_ns > identity.mtime_ns)
+        now = frozenset(present.values())
+        before, scans = self._unchanged.get(directory, (None, 0))
+        scans = timed + (scans if before == now else 0)
+        self._unchanged[directory] = now, scans
+        if newer and not wrong and scans < STALLED:
+            wrong[newer[0]] = f"newer than {METADATA}: being rewritten, or copied without its time"
+        return present, wrong
 
     def forget_except(self, seen: set[Path]) -> None:
-        """Forget directories that were not looked at."""
+        """Forget directories that the last scan did not meet."""
         self._tables = {key: table for key, table in self._tables.items() if key[0] in seen}
-        for directories in (self._fits, self._still):
+        for directories in (self._fits, self._unchanged):
             for directory in directories.keys() - seen:
                 del directories[directory]

@@ -1,5 +1,7 @@
-"""Which watched checkpoints are versions already: what the seals say, remembered locally so that a restart does not
-read a long chain again. The file is only a shortcut: without it the seals are asked.
+"""Which watched checkpoints are versions already. The seals say what each version came from.
+
+`read_published` reads them, with a local cache so that a restart does not read a long chain again: without the cache it
+is slower, never wrong. `PublishedFiles` answers the scanner whether files on disk are a version.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ import msgspec
 
 from dcr_daemon.disk import write_whole
 from dcr_daemon.ledger.ledger import Ledger
-from dcr_daemon.publish.watch.file_identity import FileIdentity
+from dcr_daemon.projection.files.piece_map import METADATA
+from dcr_daemon.publish.watch.file_identity import FileIdentity, is_digest, without_inodes
 from dcr_daemon.untrusted import decode_json
 
 MISSING_KEPT = 64  #: newest sources that are remembered although their directory is gone: it may have been renamed
@@ -29,6 +32,47 @@ class PublishedCheckpoint(msgspec.Struct, frozen=True):
         return frozenset(self.files)
 
 
+class PublishedFiles:
+    """The files of all versions below `root`."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._paths: dict[frozenset[FileIdentity], set[str]] = {}
+        self._without_inodes: dict[str, frozenset[FileIdentity]] = {}
+        self._by_table: dict[FileIdentity, frozenset[FileIdentity]] = {}
+
+    def add(self, relative: str, identity: frozenset[FileIdentity]) -> None:
+        """The checkpoint at `relative` with these files is a version."""
+        self._paths.setdefault(identity, set()).add(relative)
+        self._without_inodes[relative] = without_inodes(identity)
+        table = next((file for file in identity if file.name == METADATA), None)
+        if table and not any(map(is_digest, identity)):
+            self._by_table[table] = identity
+
+    def contains(self, relative: str, identity: frozenset[FileIdentity]) -> bool:
+        """Whether the files at `relative` are a version.
+
+        A directory that was renamed since is that version still. One that holds links to the files of another, which is
+        still there, is a checkpoint of its own: somebody may be waiting for its number.
+        """
+        paths = self._paths.get(identity)
+        if not paths:
+            # Moved to another disk with their times, as `rsync -a` does, files have other inodes and are the same.
+            return bool(identity) and self._without_inodes.get(relative) == without_inodes(identity)
+        if relative not in paths and any((self._root / path).is_dir() for path in paths):
+            return False
+        paths.add(relative)
+        return True
+
+    def is_at(self, relative: str) -> bool:
+        """Whether a version came from this path."""
+        return relative in self._without_inodes
+
+    def with_table(self, table: FileIdentity) -> frozenset[FileIdentity] | None:
+        """The files of the version whose distributed checkpoint has this very `.metadata`."""
+        return self._by_table.get(table)
+
+
 class _Cache(msgspec.Struct, frozen=True):
     """`version`: the newest one whose source is among `sources`."""
 
@@ -42,20 +86,19 @@ _caches = msgspec.json.Decoder(_Cache)
 
 
 async def read_published(ledger: Ledger, cache: Path, watch: Path) -> list[PublishedCheckpoint]:
-    """Sources of all versions, and the shortcut `cache` brought up to date."""
+    """Sources of all versions; updates the file `cache`."""
     known = _load(cache, ledger.stream.stream, watch)
     seals = await ledger.history.between(known.version + 1)
-    # A directory that is gone cannot come back with the same inodes and times, but under another name.
-    sources = [source for source in known.sources[:-MISSING_KEPT] if (watch / source.path).exists()] + known.sources[
-        -MISSING_KEPT:
-    ]
+    # A directory that is gone can come back with the same inodes and times only under another name.
+    older, newest = known.sources[:-MISSING_KEPT], known.sources[-MISSING_KEPT:]
+    sources = [source for source in older if (watch / source.path).exists()] + newest
     sources += [source for seal in seals if (source := _source(seal.source))]
     _save(cache, msgspec.structs.replace(known, version=ledger.state.seal.version, sources=sources))
     return sources
 
 
 def _source(source: dict[str, Any] | None) -> PublishedCheckpoint | None:
-    """None if a version came from something else than a watched checkpoint."""
+    """None if the version came from something else than a watched checkpoint."""
     try:
         return msgspec.convert(source, PublishedCheckpoint)
     except msgspec.ValidationError:
@@ -63,14 +106,14 @@ def _source(source: dict[str, Any] | None) -> PublishedCheckpoint | None:
 
 
 def _load(cache: Path, stream: str, watch: Path) -> _Cache:
-    nothing = _Cache(stream, str(watch.resolve()), 0, [])
+    empty = _Cache(stream, str(watch.resolve()), 0, [])
     try:
         known = decode_json(_caches, cache.read_bytes())
     except (OSError, ValueError):
-        return nothing
-    return known if (known.stream, known.watch) == (nothing.stream, nothing.watch) else nothing
+        return empty
+    return known if (known.stream, known.watch) == (empty.stream, empty.watch) else empty
 
 
 def _save(cache: Path, state: _Cache) -> None:
-    with contextlib.suppress(OSError):  # without it the next start asks the seals: slower, never wrong
+    with contextlib.suppress(OSError):  # the next start then reads the seals
         write_whole(cache, msgspec.json.encode(state), what="published", durable=False)

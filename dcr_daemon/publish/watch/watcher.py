@@ -1,9 +1,13 @@
 """`dcr publish --watch`: checkpoints that any framework writes below a directory become versions.
 
-An attempt opens at the first complete file of a checkpoint and takes up the others as they come; of a checkpoint in
-pieces (torch's distributed checkpoints, files of a sharded writer) it opens when all of them are there. It is aborted
-and undone when a file that was read changes, when its directory vanishes, or when another checkpoint is complete first;
-never by time. What was sealed is never published again: the seals say what they came from.
+    scan (CheckpointScanner) ─► select (CheckpointSelection) ─► ingest file by file (CheckpointIngest) ─► seal
+              ▲                                                                                           │
+              └──────────── wait for a file event (InotifyWatcher), or the next timed scan ◄──────────────┘
+
+An attempt opens at the first complete file of a checkpoint, and ingests the others as they come. For a checkpoint in
+pieces (torch's distributed checkpoints, files of a sharded writer) it opens when all files are there. It is aborted and
+undone when a file that was read changes, when its directory vanishes, or when another checkpoint is complete first;
+never by time. What was sealed is never published again: the seals say which files they came from.
 """
 
 from __future__ import annotations
@@ -25,27 +29,30 @@ from dcr_daemon.publish.inputs.model_config import read_config
 from dcr_daemon.publish.inputs.sources import SourceChanged
 from dcr_daemon.publish.options import PublishOptions
 from dcr_daemon.publish.watch.candidate import CheckpointCandidate
-from dcr_daemon.publish.watch.file_identity import FileIdentity, number_in
+from dcr_daemon.publish.watch.file_identity import FileIdentity
 from dcr_daemon.publish.watch.ingest import CheckpointIngest, check_headers
 from dcr_daemon.publish.watch.inotify import InotifyWatcher
 from dcr_daemon.publish.watch.piece_reader import ContentMismatch
 from dcr_daemon.publish.watch.published import read_published
 from dcr_daemon.publish.watch.scanner import CheckpointScanner
+from dcr_daemon.publish.watch.selection import Candidates, CheckpointSelection
 from dcr_daemon.store.port import Store
 
-SCAN_INTERVAL = 1.0  #: seconds between two timed looks beside inotify
-RETRY_DELAY_LIMIT = 60.0  #: seconds between two tries at a checkpoint that changes or cannot be read, at most
+SCAN_INTERVAL = 1.0  #: seconds between two timed scans beside inotify
+RETRY_DELAY_LIMIT = 60.0  #: most seconds between two tries at a checkpoint that changes or cannot be read
 STORE_PAUSE = 5.0  #: seconds before an unavailable bucket is tried again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchOptions(PublishOptions):
-    """A watching publisher's choices, beside those of every publisher.
+    """Options of a watching publisher, beside those of every publisher.
 
-    `watch`: the directory below which checkpoints appear. `marker`: name of a file that completes a checkpoint
-    (`STABLE`). `poll`: seconds between looks for file systems without inotify, None to use inotify.
-    `once`: publish what is complete at the start, oldest first, and return. `newest`: of several complete
-    checkpoints publish only the newest.
+    Attributes:
+        watch: the directory below which checkpoints appear.
+        marker: name of a file that completes a checkpoint (`STABLE`); None if there is none.
+        poll: seconds between scans, for file systems without inotify; None to use inotify.
+        once: publish what is complete at the start, oldest first, and return.
+        newest: publish only the newest of several complete checkpoints.
     """
 
     watch: Path
@@ -67,47 +74,45 @@ async def run_watch(options: WatchOptions, store: Store, emit: Emit) -> None:
     """
     if not options.watch.is_dir():
         raise NotFound(f"there is no directory {options.watch}", hint="make it before the publisher starts")
-    session = await open_leader(options, store, emit)
+    leader = await open_leader(options, store, emit)
     try:
-        await Watcher(options, session, emit).run()
+        await Watcher(options, leader, emit).run()
     except DcrError as error:
         with contextlib.suppress(DcrError):
-            await session.settle(f"{type(error).__name__}: {error.message}")
+            await leader.settle(f"{type(error).__name__}: {error.message}")
         raise
     finally:
-        await session.close()
+        await leader.close()
 
 
 class Watcher:
-    """The loop around one session: look, decide, take up, seal."""
+    """Publishes the checkpoints of one directory through one leader: scan, select, ingest, seal; one step at a time."""
 
-    def __init__(self, options: WatchOptions, session: Leader, emit: Emit) -> None:
-        self._options, self._session, self._emit = options, session, emit
+    def __init__(self, options: WatchOptions, leader: Leader, emit: Emit) -> None:
+        self._options, self._leader, self._emit = options, leader, emit
         self._interval = options.poll or SCAN_INTERVAL
+        self._selection = CheckpointSelection(leader.layout, marker=options.marker is not None, newest=options.newest)
         self._scanner = self._new_scanner(None)
-        self._changed = asyncio.Event()
-        self._last_scan = float("-inf")
-        self._current: CheckpointIngest | None = None
-        self._abort_reason: str | None = None
-        self._failures: dict[str, int] = {}
-        self._newest_number = -1
-        self._published: set[str] = set()
-        self._abandoned: dict[str, frozenset[FileIdentity]] = {}
+        self._changed = asyncio.Event()  #: a file event came
+        self._last_timed_scan = float("-inf")
+        self._current: CheckpointIngest | None = None  #: the attempt under way
+        self._abort_reason: str | None = None  #: the attempt under way is to be aborted
+        self._damaged = False  #: the baseline is to be repaired
+        self._failures: dict[str, int] = {}  #: failed tries by checkpoint, less one
         self._reported: dict[str, Notice] = {}
-        self._notices: InotifyWatcher | None = None
+        self._inotify: InotifyWatcher | None = None
         self._watched_inode: tuple[int, int] | None = None
-        self._damaged = False
 
     def _new_scanner(self, config: Mapping[str, Any] | None) -> CheckpointScanner:
         options = self._options
-        excluded = _excluded(options, self._session.ledger.store.url)
+        excluded = _excluded(options, self._leader.ledger.store.url)
         return CheckpointScanner(options.watch, excluded, options.marker, options.ignore, config)
 
     async def run(self) -> None:
-        """Until cancelled; with `once`, until what was complete at the start is published."""
-        self._scanner = self._new_scanner(await read_config(self._session.ledger, self._options.base))
-        cache = self._session.state.path / "published.json"
-        for source in await read_published(self._session.ledger, cache, self._options.watch):
+        """Publish until cancelled; with `once`, until what was complete at the start is published."""
+        self._scanner = self._new_scanner(await read_config(self._leader.ledger, self._options.base))
+        cache = self._leader.state.path / "published.json"
+        for source in await read_published(self._leader.ledger, cache, self._options.watch):
             self._mark_published(source.path, source.identity)
         if self._options.once:
             await self._run_once()
@@ -115,74 +120,39 @@ class Watcher:
         try:
             while True:
                 self._ensure_watching()
-                if not await self._act():
+                if not await self._step():
                     await self._wait()
         finally:
-            if self._notices:
-                self._notices.close()
+            if self._inotify:
+                self._inotify.close()
             if self._current:
                 self._current.close()
-
-    def _ensure_watching(self) -> None:
-        """Have notices of the directory that bears the name now: it may have been moved away, and another made."""
-        identity = self._watched_identity()
-        if identity == self._watched_inode:
-            return
-        self._watched_inode = identity
-        if self._notices:
-            self._notices.close()
-            self._notices = None
-        if identity and not self._options.poll:
-            self._notices = InotifyWatcher(self._options.watch, self._scanner, self._changed)
-
-    def _watched_identity(self) -> tuple[int, int] | None:
-        """Device and inode of the watched directory; None while it is not there."""
-        try:
-            stat = self._options.watch.stat()
-        except OSError:
-            return None
-        return stat.st_dev, stat.st_ino
-
-    async def _wait(self) -> None:
-        """Until something changed, or the next look is due; the session is tended meanwhile."""
-        changed = runtime.wait_event(self._changed, self._interval)
-        # The checks return (None) only when they have found damage in the baseline; they raise `Fenced`.
-        if await runtime.run_until_first(self._session.run_idle_checks(), changed) is None:
-            self._damaged = True
-        self._changed.clear()
 
     async def _run_once(self) -> None:
         await self._scan()
         await runtime.sleep(self._interval)
         found = await self._scan()
-        for checkpoint in self._complete(found):
-            current = self._current = await self._open_attempt(checkpoint)
+        for candidate in self._selection.complete(found):
+            current = self._current = await self._open_attempt(candidate)
             try:
-                for file in current.pending(checkpoint):
-                    await current.ingest(file)
+                for part in current.pending(candidate):
+                    await current.ingest(part)
                 await self._seal(current)
             finally:
                 current.close()
-        for notice in self._lacks(found).values():
+        for notice in self._incomplete(found).values():
             self._emit(Degraded(what=f"not published: {notice.what}"))
-        await self._session.retention.ended()
+        await self._leader.retention.ended()
         if not found:
             self._emit(Waiting(what=f"nothing to publish: no complete checkpoint below {self._options.watch} is new"))
 
-    async def _scan(self) -> dict[str, CheckpointCandidate]:
-        now = runtime.monotonic()
-        timed = now - self._last_scan >= self._interval
-        if timed:
-            self._last_scan = now
-        return await self._session.workers.run(self._scanner.scan, self._session.layout, timed)
-
-    async def _act(self) -> bool:
-        """One look and at most one thing done; tells whether it was."""
+    async def _step(self) -> bool:
+        """Do one thing, or find that there is nothing to do (False). Failures that may pass are retried later."""
         try:
             if self._abort_reason is not None:
                 await self._abort_current(self._abort_reason)
             elif self._damaged:
-                await self._session.repair()
+                await self._leader.repair()
                 self._damaged = False
             else:
                 return await self._advance(await self._scan())
@@ -197,80 +167,58 @@ class Watcher:
             await runtime.sleep(STORE_PAUSE)
         return True
 
-    def _retry_delay(self) -> float:
-        """Seconds until the next try. None where a checkpoint fails for the first time: a trainer that keeps its newest
-        few takes away the oldest, and whoever rests then finds the next one gone as well, and never catches up."""
-        name = self._current.relative if self._current else ""
-        tries = self._failures[name] = self._failures.get(name, -1) + 1
-        return min(self._interval * 2 ** min(tries, 10), RETRY_DELAY_LIMIT) if tries else 0.0
+    async def _scan(self) -> Candidates:
+        now = runtime.monotonic()
+        timed = now - self._last_timed_scan >= self._interval
+        if timed:
+            self._last_timed_scan = now
+        return await self._leader.workers.run(self._scanner.scan, self._leader.layout, timed)
 
-    async def _advance(self, found: dict[str, CheckpointCandidate]) -> bool:
-        complete = _in_order(self._complete(found), found)
+    async def _advance(self, found: Candidates) -> bool:
+        """Take the attempt under way, or a new one, one step further; False if everything waits for files."""
+        ready = self._selection.ready(found)
         if self._current is None:
-            choice = complete[0] if complete else self._oldest_partial(found)
-            if choice is None:
+            selected = ready[0] if ready else self._selection.being_written(found)
+            if selected is None:
                 self._report_waiting(found)
                 return False
-            self._current = await self._open_attempt(choice)
-        current, checkpoint = self._current, found.get(self._current.relative)
-        if why := self._why_abort(current, checkpoint, complete):
-            self._abort_reason = why
+            self._current = await self._open_attempt(selected)
+        current, candidate = self._current, found.get(self._current.relative)
+        if reason := self._why_abort(current, candidate, ready):
+            self._abort_reason = reason
             return True
-        assert checkpoint is not None
-        if wanted := current.pending(checkpoint):
-            await current.ingest(wanted[0])
-        elif checkpoint in complete:
+        assert candidate is not None
+        if pending := current.pending(candidate):
+            await current.ingest(pending[0])
+        elif candidate in ready:
             await self._seal(current)
         else:
             self._report_waiting(found)
             return False
         return True
 
-    def _complete(self, found: dict[str, CheckpointCandidate]) -> list[CheckpointCandidate]:
-        """Checkpoints to be published as they are, oldest first. One to which nothing will be added counts even if it
-        lacks tensors: it is an error that must be told."""
-        layout, marker = self._session.layout, self._options.marker is not None
-        ready = [f for f in found.values() if not f.lacks(layout) or f.is_final(marker=marker)]
-        ready.sort(key=lambda checkpoint: checkpoint.order)
-        if self._options.newest:
-            return [f for f in ready if f.relative in self._published or self._is_new(f)][-1:]
-        return ready
-
-    def _oldest_partial(self, found: dict[str, CheckpointCandidate]) -> CheckpointCandidate | None:
-        """The checkpoint being written, if any of its files is complete. One older than the newest version, or that
-        was overtaken, is left alone until it is complete: most such are remains of a crash."""
-        partial = [
-            f
-            for f in found.values()
-            if f.files and not f.in_pieces and self._is_new(f) and self._abandoned.get(f.relative) != f.identity
-        ]
-        return min(_in_order(partial, found), key=lambda checkpoint: checkpoint.order, default=None)
-
-    def _is_new(self, checkpoint: CheckpointCandidate) -> bool:
-        return checkpoint.number is None or checkpoint.number > self._newest_number
+    async def _open_attempt(self, candidate: CheckpointCandidate) -> CheckpointIngest:
+        if self._selection.complete({candidate.relative: candidate}):
+            check_headers(candidate, self._leader.layout, self._options.ignore)
+        attempt = await self._leader.begin(step=candidate.number)
+        return CheckpointIngest(self._leader, attempt, candidate.relative, self._options.ignore, self._emit)
 
     def _why_abort(
-        self, current: CheckpointIngest, checkpoint: CheckpointCandidate | None, complete: list[CheckpointCandidate]
+        self, current: CheckpointIngest, candidate: CheckpointCandidate | None, ready: list[CheckpointCandidate]
     ) -> str:
-        """Why the attempt under way must not go on; empty if it may."""
-        if checkpoint is None:
+        """Why the attempt under way must not go on; empty if it may. Raises `SourceChanged` like `current.check`."""
+        if candidate is None:
             return f"{current.relative} vanished"
         current.check()
-        if checkpoint.refusal:
-            return f"{current.relative}: {checkpoint.refusal}"
-        if strangers := current.identity - checkpoint.identity:
-            names = ", ".join(sorted(identity.name for identity in strangers))
+        if candidate.refusal:
+            return f"{current.relative}: {candidate.refusal}"
+        if gone := current.identity - candidate.identity:
+            names = ", ".join(sorted(identity.name for identity in gone))
             return f"{current.relative}: {names} does not belong to it any more"
-        if complete and complete[0] is not checkpoint:
-            how = "is older than" if checkpoint in complete else "was complete before"
-            return f"{complete[0].relative} {how} {current.relative}"
+        if ready and ready[0] is not candidate:
+            relation = "is older than" if candidate in ready else "was complete before"
+            return f"{ready[0].relative} {relation} {current.relative}"
         return ""
-
-    async def _open_attempt(self, checkpoint: CheckpointCandidate) -> CheckpointIngest:
-        if checkpoint in self._complete({checkpoint.relative: checkpoint}):
-            check_headers(checkpoint, self._session.layout, self._options.ignore)
-        attempt = await self._session.begin(step=checkpoint.number)
-        return CheckpointIngest(self._session, attempt, checkpoint.relative, self._options.ignore, self._emit)
 
     async def _seal(self, current: CheckpointIngest) -> None:
         await current.seal()
@@ -279,13 +227,13 @@ class Watcher:
         self._mark_published(current.relative, current.identity)
         runtime.failpoint("publish.remembered")
         try:
-            await self._session.anchor_if_due()
+            await self._leader.anchor_if_due()
         except StoreUnavailable as error:
             self._emit(Degraded(what=f"no anchor now; the next version tries again: {error.message}"))
 
-    async def _abort_current(self, why: str) -> None:
-        """End the attempt under way. If it turns out to be sealed after all, it is a version like any other."""
-        sealed = await self._session.settle(why)
+    async def _abort_current(self, reason: str) -> None:
+        """Abort the attempt under way. If it turns out to be sealed after all, it is a version like any other."""
+        sealed = await self._leader.settle(reason)
         current, self._current, self._abort_reason = self._current, None, None
         if current is None:
             return
@@ -293,51 +241,73 @@ class Watcher:
         if sealed:
             self._mark_published(current.relative, current.identity)
         else:
-            self._abandoned[current.relative] = current.identity
+            self._selection.mark_abandoned(current.relative, current.identity)
 
     def _mark_published(self, relative: str, identity: frozenset[FileIdentity]) -> None:
-        """This is a version now, and never taken up again."""
         self._scanner.mark_published(relative, identity)
-        self._published.add(relative)
-        number = number_in(relative)
-        self._newest_number = max(self._newest_number, -1 if number is None else number)
+        self._selection.mark_published(relative)
 
-    def _report_waiting(self, found: dict[str, CheckpointCandidate]) -> None:
-        """Tell what is waited for, each thing once."""
-        waits = self._lacks(found)
-        if not waits:
+    def _retry_delay(self) -> float:
+        """Seconds until the next try at a checkpoint.
+
+        None after its first failure: a trainer that keeps its newest few checkpoints takes away the oldest. A publisher
+        that pauses then finds the next one gone as well, and never catches up.
+        """
+        name = self._current.relative if self._current else ""
+        tries = self._failures[name] = self._failures.get(name, -1) + 1
+        return min(self._interval * 2 ** min(tries, 10), RETRY_DELAY_LIMIT) if tries else 0.0
+
+    async def _wait(self) -> None:
+        """Wait for a file event or the next timed scan; the leader's idle checks run meanwhile."""
+        changed = runtime.wait_event(self._changed, self._interval)
+        # The checks return (None) only when they have found damage in the baseline; they raise `Fenced`.
+        if await runtime.run_until_first(self._leader.run_idle_checks(), changed) is None:
+            self._damaged = True
+        self._changed.clear()
+
+    def _ensure_watching(self) -> None:
+        """Watch the directory that has the name now: it may have been moved away, and another one made."""
+        inode = self._directory_inode()
+        if inode == self._watched_inode:
+            return
+        self._watched_inode = inode
+        if self._inotify:
+            self._inotify.close()
+            self._inotify = None
+        if inode and not self._options.poll:
+            self._inotify = InotifyWatcher(self._options.watch, self._scanner.files, self._changed)
+
+    def _directory_inode(self) -> tuple[int, int] | None:
+        """Device and inode of the watched directory; None while it does not exist."""
+        try:
+            stat = self._options.watch.stat()
+        except OSError:
+            return None
+        return stat.st_dev, stat.st_ino
+
+    def _report_waiting(self, found: Candidates) -> None:
+        """Emit what is waited for, each notice once."""
+        notices = self._incomplete(found)
+        if not notices:
             gone = "" if self._watched_inode else ", which is not there any more"
-            waits = {"": Waiting(what=f"a checkpoint below {self._options.watch}{gone}")}
-        for name, notice in waits.items():
+            notices = {"": Waiting(what=f"a checkpoint below {self._options.watch}{gone}")}
+        for name, notice in notices.items():
             if self._reported.get(name) != notice:
                 self._emit(notice)
-        self._reported = waits
+        self._reported = notices
 
-    def _lacks(self, found: dict[str, CheckpointCandidate]) -> dict[str, Notice]:
-        """For each checkpoint that is not complete or was refused, what it lacks."""
-        lacks = {name: (checkpoint, checkpoint.lacks(self._session.layout)) for name, checkpoint in found.items()}
-        return {
-            name: Degraded(what=f"{name} is refused: {what}")
-            if checkpoint.refusal
-            else Waiting(what=f"{name} is incomplete: {what}")
-            for name, (checkpoint, what) in lacks.items()
-            if what
-        }
-
-
-def _in_order(
-    candidates: list[CheckpointCandidate], found: dict[str, CheckpointCandidate]
-) -> list[CheckpointCandidate]:
-    """Those of the candidates that no older checkpoint may turn out to go before.
-
-    A file that was closed before inotify watched its directory is known to be complete two looks later than its
-    successors. One of a checkpoint that is really being written holds nobody up.
-    """
-    undetermined = [other.number for other in found.values() if other.undetermined and other.number is not None]
-    return [f for f in candidates if f.number is None or not any(number < f.number for number in undetermined)]
+    def _incomplete(self, found: Candidates) -> dict[str, Notice]:
+        """A notice for each checkpoint that is not complete, or was refused."""
+        notices: dict[str, Notice] = {}
+        for name, candidate in found.items():
+            if candidate.refusal:
+                notices[name] = Degraded(what=f"{name} is refused: {candidate.refusal}")
+            elif why := candidate.why_incomplete(self._leader.layout):
+                notices[name] = Waiting(what=f"{name} is incomplete: {why}")
+        return notices
 
 
 def _excluded(options: WatchOptions, url: str) -> list[Path]:
-    """The base, the state and a bucket in a directory hold safetensors files of their own."""
+    """Directories that hold safetensors files of their own: the base, the state, and a bucket in a directory."""
     bucket = [Path(unquote(urlsplit(url).path))] if url.startswith("file:") else []
     return [options.state, *bucket, *([options.base] if options.base else [])]

@@ -1,0 +1,82 @@
+"""Which files are completely written, as far as file events and repeated scans tell.
+
+A file is stable when its writer was seen closing it (or it was moved in), or when `STABLE_SCANS` timed scans in a row
+found it unchanged and nobody was seen writing to it. Events come from any thread; everything else is for the scanner's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Container
+from pathlib import Path
+
+from dcr_daemon.publish.watch.file_identity import FileIdentity, identify, only_attributes_changed
+
+STABLE_SCANS = 2  #: timed scans that must find a file unchanged, if nobody was seen writing to it
+STABLE_SCANS_UNCLOSED = 30  #: the same for one that was written to and not closed: a stalled writer, or a lost event
+
+
+class FileStability:
+    """Remembers file events and what earlier scans found, by path."""
+
+    def __init__(self) -> None:
+        self._events: deque[tuple[Path, str]] = deque()
+        self._closed: dict[Path, FileIdentity] = {}
+        self._unclosed: dict[Path, None] = {}
+        self._unchanged: dict[Path, tuple[FileIdentity, int]] = {}  # and for how many timed scans
+        self._stable: dict[Path, FileIdentity] = {}
+
+    def closed(self, path: Path) -> None:
+        """A writer closed the file, or it was moved in. From any thread."""
+        self._events.append((path, "closed"))
+
+    def created(self, path: Path) -> None:
+        """There is a new file; it may have been closed before anybody watched its directory. From any thread."""
+        self._events.append((path, "created"))
+
+    def written(self, path: Path) -> None:
+        """The file was written to, so its writer will be seen closing it. From any thread."""
+        self._events.append((path, "written"))
+
+    def apply_events(self) -> None:
+        """Take note of the events since the last scan."""
+        while self._events:
+            path, event = self._events.popleft()
+            identity, known = identify(path), self._closed.get(path)
+            if event == "written" and known and identity and only_attributes_changed(known, identity):
+                self._closed[path] = identity
+                continue
+            for table in (self._closed, self._unclosed, self._unchanged, self._stable):
+                table.pop(path, None)
+            if event == "closed" and identity:
+                self._closed[path] = identity
+            elif event == "written":
+                self._unclosed[path] = None
+
+    def is_stable(self, path: Path, identity: FileIdentity, *, timed: bool) -> bool:
+        """Whether the file that has this identity now is completely written. To be asked once a scan.
+
+        Args:
+            timed: the scan counts for files that nobody was seen closing.
+        """
+        if identity not in (self._closed.get(path), self._stable.get(path)):
+            before, scans = self._unchanged.get(path, (None, 0))
+            scans = timed + (scans if before == identity else 0)
+            self._unchanged[path] = (identity, scans)
+            if scans < (STABLE_SCANS_UNCLOSED if path in self._unclosed else STABLE_SCANS):
+                return False
+        self._stable[path] = identity
+        return True
+
+    def may_be_complete(self, path: Path, identity: FileIdentity) -> bool:
+        """Whether a file that is not stable yet may be complete: nobody was seen writing to it, and it does not change.
+
+        To be asked before `is_stable`.
+        """
+        return self._unchanged.get(path, (None, 0))[0] in (None, identity) and path not in self._unclosed
+
+    def forget_except(self, seen: Container[Path]) -> None:
+        """Forget files that the last scan did not meet."""
+        for table in (self._closed, self._unclosed, self._unchanged, self._stable):
+            for path in [path for path in table if path not in seen]:
+                del table[path]
