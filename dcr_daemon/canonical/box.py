@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -29,6 +29,25 @@ def nested(shape: Sequence[int], strides: Sequence[int]) -> bool:
             return False
         span += (n - 1) * stride
     return True
+
+
+def split_shape(shape: Sequence[int], limit: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cut a row-major array of `shape` into parts of at most `limit` consecutive elements each.
+
+    Yields starts and sizes per axis, in order: whole rows while a row has at most `limit` elements, else parts of one.
+    """
+    if not shape:
+        yield (), ()
+        return
+    rows, row = shape[0], math.prod(shape[1:])
+    if row <= limit:
+        step = max(1, limit // row)
+        for at in range(0, rows, step):
+            yield (at, *[0] * (len(shape) - 1)), (min(step, rows - at), *shape[1:])
+        return
+    for at in range(rows):
+        for starts, sizes in split_shape(shape[1:], limit):
+            yield (at, *starts), (1, *sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +81,16 @@ class Box:
     @property
     def contiguous(self) -> bool:
         return len(self.shape) == 1 and self.strides == (1,)
+
+    def split(self, limit: int) -> Iterator[Box]:
+        """The box as boxes of at most `limit` elements, in its own row-major order."""
+        if self.elements <= limit:
+            yield self
+            return
+        for starts, sizes in split_shape(self.shape, limit):
+            axes = [(n, stride) for n, stride in zip(sizes, self.strides, strict=True) if n > 1] or [(1, 1)]
+            first = self.dst + sum(at * stride for at, stride in zip(starts, self.strides, strict=True))
+            yield Box(first, tuple(n for n, _ in axes), tuple(stride for _, stride in axes))
 
     def fits(self, elements: int) -> bool:
         """Whether the box lies inside a tensor of `elements` and visits no element twice.

@@ -7,10 +7,12 @@ with other degrees, an anchor, a base checkpoint) has canonical coordinates, and
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -22,8 +24,8 @@ from dcr_daemon.codec.chunk import SEGMENT_BYTES
 from dcr_daemon.codec.decode import Chunk
 
 _STEP = 1 << 20  #: elements whose places are held at a time
-_GAP = 1 << 14  #: elements between two rows that are read over
-_SCRATCH = 1 << 21  #: elements read at one go
+
+Run = Callable[[Callable[[Any], Any], Any], Awaitable[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +42,26 @@ def block_bytes(chunk_bytes: int) -> int:
     return 1 << (min(SEGMENT_BYTES, 4 * chunk_bytes).bit_length() - 1)
 
 
-def runs(tensor: int, spec: TensorSpec, limit: int) -> Iterator[Block]:
-    """A whole tensor as blocks of at most `limit` bytes; none for an empty tensor."""
-    step = max(1, limit // spec.width)
-    for start in range(0, spec.elements, step):
-        yield Block(tensor, Box.flat(start, min(step, spec.elements - start)))
+def split_tensor(tensor: int, spec: TensorSpec, limit: int = SEGMENT_BYTES) -> list[Block]:
+    """A whole tensor as blocks of at most `limit` bytes, each of consecutive elements; none for an empty tensor."""
+    if not spec.elements:
+        return []
+    return [Block(tensor, box) for box in Box.flat(0, spec.elements).split(max(1, limit // spec.width))]
+
+
+def sum_block(layout: Layout, block: Block, bits: Bits) -> int:
+    """The fingerprint sum of a block; `bits` as `sum_box` takes them. Any thread."""
+    return sum_box(bits, block.box, int(layout.keys[block.tensor]))
+
+
+async def fingerprint(blocks: BlockSet, sum_of: Callable[[Block], int], run: Run) -> Vector:
+    """The vector of the blocks, a pass over all of them.
+
+    Args:
+        sum_of: reads a block and sums it (`sum_block`); called on any thread.
+        run: calls a function on a thread, as `Workers.run` does; it bounds how many run at a time.
+    """
+    return blocks.vector(await asyncio.gather(*(run(sum_of, block) for block in blocks)))
 
 
 class BlockSet:
@@ -52,7 +69,7 @@ class BlockSet:
 
     Args:
         layout: the stream's.
-        blocks: as `projection.reader.blocks` cuts them, or `runs` of whole tensors.
+        blocks: as `projection.reader.blocks` cuts them, or `split_tensor` whole ones.
     """
 
     def __init__(self, layout: Layout, blocks: Iterable[Block]) -> None:
@@ -65,7 +82,7 @@ class BlockSet:
     @classmethod
     def whole(cls, layout: Layout, limit: int = SEGMENT_BYTES) -> BlockSet:
         """All of the layout, cut into runs of at most `limit` bytes."""
-        return cls(layout, (block for t, spec in enumerate(layout) for block in runs(t, spec, limit)))
+        return cls(layout, (block for t, spec in enumerate(layout) for block in split_tensor(t, spec, limit)))
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -86,8 +103,7 @@ class BlockSet:
 
     def sum(self, number: int, bits: Bits) -> int:
         """The fingerprint of a block whose lanes are `bits`."""
-        block = self._blocks[number]
-        return sum_box(bits, block.box, int(self.layout.keys[block.tensor]))
+        return sum_block(self.layout, self._blocks[number], bits)
 
     def vector(self, sums: Iterable[int]) -> Vector:
         """The vector of the blocks, from the sums of its blocks in their order."""
@@ -166,56 +182,3 @@ def transfer(bits: Bits, source: Box, into: Bits, target: Box) -> int:
         into[places[inside]] = bits[ordinals]
         copied += ordinals.size
     return copied
-
-
-def gather(read: Callable[[int, int], Bits], box: Box, out: Bits | None = None) -> Bits:
-    """Lanes of a box in its own order, where whole runs are all that can be read: `read(first, count)`.
-
-    Rows that lie close together are read with what is between them, which costs less than a read of each (a disk's
-    pages and read-ahead would bring it anyway); what is further apart is read by itself. No more than `_SCRATCH`
-    elements are held beside the box.
-
-    Args:
-        out: where to; lanes [elements] of the box. New ones by default.
-    """
-    if out is None:
-        if box.contiguous:
-            return read(box.dst, box.elements)
-        out = np.empty(box.elements, dtype=read(box.dst, 1).dtype)
-    # By falling stride, so that the first axis is the outermost in the tensor; those of one place say nothing.
-    order = sorted(range(len(box.shape)), key=lambda i: (box.shape[i] == 1, -box.strides[i]))
-    axes = [(box.shape[i], box.strides[i]) for i in order if box.shape[i] > 1]
-    shaped = out.reshape(box.shape).transpose(order)
-    while shaped.ndim > len(axes):
-        shaped = shaped[..., 0]
-    _fill(read, box.dst, axes, shaped)
-    return out
-
-
-def _fill(read: Callable[[int, int], Bits], first: int, axes: list[tuple[int, int]], out: Bits) -> None:
-    """Read elements from `first` on along `axes`, `(places, stride)` by falling stride, into an array of that shape."""
-    if not axes:
-        out[...] = read(first, 1)[0]
-        return
-    (n, stride), inner = axes[0], axes[1:]
-    span = 1 + sum((places - 1) * step for places, step in inner)
-    if _close(axes) and span <= _SCRATCH:
-        most = min(n, max(1, (_SCRATCH - span) // stride + 1))
-        for at in range(0, n, most):
-            part = out[at : at + most]
-            lanes = read(first + at * stride, (part.shape[0] - 1) * stride + span)
-            steps = [step * lanes.itemsize for _, step in axes]
-            part[...] = np.lib.stride_tricks.as_strided(lanes, part.shape, steps)
-        return
-    for at in range(n):
-        _fill(read, first + at * stride, inner, out[at])
-
-
-def _close(axes: list[tuple[int, int]]) -> bool:
-    """Whether all places along the axes are so near each other that they are read together."""
-    span = 1
-    for n, stride in reversed(axes):
-        if stride - span > _GAP:
-            return False
-        span += (n - 1) * stride
-    return True

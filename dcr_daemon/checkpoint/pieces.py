@@ -73,9 +73,8 @@ def _cut(layout: Layout, tensor: int, limit: int) -> Iterator[Piece]:
     if spec.nbytes <= limit:
         yield Piece(tensor, Box.flat(0, spec.elements) if spec.elements else None, spec)
         return
-    step = max(1, limit // spec.width)
-    for n, start in enumerate(range(0, spec.elements, step)):
-        yield _piece(layout, tensor, Box.flat(start, min(step, spec.elements - start)), n)
+    for n, box in enumerate(Box.flat(0, spec.elements).split(max(1, limit // spec.width))):
+        yield _piece(layout, tensor, box, n)
 
 
 def _piece(layout: Layout, tensor: int, box: Box, number: int) -> Piece:

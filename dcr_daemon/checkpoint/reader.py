@@ -1,34 +1,47 @@
-"""A base checkpoint as canonical lanes, for whoever must not hold it whole."""
+"""Boxes of an open checkpoint, for callers that must not hold it whole: `Baseline.load`, writers of anchors, sums."""
 
 from __future__ import annotations
 
-import asyncio
+from functools import partial
+
+import numpy as np
 
 from dcr_daemon.canonical.box import Box
+from dcr_daemon.canonical.dtypes import bits_dtype
 from dcr_daemon.canonical.fingerprint import Bits, Vector
-from dcr_daemon.checkpoint.blocks import BlockSet, gather
+from dcr_daemon.canonical.gather import gather_box
+from dcr_daemon.checkpoint.blocks import Block, BlockSet, Run, fingerprint, sum_block
 from dcr_daemon.checkpoint.directory import Checkpoint
-from dcr_daemon.runtime import Workers
 
 
 class CheckpointReader:
-    """Reads an open checkpoint, a block at a time."""
+    """Reads with `pread`, never through a map: a file that shrinks is an error and does not end the process."""
 
-    def __init__(self, checkpoint: Checkpoint, workers: Workers) -> None:
+    def __init__(self, checkpoint: Checkpoint) -> None:
         self.layout = checkpoint.layout
-        self._checkpoint, self._workers = checkpoint, workers
+        self._checkpoint = checkpoint
 
     def read_box(self, tensor: int, box: Box, out: Bits | None = None) -> Bits:
-        """Lanes of a box in its own order, in `out` if it is given; called on any thread."""
-        name = self.layout[tensor].name
-        file = self._checkpoint.file(name)
-        return gather(lambda start, count: file.read(name, start, count), box, out)
+        """The bits of a box as unsigned integers [elements], in the box's row-major order; any thread.
 
-    async def fingerprint(self) -> Vector:
-        """One pass over everything, on the workers."""
-        blocks = BlockSet.whole(self.layout)
+        Args:
+            tensor: layout index.
+            out: where to; a new array by default.
 
-        def measure(number: int) -> int:
-            return blocks.sum(number, self.read_box(blocks[number].tensor, blocks[number].box))
+        Raises:
+            Corrupt: the file has shrunk.
+        """
+        spec = self.layout[tensor]
+        file = self._checkpoint.file(spec.name)
+        if out is None:
+            out = np.empty(box.elements, dtype=bits_dtype(spec.width))
+        gather_box(partial(file.read_into, spec.name), box, out)
+        return out
 
-        return blocks.vector(await asyncio.gather(*(self._workers.run(measure, n) for n in range(len(blocks)))))
+    async def fingerprint(self, run: Run) -> Vector:
+        """The vector of the whole checkpoint; `run` as `blocks.fingerprint` takes it."""
+
+        def sum_of(block: Block) -> int:
+            return sum_block(self.layout, block, self.read_box(block.tensor, block.box))
+
+        return await fingerprint(BlockSet.whole(self.layout), sum_of, run)

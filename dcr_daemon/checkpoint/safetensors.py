@@ -98,6 +98,21 @@ def _read_exact(descriptor: int, size: int, at: int) -> bytes:
     return b"".join(parts)
 
 
+def read_at(descriptor: int, out: Bits, place: int) -> None:
+    """Fill `out` (1-D, contiguous) with the bytes of a file from byte `place` on.
+
+    Raises:
+        EOFError: the file ends before them.
+        OSError: it cannot be read.
+    """
+    left = out.view("u1").data
+    while left:
+        size = os.preadv(descriptor, [left[:_BLOCK]], place)
+        if not size:
+            raise EOFError(place)
+        left, place = left[size:], place + size
+
+
 def read_header(path: Path) -> Header:
     """Read and check a file's header; not one byte of weights.
 
@@ -214,13 +229,16 @@ class SafetensorsFile:
         spec = self.spec(name)
         count = spec.elements - start if count is None else count
         out = np.empty(count, dtype=bits_dtype(spec.width))
-        place, left = self.header.spans[name][0] + start * spec.width, out.view("u1").data
-        while left:
-            got = os.preadv(self._fd, [left[:_BLOCK]], place)
-            if not got:
-                raise Corrupt(f"{self.path} was truncated while it was read", hint="write the file again")
-            left, place = left[got:], place + got
+        self.read_into(name, start, out)
         return out
+
+    def read_into(self, name: str, start: int, out: Bits) -> None:
+        """Fill `out` (1-D, contiguous) with the tensor's elements from number `start` on. Raises as `read` does."""
+        place = self.header.spans[name][0] + start * out.itemsize
+        try:
+            read_at(self._fd, out, place)
+        except EOFError:
+            raise Corrupt(f"{self.path} was truncated while it was read", hint="write the file again") from None
 
     def sync(self) -> None:
         """Make what was written through views durable."""

@@ -6,7 +6,6 @@ directory beside the target that gets the target's name when it is proved.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import shutil
@@ -17,8 +16,8 @@ from pathlib import Path
 from dcr_daemon import runtime
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.directory import Checkpoint, tensor_files
+from dcr_daemon.checkpoint.reader import CheckpointReader
 from dcr_daemon.disk import sync_directory
-from dcr_daemon.engine.directory.assemble import gather_vector, plan_slices, sum_slice
 from dcr_daemon.engine.directory.checkout import describe_difference
 from dcr_daemon.engine.directory.engine import DirectoryEngine
 from dcr_daemon.engine.port import Swapped, TensorClass, Transaction, Verdict
@@ -245,9 +244,7 @@ class _Builder:
         with Checkpoint(base) as checkpoint:
             if difference := describe_difference(checkpoint.layout, layout):
                 raise Incompatible(f"{base} does not hold the stream's tensors: {difference}")
-            places = list(plan_slices(layout))
-            sums = [self._workers.run(sum_slice, checkpoint, layout, place) for place in places]
-            vector = gather_vector(layout, places, await asyncio.gather(*sums))
+            vector = await CheckpointReader(checkpoint).fingerprint(self._workers.run)
         newest = self._ledger.state.seal.version
         found = await locate(
             self._ledger,

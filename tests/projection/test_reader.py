@@ -24,7 +24,6 @@ from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.canonical.region import Region, box, indices, row_major, wire_pieces
 from dcr_daemon.errors import Incompatible
 from dcr_daemon.projection.binding.bind import Live
-from dcr_daemon.projection.binding.blocks import parts
 from dcr_daemon.projection.binding.reader import Reader, blocks
 from dcr_daemon.projection.region_map import Map, Shard, shards_of
 from dcr_daemon.projection.sharding.intervals import Cut, local_shape, shard
@@ -118,7 +117,7 @@ def test_ranks_of_any_mesh_read_all_of_a_tensor_once_through_any_strides(
 @given(shape=st.lists(st.integers(1, 9), min_size=1, max_size=4), most=st.integers(1, 40))
 def test_parts_are_in_order_small_and_side_by_side(shape: list[int], most: int) -> None:
     whole = Box(5, tuple(shape), row_major(shape))
-    made = list(parts(whole, most))
+    made = list(whole.split(most))
     assert (np.concatenate([elements(part) for part in made]) == elements(whole)).all()
     assert all(part.elements <= most for part in made)
 
@@ -266,7 +265,7 @@ def test_threads_may_read_at_once() -> None:
     region = Region("t", (512, 96), 0, (1, 512), 0, (96, 1))
     reader = one("p", scattered(region, 512 * 96, "F32"), [region], layout)
     expected = numbered(512 * 96, "BF16").view(torch.int16).numpy().view("u2")
-    made = [piece for part in wire_pieces(region) for piece in parts(box(part), 1000)]
+    made = [piece for part in wire_pieces(region) for piece in box(part).split(1000)]
 
     def right(piece: Box) -> bool:
         return bool((reader.read(0, piece) == expected[elements(piece)]).all())

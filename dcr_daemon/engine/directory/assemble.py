@@ -8,24 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from dcr_daemon.canonical.box import Box
 from dcr_daemon.canonical.dtypes import bits_dtype
-from dcr_daemon.canonical.fingerprint import MASK, Bits, Vector, sum_run
+from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.checkpoint.blocks import Block, sum_block
 from dcr_daemon.checkpoint.directory import Checkpoint, read_side_files, write_checkpoint
 from dcr_daemon.checkpoint.pieces import read_pieces
 from dcr_daemon.checkpoint.safetensors import SafetensorsFile
 from dcr_daemon.errors import EngineRefused
 from dcr_daemon.wording import shorten
 
-SLICE_BYTES = 32 << 20
 Piece = tuple[Box | None, Bits]
-Slice = tuple[int, int, int]
 
 
 def build_checkpoint(out: Path, layout: Layout, files: Sequence[Path], *, shard_bytes: int) -> None:
@@ -73,30 +72,10 @@ def _join(layout: Layout, tensor: int, pieces: Mapping[int, list[Piece]]) -> Bit
     return whole
 
 
-def plan_slices(layout: Layout) -> Iterator[Slice]:
-    """A layout in slices of about `SLICE_BYTES`: tensor, first element, number of elements."""
-    for tensor in range(len(layout)):
-        yield from slices_of(layout, tensor)
+def sum_mapped(checkpoint: Checkpoint, layout: Layout, block: Block) -> int:
+    """The sum of a block of consecutive elements, read through the map of its file without a copy; any thread.
 
-
-def slices_of(layout: Layout, tensor: int) -> Iterator[Slice]:
-    """The slices of one tensor."""
-    spec = layout[tensor]
-    step = max(1, SLICE_BYTES // spec.width)
-    for start in range(0, spec.elements, step):
-        yield tensor, start, min(step, spec.elements - start)
-
-
-def sum_slice(checkpoint: Checkpoint, layout: Layout, place: Slice) -> int:
-    """Fingerprint sum of one slice; any thread."""
-    tensor, start, count = place
-    bits = checkpoint.bits(layout[tensor].name)[start : start + count]
-    return sum_run(bits, int(layout.keys[tensor]), start)
-
-
-def gather_vector(layout: Layout, places: Sequence[Slice], sums: Sequence[int]) -> Vector:
-    """The vector from the sums of all slices."""
-    vector = [0] * len(layout)
-    for (tensor, _, _), value in zip(places, sums, strict=True):
-        vector[tensor] += value
-    return np.array([value & MASK for value in vector], dtype=np.uint64)
+    For directories that no other process changes: touching the map of a file that shrank ends the process.
+    """
+    bits = checkpoint.bits(layout[block.tensor].name)
+    return sum_block(layout, block, bits[block.box.dst : block.box.dst + block.box.elements])

@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import shutil
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,10 +24,11 @@ import numpy as np
 from dcr_daemon import runtime
 from dcr_daemon.canonical.fingerprint import MASK, Vector
 from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.checkpoint.blocks import BlockSet, fingerprint, split_tensor
 from dcr_daemon.checkpoint.directory import Checkpoint
 from dcr_daemon.disk import exhausted, starved
 from dcr_daemon.engine.deltas import check_chain
-from dcr_daemon.engine.directory.assemble import build_checkpoint, gather_vector, plan_slices, slices_of, sum_slice
+from dcr_daemon.engine.directory.assemble import build_checkpoint, sum_mapped
 from dcr_daemon.engine.directory.checkout import CONFIG, Checkout, Marker, open_checkpoint
 from dcr_daemon.engine.directory.compose import compose, open_hop
 from dcr_daemon.engine.directory.journal import Install, Journal, Patch, read_journal, write_journal
@@ -341,20 +343,21 @@ class DirectoryEngine:
         """Whether a tensor sums to what was accepted; None if another call came between. What differs is summed once
         more with every other process kept out: a new owner claims before it writes (must E3)."""
         total = 0
-        for place in slices_of(self._layout, tensor):
+        blocks = split_tensor(tensor, self._layout[tensor])
+        for block in blocks:
             if self._turn.locked() or self._calls != call:
                 return None
             async with self._turn:
                 self._scrubbable()
-                total += await self._thread(sum_slice, self._open, self._layout, place)
-            await self._rest(place[2] * self._layout[tensor].width / rate if rate else 0, call)
+                total += await self._thread(sum_mapped, self._open, self._layout, block)
+            await self._rest(block.box.elements * self._layout[tensor].width / rate if rate else 0, call)
         if total & MASK == int(self._vector[tensor]):
             return True
         if self._calls != call:
             return None
         async with self._turn, self._locked():
             self._scrubbable()
-            sums = [await self._thread(sum_slice, self._open, self._layout, p) for p in slices_of(self._layout, tensor)]
+            sums = [await self._thread(sum_mapped, self._open, self._layout, block) for block in blocks]
             if sum(sums) & MASK == int(self._vector[tensor]):
                 return True
             self._version, self._serving = None, False
@@ -506,10 +509,9 @@ class DirectoryEngine:
             raise
 
     async def _sum(self, checkpoint: Checkpoint) -> Vector:
-        """The fingerprint vector of a checkpoint, slices of it in parallel."""
-        places = list(plan_slices(self._layout))
-        sums = [self._thread(sum_slice, checkpoint, self._layout, place) for place in places]
-        return gather_vector(self._layout, places, await asyncio.gather(*sums))
+        """The fingerprint vector of a checkpoint, its blocks in parallel."""
+        blocks = BlockSet.whole(self._layout)
+        return await fingerprint(blocks, partial(sum_mapped, checkpoint, self._layout), self._thread)
 
 
 def _within(hops: list[VersionDelta], budget: int) -> list[VersionDelta]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from dcr_daemon.canonical.box import Box
+from dcr_daemon.canonical.box import Box, split_shape
 from dcr_daemon.canonical.compose import compose
 from dcr_daemon.canonical.coverage import exactly_once
 from dcr_daemon.canonical.fingerprint import Bits
@@ -21,7 +21,7 @@ from dcr_daemon.canonical.region import Region, normalise, row_major
 from dcr_daemon.errors import Incompatible
 from dcr_daemon.projection import values
 from dcr_daemon.projection.binding.bind import Live
-from dcr_daemon.projection.binding.blocks import blocks, slices
+from dcr_daemon.projection.binding.blocks import blocks
 from dcr_daemon.projection.host import host_bits
 from dcr_daemon.projection.region_map import Shard
 
@@ -171,7 +171,7 @@ def _parts(region: Region, *, whole: bool) -> Iterator[Region]:
         yield region
         return
     else:
-        found = slices(region.shape, STRIP)
+        found = split_shape(region.shape, STRIP)
     for starts, sizes in found:
         src = sum(at * stride for at, stride in zip(starts, region.src_strides, strict=True))
         dst = sum(at * stride for at, stride in zip(starts, region.dst_strides, strict=True))

@@ -11,7 +11,6 @@ import io
 import os
 import struct
 import zipfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,17 +20,15 @@ import numpy as np
 from dcr_daemon.canonical.compose import compose
 from dcr_daemon.canonical.dtypes import bits_dtype, item_size
 from dcr_daemon.canonical.fingerprint import Bits
-from dcr_daemon.canonical.region import Axis, Region, merge, restrict, row_major, whole
-from dcr_daemon.checkpoint.safetensors import open_plain
+from dcr_daemon.canonical.gather import gather
+from dcr_daemon.canonical.region import Region, merge, row_major, whole
+from dcr_daemon.checkpoint.safetensors import open_plain, read_at
 from dcr_daemon.errors import Corrupt
 from dcr_daemon.projection.files.pickle_reader import PERSISTENT, Opaque, read_pickle
 from dcr_daemon.projection.files.piece_map import Piece
 from dcr_daemon.projection.values import TORCH_NAMES
 
 TABLE_LIMIT = 1 << 20  #: bytes that an archive's tables may have; torch's have a few hundred
-BLOCK = 32 << 20  #: bytes read at one go: a range of 16 MiB of bf16, from fp32
-SPARSE = 8  #: elements passed over for each one that is wanted, before it pays to read them one by one
-SMALL = 64 << 10  #: bytes that are read at one go, however few are wanted
 _LOCAL_HEADER = 30  #: bytes before the name in a zip entry's own header
 _REBUILDERS = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
 #: what reading an archive may raise that is none, or hostile: zipfile's own faults, and those of what is looked up
@@ -187,70 +184,12 @@ def read_region(descriptor: int, stored: StoredPiece, wanted: Region, out: Bits,
     """
     if stored.region is None:
         return
+
+    def fill(first: int, part: Bits) -> None:
+        read_at(descriptor, part, stored.at + first * part.itemsize)
+
     for part in compose(stored.region, wanted):
-        _copy(descriptor, stored.at, part, out, origin)
-
-
-def _copy(descriptor: int, at: int, region: Region, out: Bits, origin: int) -> None:
-    """One box: consecutive elements straight into `out`, dense ones in one block, others along their widest stride."""
-    width, reach = out.itemsize, region.src_last - region.src + 1
-    target = out[region.dst - origin :]
-    if reach == region.elements == region.dst_last - region.dst + 1 and region.src_strides == region.dst_strides:
-        _fill(descriptor, target[:reach], at + region.src * width)
-        return
-    if _dense(region, width):
-        _pick(descriptor, at + region.src * width, region, target)
-        return
-    axis = max(range(len(region.shape)), key=lambda a: (region.shape[a] > 1, region.src_strides[a]))
-    inner = region.with_axes([*region.axes[:axis], *region.axes[axis + 1 :]])
-    if _dense(inner, width):
-        _rows(descriptor, at + region.src * width, inner, region.axes[axis], target)
-    else:
-        middle = region.shape[axis] // 2
-        for lo, hi in ((0, middle), (middle, region.shape[axis])):
-            for half in restrict(region, axis, lo, hi):
-                _copy(descriptor, at, half, out, origin)
-
-
-def _dense(region: Region, width: int) -> bool:
-    """Whether it is worth to read all that lies between its first and its last element."""
-    reach = region.src_last - region.src + 1
-    return reach * width <= SMALL or (reach * width <= BLOCK and reach <= SPARSE * region.elements)
-
-
-def _pick(descriptor: int, place: int, region: Region, target: Bits) -> None:
-    lanes = np.empty(region.src_last - region.src + 1, target.dtype)
-    _fill(descriptor, lanes, place)
-    picked = _strided(lanes, region.shape, region.src_strides)
-    _strided(target, region.shape, region.dst_strides)[...] = picked
-
-
-def _rows(descriptor: int, place: int, region: Region, axis: Axis, target: Bits) -> None:
-    """`region` again and again along `axis`: several are read before they are put where they belong, so that those of
-    a transposed tensor fill whole cache lines there."""
-    n, src, dst = axis
-    reach = region.src_last - region.src + 1
-    many = max(1, min(n, SMALL // (reach * target.itemsize)))
-    lanes = np.empty((many, reach), target.dtype)
-    for first in range(0, n, many):
-        count = min(many, n - first)
-        for i in range(count):
-            _fill(descriptor, lanes[i], place + (first + i) * src * target.itemsize)
-        picked = _strided(lanes, (count, *region.shape), (reach, *region.src_strides))
-        _strided(target[first * dst :], (count, *region.shape), (dst, *region.dst_strides))[...] = picked
-
-
-def _strided(lanes: Bits, shape: Sequence[int], strides: Sequence[int]) -> Bits:
-    return np.lib.stride_tricks.as_strided(lanes, tuple(shape), tuple(s * lanes.itemsize for s in strides))
-
-
-def _fill(descriptor: int, lanes: Bits, place: int) -> None:
-    left = lanes.view("u1").data
-    while left:
-        got = os.preadv(descriptor, [left[:BLOCK]], place)
-        if not got:
-            raise EOFError(place)
-        left, place = left[got:], place + got
+        gather(fill, part.shifted(dst=-origin), out)
 
 
 def read_archived(directory: Path, piece: Piece) -> Bits:

@@ -224,7 +224,7 @@ class Baseline:
                 hint="give the checkpoint that the stream was created from",
             )
 
-        source = CheckpointReader(checkpoint, self._workers)
+        source = CheckpointReader(checkpoint)
 
         async def copy(number: int) -> None:
             block = self.blocks[number]

@@ -170,7 +170,7 @@ async def _create(opening: _Opening) -> None:
             await baseline.load(checkpoint)
             vector = await baseline.fingerprint()
         else:
-            vector = await CheckpointReader(checkpoint, opening.workers).fingerprint()
+            vector = await CheckpointReader(checkpoint).fingerprint(opening.workers.run)
     runtime.failpoint("publish.base.loaded")
     stream = await ledger.create_stream(layout, vector, model=options.base.absolute().name)
     if (stream.layout.sha256, stream.total) != (layout.digest, show_u64(total(vector))):
@@ -190,7 +190,7 @@ async def _anchor_base(opening: _Opening, layout: Layout) -> None:
     if options.base is None:
         return
     with Checkpoint(options.base) as checkpoint:
-        source = CheckpointReader(checkpoint, opening.workers)
+        source = CheckpointReader(checkpoint)
         side_files = read_side_files(options.base) if options.base.is_dir() else {}
         vector = await (await opening.context()).objects.read_vector(ledger.stream, layout)
         await write_whole(ledger, source, 0, vector, side_files, opening.workers, options.patience, opening.emit)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from dcr_daemon import runtime
 from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import Layout
-from dcr_daemon.checkpoint.blocks import Block, BlockSet, runs
+from dcr_daemon.checkpoint.blocks import Block, BlockSet, split_tensor
 from dcr_daemon.errors import Corrupt
 from dcr_daemon.events import Emit, Mapped
 from dcr_daemon.ledger.records import Open
@@ -209,7 +209,9 @@ class Projected:
         else:
             whole = [layout.index(name) for name in self._residual.owned]
             direct = [Block(tensor, box) for tensor, box in blocks(live.map, layout, self._limit)]
-            owned = BlockSet(layout, [*direct, *(b for t in sorted(whole) for b in runs(t, layout[t], self._limit))])
+            owned = BlockSet(
+                layout, [*direct, *(b for t in sorted(whole) for b in split_tensor(t, layout[t], self._limit))]
+            )
         self._blocks = owned
         self._direct = [n for n, block in enumerate(owned) if layout[block.tensor].name not in verdict.residual]
         if rank.leads:

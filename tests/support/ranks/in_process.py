@@ -11,11 +11,13 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from dcr_daemon import runtime
 from dcr_daemon.canonical.box import Box
 from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import Layout
-from dcr_daemon.checkpoint.blocks import Block, BlockSet, gather
+from dcr_daemon.checkpoint.blocks import Block, BlockSet
 from dcr_daemon.events import Emit
 from dcr_daemon.ledger.records import Open
 from dcr_daemon.publish.group.leader import Leader
@@ -80,7 +82,7 @@ class RankOf:
 
     def _read(self, weights: Weights, block: Block) -> Bits:
         bits = weights[self.session.layout[block.tensor].name]
-        return gather(lambda start, count: bits[start : start + count].copy(), block.box)
+        return np.ascontiguousarray(block.box.view(bits)).reshape(-1)
 
     async def publish(self, weights: Weights, step: int | None = None) -> SealedVersion:
         """As `Publisher.publish` and `wait_sealed`: whatever fails is settled, then raised."""

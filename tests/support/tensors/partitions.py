@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from dcr_daemon.canonical.box import Box
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.canonical.region import Region, boxes, row_major
-from dcr_daemon.projection.binding.blocks import blocks, parts
+from dcr_daemon.projection.binding.blocks import blocks
 from dcr_daemon.projection.frameworks.megatron.grid import Grid
 from dcr_daemon.projection.frameworks.megatron.shards import of_rank
 from dcr_daemon.projection.frameworks.models.architecture import Architecture
@@ -45,7 +45,7 @@ def split(how: str, shape: Sequence[int], ranks: int, rng: np.random.Generator) 
         return [Box(at * columns, (rows // ranks, columns), (ranks * columns, 1)) for at in range(ranks)]
     if how == "transposed" and len(shape) == 2:
         whole = Box(0, (columns, rows), (1, columns))
-        return list(parts(whole, -(-columns // ranks) * rows))
+        return list(whole.split(-(-columns // ranks) * rows))
     edges = sorted({0, elements, *rng.integers(0, elements + 1, ranks - 1).tolist()})
     return [Box.flat(a, b - a) for a, b in itertools.pairwise(edges)]
 

@@ -1,4 +1,4 @@
-"""Every element is in one block of a share, and whatever has canonical coordinates finds it there."""
+"""Every element is in one block of a set, and whatever has canonical coordinates finds it there."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from hypothesis import strategies as st
 
 from dcr_daemon.canonical.box import Box
 from dcr_daemon.canonical.layout import Layout, TensorSpec
-from dcr_daemon.checkpoint.blocks import Block, BlockSet, block_bytes, gather, runs, transfer
+from dcr_daemon.checkpoint.blocks import Block, BlockSet, block_bytes, split_tensor, transfer
 
 SHAPE = (6, 4, 10)
 SPEC = TensorSpec("x", "BF16", SHAPE)
 
 
-def test_runs_cover_a_tensor_once_within_the_limit() -> None:
+def test_split_tensors_cover_a_tensor_once_within_the_limit() -> None:
     spec = TensorSpec("x", "BF16", (3, 7, 11))
     for limit in (2, 3, 100, 461, 462, 1 << 20):
-        boxes = [block.box for block in runs(5, spec, limit)]
+        boxes = [block.box for block in split_tensor(5, spec, limit)]
         assert [box.dst for box in boxes] == list(np.cumsum([0, *(box.elements for box in boxes)])[:-1])
         assert sum(box.elements for box in boxes) == spec.elements
         assert all(box.elements * 2 <= max(limit, 2) for box in boxes)
-    assert not list(runs(0, TensorSpec("none", "BF16", (0, 4)), 1 << 20))
+    assert not split_tensor(0, TensorSpec("none", "BF16", (0, 4)), 1 << 20)
 
 
 @pytest.mark.parametrize("chunk", [1, 1000, 4 << 20, 64 << 20])
@@ -68,25 +68,7 @@ def test_a_transfer_moves_what_two_boxes_share_and_nothing_else(source: Box, tar
     assert np.array_equal(into, np.where(shared, tensor[places(target)], 999))
 
 
-@settings(deadline=None)
-@given(boxes())
-def test_gathered_runs_are_the_box(box: Box) -> None:
-    tensor = np.arange(240, dtype=np.uint16)
-    assert np.array_equal(gather(lambda first, count: tensor[first : first + count], box), tensor[places(box)])
-
-
-def test_far_apart_rows_are_read_one_by_one() -> None:
-    held = []
-
-    def read(first: int, count: int) -> Any:
-        held.append(count)
-        return np.zeros(count, dtype=np.uint16)
-
-    assert gather(read, Box(5, (1000, 8), (1 << 20, 1))).size == 8000
-    assert max(held) < 1 << 17
-
-
-def test_two_shares_have_one_digest_exactly_if_they_are_laid_out_alike() -> None:
+def test_two_sets_have_one_digest_exactly_if_their_blocks_are_equal() -> None:
     layout = Layout([SPEC])
     whole = BlockSet.whole(layout)
     assert whole.digest == BlockSet(layout, [Block(0, Box.flat(0, 240))]).digest
