@@ -338,7 +338,7 @@ def test_a_finished_map_is_taken_and_checked() -> None:
     layout = Layout([TensorSpec("t", "F32", (4, 2))])
     made = Map((Shard("flat", (8,), "F32", Bits(), tuple(whole("t", (4, 2)))),), {})
     held = one({"flat": torch.arange(8.0), "other": torch.ones(3)}, layout, mapped=made)
-    assert held.dropped == {"other": "the map does not speak of it"}
+    assert held.dropped == {"other": "the map does not name it"}
     assert assembled(layout, readings(held, layout))[0].view("f4").tolist() == list(range(8))
     beyond = Map((Shard("flat", (8,), "F32", Bits(), (Region("t", (9,), 0, (1,), 0, (1,)),)),), {})
     for weights, mapped, said in (

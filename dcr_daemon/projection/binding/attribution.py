@@ -1,9 +1,10 @@
-"""Which canonical elements each tensor handed over is the source of, and what becomes of those that are of none.
+"""Attribution: the canonical elements for which each of a rank's tensors is the source. `bind` calls it once per run.
 
-One rule for names, whatever was handed over: a tensor outside the layout is dropped only if it is the memory of a
-layout tensor (a tied head), if the framework's own export leaves it out, or if `ignore` says so. What an export could
-write but this rank cannot project is residual, by canonical name. Everything else is a misfit, and all misfits are one
-error.
+In: the tensors of a module, a state dict, Megatron's model chunks, or a finished map. Out: shards with their regions,
+residual canonical tensors, and dropped local tensors, each with a reason. A tensor outside the layout is dropped only
+if it is the memory of a layout tensor (a tied head), if the framework's own export leaves it out, or if `ignore` says
+so. A canonical tensor that an export could write, but this rank cannot project, is residual. Everything else is noted
+in `LayoutMismatches`, and becomes one error.
 """
 
 from __future__ import annotations
@@ -28,16 +29,19 @@ from dcr_daemon.projection.sharding.local import encoded, is_tensor, local, memo
 from dcr_daemon.projection.tracing import Conversion
 from dcr_daemon.projection.values import Add, dtype_of
 
-EXTRA = "_extra_state"  #: torch's ending of what modules keep beside weights: Transformer Engine its scales, as bytes
+EXTRA = (
+    "_extra_state"  #: how names end of what torch modules keep beside weights (Transformer Engine: scales, as bytes)
+)
 
 
 @dataclass(slots=True)
 class AttributionResult:
     """Attributes:
-    shards: of the rank, in the order of what was handed over.
-    residual: canonical names with reasons.
-    dropped: local names with reasons; `tied` are those that are another's memory, by its name.
-    skipped: those of `dropped` that need not be looked at again.
+    shards: the rank's, in the order of its tensors.
+    residual: canonical names, with reasons.
+    dropped: local names, with reasons.
+    tied: local names that were dropped because they are the memory of another tensor, with that one's name.
+    skipped: local names that were dropped for all later steps too.
     """
 
     shards: list[Shard] = field(default_factory=list)
@@ -51,13 +55,13 @@ class AttributionResult:
         return Map(tuple(self.shards)).without(self.residual)
 
     def drop(self, name: str, why: str) -> None:
-        """For good: later steps do not look at it."""
+        """Drop a tensor for this step and all later ones."""
         self.dropped[name] = why
         self.skipped.add(name)
 
 
 class Attribution:
-    """Of modules and state dicts. One object for one look at one rank's tensors."""
+    """Attributes the tensors of a module or a state dict. One object is used once, for one rank."""
 
     def __init__(
         self, layout: Layout, mismatches: LayoutMismatches, conversion: Conversion | None, copies: Copies
@@ -71,30 +75,30 @@ class Attribution:
         self._found = AttributionResult(residual=opaque)
 
     def of(self, tensors: Mapping[str, Any]) -> AttributionResult:
-        """Judge every tensor (DTensors as such). Misfits are noted, not raised."""
+        """Attribute all tensors (DTensors as such). Mismatches are noted, not raised."""
         self._check_shapes()
         extras = [name for name, tensor in tensors.items() if not self._take(name, tensor)]
         known = {memory(local(tensors[shard.parameter])): shard.parameter for shard in self._found.shards}
         for name in extras:
-            self._judge(name, tensors[name], known)
+            self._judge_extra(name, tensors[name], known)
         return self._found
 
     def _check_shapes(self) -> None:
-        """What an export calls like a layout tensor has its shape."""
+        """Judge the shapes of tensors that the export writes under names of the layout."""
         for name, (_, shape) in self._conversion.tensors.items() if self._conversion else ():
             if name in self._layout:
                 self._mismatches.judge_shape(name, shape, self._layout[self._layout.index(name)].shape)
 
     def _targets(self, name: str, tensor: Any) -> Sequence[Region] | None:
-        """Of the whole tensor; none if nobody said that there is such a tensor."""
+        """The canonical regions of a whole tensor; None if the conversion does not know a tensor of this name."""
         if self._conversion is not None:
             return self._conversion.regions.get(name)
         return whole(name, tuple(tensor.shape)) or [Region(name, (), 0, (), 0, ())]
 
     def _take(self, name: str, tensor: Any) -> bool:
-        """Whether the tensor is a layout tensor's source or has been judged; if not, it is an extra."""
+        """Attribute or drop one tensor; False if it is extra, to be judged when all others are known."""
         if not is_tensor(tensor):
-            self._take_other(name, tensor)
+            self._take_value(name, tensor)
             return True
         if name.endswith(EXTRA) and name not in self._layout:
             self._found.drop(name, "kept beside the weights")
@@ -102,21 +106,21 @@ class Attribution:
         targets = self._targets(name, tensor)
         if targets is None:
             return False
-        goes_to = dict.fromkeys(region.name for region in targets)
-        inside = [target for target in goes_to if target in self._layout]
+        canonical = dict.fromkeys(region.name for region in targets)
+        inside = [target for target in canonical if target in self._layout]
         if not targets:
             if name not in self._computed_with:
                 self._found.drop(name, "the export leaves it out")
             return True
         if not inside:
             return False
-        for target in goes_to:
+        for target in canonical:
             if target not in self._layout and not self._mismatches.ignores(target):
                 self._mismatches.note("added", target)
         self._bind(name, tensor, targets, inside)
         return True
 
-    def _take_other(self, name: str, value: Any) -> None:
+    def _take_value(self, name: str, value: Any) -> None:
         if name.endswith(EXTRA) or self._mismatches.ignores(name):
             self._found.drop(name, f"a {type(value).__name__}, not a tensor")
         else:
@@ -134,7 +138,7 @@ class Attribution:
             self._found.residual |= dict.fromkeys(inside, why)
 
     def _bind_readable(self, name: str, tensor: Any, targets: Sequence[Region], inside: list[str]) -> str:
-        """Returns why the tensor can only be exported; "" if all is said."""
+        """Add its shards. Returns why the tensor can only be exported; "" if it was attributed or a mismatch noted."""
         try:
             dtype, here = dtype_of(name, tensor), None
         except Incompatible as error:
@@ -151,8 +155,8 @@ class Attribution:
         self._found.shards += shards_of_regions(name, here.shape, dtype, regions, self._layout)
         return ""
 
-    def _judge(self, name: str, tensor: Any, known: Mapping[tuple[object, ...], str]) -> None:
-        """An extra: dropped, or a misfit under the names that it would be exported by."""
+    def _judge_extra(self, name: str, tensor: Any, known: Mapping[tuple[object, ...], str]) -> None:
+        """Drop an extra tensor, or note a mismatch under the names that it would be exported by."""
         exported = list(dict.fromkeys(region.name for region in self._targets(name, tensor) or ())) or [name]
         mine = local(tensor)
         if self._mismatches.ignores(name) or all(map(self._mismatches.ignores, exported)):
@@ -163,19 +167,20 @@ class Attribution:
             self._found.dropped[name] = f"the memory of {other}"
             self._found.tied[name] = other
         else:
-            for one in exported:
-                self._mismatches.note("added", one)
+            for canonical in exported:
+                self._mismatches.note("added", canonical)
 
 
 def of_chunks(chunks: Any, megatron: Megatron, layout: Layout, mismatches: LayoutMismatches) -> AttributionResult:
-    """Of a Megatron rank. A parameter that no closed form speaks of is a misfit, unless something is residual that may
-    be made of it."""
-    run = megatron
-    seen = shards_of(chunks, run.architecture, run.grid, run.rank)
+    """Attribute a Megatron rank's parameters by closed forms.
+
+    A parameter of which there is no closed form is a mismatch, unless a residual tensor may be made of it.
+    """
+    seen = shards_of(chunks, megatron.architecture, megatron.grid, megatron.rank)
     found = AttributionResult(residual=dict(seen.map.residual))
-    predicted = {spec.name: spec for spec in megatron_model.layout(run.architecture)}
+    predicted = {spec.name: spec for spec in megatron_model.layout(megatron.architecture)}
     for shard in seen.map.shards:
-        found.shards += _as_published(shard, layout, mismatches, found)
+        found.shards += _as_published(shard, layout, found)
     for name in {region.name for shard in seen.map.shards for region in shard.regions}:
         if name not in layout and not mismatches.ignores(name):
             mismatches.note("added", name)
@@ -186,14 +191,14 @@ def of_chunks(chunks: Any, megatron: Megatron, layout: Layout, mismatches: Layou
         if mismatches.ignores(name):
             found.drop(name, "ignored")
         elif found.residual:
-            found.drop(name, f"no closed form speaks of it; {len(found.residual)} tensors are residual")
+            found.drop(name, f"there is no closed form for it; {len(found.residual)} tensors are residual")
         else:
             mismatches.note("added", f"{name} {list(shape)}")
     found.residual = {name: why for name, why in found.residual.items() if name in layout}
     return found
 
 
-def _as_published(shard: Shard, layout: Layout, mismatches: LayoutMismatches, found: AttributionResult) -> list[Shard]:
+def _as_published(shard: Shard, layout: Layout, found: AttributionResult) -> list[Shard]:
     """A shard of Megatron's closed forms with the stream's dtypes, which need not be the architecture's."""
     if not isinstance(shard.value, Add):
         try:
@@ -214,27 +219,26 @@ def _as_published(shard: Shard, layout: Layout, mismatches: LayoutMismatches, fo
 
 
 def of_map(mapped: Map, tensors: Mapping[str, Any], layout: Layout, mismatches: LayoutMismatches) -> AttributionResult:
-    """Of a finished map: its tensors are there as it describes them, and its regions lie inside them and the layout."""
+    """Attribute by a finished map: its tensors must be as it describes them, its regions inside them and the layout."""
     found = AttributionResult(residual=dict(mapped.residual))
     for name in tensors.keys() - {shard.parameter for shard in mapped.shards}:
-        found.drop(name, "the map does not speak of it")
+        found.drop(name, "the map does not name it")
     for shard in mapped.shards:
         name, tensor = shard.parameter, tensors.get(shard.parameter)
         if tensor is None:
             mismatches.note("missing", name)
             continue
         mine = local(tensor)
-        is_like, should = (dtype_of(name, mine), tuple(mine.shape)), (shard.dtype, shard.shape)
-        if is_like != should:
-            mismatches.note(
-                "not as mapped", f"{name} (is {is_like[0]} {list(is_like[1])}, should be {should[0]} {list(should[1])})"
-            )
+        dtype, shape = dtype_of(name, mine), tuple(mine.shape)
+        if (dtype, shape) != (shard.dtype, shard.shape):
+            expected = f"{shard.dtype} {list(shard.shape)}"
+            mismatches.note("not as mapped", f"{name} (is {dtype} {list(shape)}, should be {expected})")
         if why := unreadable(mine):
             mismatches.note("without values here", f"{name} ({why})")
         for region in shard.regions:
             if region.name not in layout:
                 mismatches.note("added", region.name)
             elif region.dst_last >= layout[layout.index(region.name)].elements or region.src_last >= mine.numel():
-                mismatches.note("not as mapped", f"{name} ({region} leaves it, or its tensor)")
+                mismatches.note("not as mapped", f"{name} ({region} reaches beyond it, or beyond its canonical tensor)")
         found.shards.append(shard)
     return found
