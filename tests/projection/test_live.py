@@ -344,7 +344,7 @@ def test_a_finished_map_is_taken_and_checked() -> None:
     for weights, mapped, said in (
         ({}, made, "missing: flat"),
         ({"flat": torch.ones(7)}, made, r"flat \(is F32 \[7\], should be F32 \[8\]\)"),
-        ({"flat": torch.ones(8)}, beyond, "leaves it"),
+        ({"flat": torch.ones(8)}, beyond, "reaches beyond it"),
         ({"flat": torch.ones(8)}, Map((Shard("flat", (8,), "F32", Bits(), tuple(whole("u", (8,)))),)), "added: u"),
     ):
         with pytest.raises(Incompatible, match=said):
