@@ -38,10 +38,10 @@ def one_target(name: str, arguments: list[str]) -> None:
     """In the child: instrument, import, fuzz. Never returns."""
     import atheris
 
-    sys.path[:0] = [str(HERE), str(HERE.parent)]
+    sys.path[:0] = [str(HERE.parent)]
     with atheris.instrument_imports(include=["dcr_daemon"], exclude=COMPILED):
-        import targets
-        from seeds import seeds
+        from fuzz import targets
+        from fuzz.seeds import seeds
     for body in seeds(name):  # what is compiled at its first call is compiled before an input's time runs
         targets.TARGETS[name](body)
     atheris.Setup([sys.argv[0], *arguments], targets.TARGETS[name])
@@ -67,7 +67,7 @@ def fuzz(name: str, seconds: int, corpus: Path, findings: Path, seeds: Path) -> 
 
 
 def write_seeds(name: str, place: Path) -> Path:
-    from seeds import seeds
+    from fuzz.seeds import seeds
 
     place = place / name
     place.mkdir(parents=True)
@@ -79,8 +79,8 @@ def write_seeds(name: str, place: Path) -> Path:
 def main() -> int:
     if sys.argv[1:2] == ["--child"]:
         one_target(sys.argv[2], sys.argv[3:])
-    sys.path[:0] = [str(HERE), str(HERE.parent)]
-    import targets
+    sys.path[:0] = [str(HERE.parent)]
+    from fuzz import targets
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=int, default=20, help="for each target")

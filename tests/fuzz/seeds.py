@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import msgspec
-import samples
+from fuzz import samples
 
 from dcr_daemon.engine import messages
 from dcr_daemon.engine.directory.journal import MAGIC

@@ -8,9 +8,7 @@ what lies behind a digest is reached too.
 
 from __future__ import annotations
 
-import of_ledger  # noqa: F401  each registers its targets
-import of_processes  # noqa: F401
-import of_weights  # noqa: F401
-from aiming import TARGETS, bounded
+from fuzz import ledger_targets, process_targets, weight_targets  # noqa: F401  each registers its targets
+from fuzz.harness import TARGETS, bounded
 
 __all__ = ["TARGETS", "bounded"]

@@ -5,17 +5,12 @@ It runs without the fuzzer. `run.py` looks for new ones.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
+from fuzz import seeds, targets
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
-
-import seeds  # noqa: E402  found beside this file
-import targets  # noqa: E402
-
 KEPT = HERE / "corpus"
 
 

@@ -327,7 +327,7 @@ async def _driven(taken: update_steps.Steps) -> Attempt:
 class Group:
     """Starts a group, and starts it anew, all of it, when a rank ends: with another id, world and cut.
 
-    It has the surface of `SimPublisher` for the stage.
+    It has the interface of `SimPublisher` that `ScenarioRun` uses.
     """
 
     def __init__(

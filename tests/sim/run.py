@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1])]
 
-from sim.play import SCENARIOS, run_scenario, run_seed  # noqa: E402
+from sim.runner import SCENARIOS, run_scenario, run_seed  # noqa: E402
 from sim.world import Outcome  # noqa: E402
 
 

@@ -1,5 +1,5 @@
-"""What is played. A scenario sets a stage and its faults from the seed; `finish` then takes the faults away and waits
-for what must come: everybody at the newest version, and a publisher that publishes again.
+"""Scenarios of single processes. A scenario creates actors and faults from the seed; `ScenarioRun.finish` then ends the
+faults and waits for what must come: every replica at the newest version, and a publisher that publishes again.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ import asyncio
 from typing import Any
 
 from sim.actors import SimWatcher
-from sim.stage import SCENARIOS, Stage, scenario
+from sim.scenario_run import SCENARIOS, ScenarioRun, scenario
 from sim.world import RANK_FAULTS
 
-__all__ = ["SCENARIOS", "Stage", "scenario"]
+__all__ = ["SCENARIOS", "ScenarioRun", "scenario"]
 
 
 def points(*prefixes: str) -> list[str]:
@@ -52,21 +52,21 @@ LOSSES = ("REQUEST_LOST", "ANSWER_LOST", "GHOST")
 UNANSWERED = ("answer lost", "no answer", "request lost")
 
 
-def some_weather(stage: Stage) -> None:
+def some_random_faults(run: ScenarioRun) -> None:
     """Mostly none: guided faults show more under a clear sky."""
-    stage.weather(stage.rng.choice((0.0, 0.0, 0.02)))
+    run.random_faults(run.rng.choice((0.0, 0.0, 0.02)))
 
 
-def take_names(stage: Stage, most: int) -> None:
+def take_names(run: ScenarioRun, most: int) -> None:
     """One or two of the first `most` names under which somebody creates an object are taken by other bytes."""
-    rng, bucket = stage.rng, stage.world.bucket
+    rng, bucket = run.rng, run.world.bucket
     right, left = bucket.act, [rng.randint(1, most) for _ in range(rng.choice((1, 2)))]
 
     def act(operation: str, key: str, body: bytes, by: Any) -> Any:
         if operation == "create" and key.startswith(("data/", "anchors/")) and not key.startswith("data/0/"):
             left[:] = [count - 1 for count in left]
             if 0 in left and key not in bucket.objects:
-                stage.world.outcome.faults["name taken"] += 1
+                run.world.outcome.faults["name taken"] += 1
                 bucket.objects[key] = rng.choice((b"", body[:-1], body[:-1] + bytes([body[-1] ^ 1]), b"other"))
         return right(operation, key, body, by)
 
@@ -74,233 +74,231 @@ def take_names(stage: Stage, most: int) -> None:
 
 
 @scenario
-async def first(stage: Stage) -> None:
+async def first(run: ScenarioRun) -> None:
     """One publisher, one replica, and weather."""
-    stage.weather(stage.rng.choice((0.0, 0.01, 0.05)))
-    stage.publisher(updates=4)
-    stage.replica(1, directory=stage.rng.random() < 0.4)
-    await stage.play(120.0)
+    run.random_faults(run.rng.choice((0.0, 0.01, 0.05)))
+    run.publisher(updates=4)
+    run.replica(1, directory=run.rng.random() < 0.4)
+    await run.complete(120.0)
 
 
 @scenario
-async def publisher_dies(stage: Stage) -> None:
+async def publisher_dies(run: ScenarioRun) -> None:
     """The publisher dies at a named point, and once more soon after; then it, or somebody else, goes on."""
-    rng = stage.rng
-    some_weather(stage)
+    rng = run.rng
+    some_random_faults(run)
     for _ in range(rng.choice((1, 2, 2))):
-        stage.hit("pub1", PUBLISHER, ("kill", "kill", "power", "terminate"), 6)
-    stage.publisher(updates=4, keep_versions=rng.choice((None, 1, 2)), anchor_every=rng.choice((1, 2, None)))
-    stage.replica(1)
-    await stage.play(150.0)
+        run.hit("pub1", PUBLISHER, ("kill", "kill", "power", "terminate"), 6)
+    run.publisher(updates=4, keep_versions=rng.choice((None, 1, 2)), anchor_every=rng.choice((1, 2, None)))
+    run.replica(1)
+    await run.complete(150.0)
 
 
 @scenario
-async def subscriber_dies(stage: Stage) -> None:
+async def subscriber_dies(run: ScenarioRun) -> None:
     """The subscriber dies at a named point, twice in a row, over a live engine or a directory."""
-    rng, directory = stage.rng, stage.rng.random() < 0.6
-    some_weather(stage)
+    rng, directory = run.rng, run.rng.random() < 0.6
+    some_random_faults(run)
     for _ in range(rng.choice((1, 2, 3))):
         places = SUBSCRIBER + (DIRECTORY * 2 if directory else [])
-        stage.hit("sub1", places, ("kill", "kill", "power", "terminate"), 5)
-    stage.publisher(updates=4, anchor_every=rng.choice((1, 3, None)))
-    stage.replica(1, directory=directory)
-    await stage.play(150.0)
+        run.hit("sub1", places, ("kill", "kill", "power", "terminate"), 5)
+    run.publisher(updates=4, anchor_every=rng.choice((1, 3, None)))
+    run.replica(1, directory=directory)
+    await run.complete(150.0)
 
 
 @scenario
-async def answer_is_lost(stage: Stage) -> None:
+async def answer_is_lost(run: ScenarioRun) -> None:
     """One request or answer of a chosen step is lost or late, and then somebody dies: two faults in a row."""
-    rng = stage.rng
-    some_weather(stage)
+    rng = run.rng
+    some_random_faults(run)
     for _ in range(rng.choice((1, 2, 3))):
         role = rng.choice(("pub1", "pub1", "sub1"))
-        stage.hit(role, STORE, LOSSES, 12)
+        run.hit(role, STORE, LOSSES, 12)
         if rng.random() < 0.5:
-            stage.hit(role, STORE, ("kill",), 20)
+            run.hit(role, STORE, ("kill",), 20)
     if rng.random() < 0.3:
-        stage.hit("pub1", STORE, ("down",), 20, (10.0, 45.0, 120.0))
-    stage.publisher(updates=5, keep_versions=rng.choice((None, 2)))
-    stage.replica(1, directory=rng.random() < 0.3, lag=rng.choice((0.0, 0.0, 20.0)))
-    await stage.play(250.0)
+        run.hit("pub1", STORE, ("down",), 20, (10.0, 45.0, 120.0))
+    run.publisher(updates=5, keep_versions=rng.choice((None, 2)))
+    run.replica(1, directory=rng.random() < 0.3, lag=rng.choice((0.0, 0.0, 20.0)))
+    await run.complete(250.0)
 
 
 @scenario
-async def take_over(stage: Stage) -> None:
+async def take_over(run: ScenarioRun) -> None:
     """A second publisher takes over while the first is stopped at a chosen step; then the zombie wakes."""
-    rng = stage.rng
-    some_weather(stage)
-    stage.hit("pub1", PUBLISHER + STORE, ("stop",), 8, (20.0, 40.0, 90.0))
+    rng = run.rng
+    some_random_faults(run)
+    run.hit("pub1", PUBLISHER + STORE, ("stop",), 8, (20.0, 40.0, 90.0))
     if rng.random() < 0.4:
-        stage.hit("pub2", PUBLISHER + STORE, ("kill", "stop"), 6, (40.0,))
+        run.hit("pub2", PUBLISHER + STORE, ("kill", "stop"), 6, (40.0,))
     if rng.random() < 0.4:
-        stage.hit(rng.choice(("pub1", "pub2")), STORE, LOSSES, 12)
-    stage.publisher(updates=5, keep_versions=rng.choice((None, 1)))
-    stage.replica(1)
+        run.hit(rng.choice(("pub1", "pub2")), STORE, LOSSES, 12)
+    run.publisher(updates=5, keep_versions=rng.choice((None, 1)))
+    run.replica(1)
     await asyncio.sleep(rng.uniform(5.0, 60.0))
     same = rng.random() < 0.4  # the same configured name: it may claim by itself
     keep = rng.choice((None, 1))
-    stage.publisher(role="pub2", name="main" if same else "other", take_over=not same, updates=3, keep_versions=keep)
+    run.publisher(role="pub2", name="main" if same else "other", take_over=not same, updates=3, keep_versions=keep)
     if rng.random() < 0.3:
         await asyncio.sleep(rng.uniform(1.0, 30.0))
-        stage.publisher(role="pub3", name="third", take_over=True, updates=2)
-    await stage.play(150.0)
+        run.publisher(role="pub3", name="third", take_over=True, updates=2)
+    await run.complete(150.0)
 
 
 @scenario
-async def engine_dies(stage: Stage) -> None:
+async def engine_dies(run: ScenarioRun) -> None:
     """The engine dies, or hangs, inside a chosen call or between two steps of its ranks; what it boots from varies."""
-    rng = stage.rng
-    some_weather(stage)
+    rng = run.rng
+    some_random_faults(run)
     for _ in range(rng.choice((1, 2, 3))):
-        stage.hit("engine1", RANKS if rng.random() < 0.6 else CALLS, ("kill", "kill", "power", "stop"), 4, (20.0, 90.0))
+        run.hit("engine1", RANKS if rng.random() < 0.6 else CALLS, ("kill", "kill", "power", "stop"), 4, (20.0, 90.0))
     if rng.random() < 0.4:
-        stage.hit("sub1", SUBSCRIBER, ("kill",), 4)
-    stage.publisher(updates=5, anchor_every=rng.choice((1, 2, 4)))
-    stage.replica(1)
-    await stage.play(200.0)
+        run.hit("sub1", SUBSCRIBER, ("kill",), 4)
+    run.publisher(updates=5, anchor_every=rng.choice((1, 2, 4)))
+    run.replica(1)
+    await run.complete(200.0)
 
 
 @scenario
-async def rank_fails(stage: Stage) -> None:
+async def rank_fails(run: ScenarioRun) -> None:
     """A rank fails in a step of a change, once or twice, and the subscriber or an answer is lost beside it."""
-    rng = stage.rng
-    some_weather(stage)
+    rng = run.rng
+    some_random_faults(run)
     for _ in range(rng.choice((1, 2, 3, 4))):
-        stage.hit("engine1", RANKS, RANK_FAULTS, 4)
+        run.hit("engine1", RANKS, RANK_FAULTS, 4)
     if rng.random() < 0.5:
-        stage.hit("engine1", CALLS, UNANSWERED, 3)
+        run.hit("engine1", CALLS, UNANSWERED, 3)
     if rng.random() < 0.5:
-        stage.hit("sub1", SUBSCRIBER, ("kill", "stop"), 4, (50.0,))
-    stage.publisher(updates=5, anchor_every=rng.choice((1, 2, 4)))
-    stage.replica(1)
-    await stage.play(200.0)
+        run.hit("sub1", SUBSCRIBER, ("kill", "stop"), 4, (50.0,))
+    run.publisher(updates=5, anchor_every=rng.choice((1, 2, 4)))
+    run.replica(1)
+    await run.complete(200.0)
 
 
 @scenario
-async def two_subscribers(stage: Stage) -> None:
+async def two_subscribers(run: ScenarioRun) -> None:
     """Two subscribers on one engine: one is fenced, a stopped one wakes after it, both die now and then."""
-    rng, directory = stage.rng, stage.rng.random() < 0.4
-    some_weather(stage)
+    rng, directory = run.rng, run.rng.random() < 0.4
+    some_random_faults(run)
     for role in ("sub1", "sub2"):
         if rng.random() < 0.7:
-            stage.hit(role, SUBSCRIBER + DIRECTORY * directory, ("kill", "stop", "stop"), 5, (5.0, 20.0, 60.0))
+            run.hit(role, SUBSCRIBER + DIRECTORY * directory, ("kill", "stop", "stop"), 5, (5.0, 20.0, 60.0))
     if not directory and rng.random() < 0.5:
-        stage.hit("engine1", RANKS, (*RANK_FAULTS, "kill"), 5)
-    stage.publisher(updates=5, anchor_every=rng.choice((1, 3)))
-    one = stage.replica(1, directory=directory)
+        run.hit("engine1", RANKS, (*RANK_FAULTS, "kill"), 5)
+    run.publisher(updates=5, anchor_every=rng.choice((1, 3)))
+    one = run.replica(1, directory=directory)
     await asyncio.sleep(rng.uniform(1.0, 60.0))
-    stage.beside(one, "sub2")
-    await stage.play(150.0)
+    run.beside(one, "sub2")
+    await run.complete(150.0)
 
 
 @scenario
-async def watched_directory(stage: Stage) -> None:
+async def watched_directory(run: ScenarioRun) -> None:
     """`--watch`: the watcher dies at a chosen point while its trainer writes checkpoints."""
-    rng = stage.rng
-    some_weather(stage)
+    rng = run.rng
+    some_random_faults(run)
     for _ in range(rng.choice((1, 2))):
-        stage.hit(
-            "pub1", [*PUBLISHER, *points("publish.shard", "publish.remembered")], ("kill", "kill", "terminate"), 6
-        )
-    stage.publisher(kind=SimWatcher, updates=4)
-    stage.replica(1, directory=rng.random() < 0.5)
-    await stage.play(120.0)
+        run.hit("pub1", [*PUBLISHER, *points("publish.shard", "publish.remembered")], ("kill", "kill", "terminate"), 6)
+    run.publisher(kind=SimWatcher, updates=4)
+    run.replica(1, directory=rng.random() < 0.5)
+    await run.complete(120.0)
 
 
 @scenario
-async def disk_is_full(stage: Stage) -> None:
+async def disk_is_full(run: ScenarioRun) -> None:
     """A disk is full for a while, from a chosen write on."""
-    rng, directory = stage.rng, stage.rng.random() < 0.6
-    some_weather(stage)
+    rng, directory = run.rng, run.rng.random() < 0.6
+    some_random_faults(run)
     for role, files in (
         ("pub1", ("mark", "spool", "hint", "baseline", "name", "")),
         ("sub1", ("mark", "staged", "engine", "journal", "tensors", "")),
     ):
-        stage.hit(role, points(*(f"disk.{name}" for name in files)), ("full",), 8, (5.0, 20.0, 60.0))
+        run.hit(role, points(*(f"disk.{name}" for name in files)), ("full",), 8, (5.0, 20.0, 60.0))
     if rng.random() < 0.4:
-        stage.hit(rng.choice(("pub1", "sub1")), points("disk."), ("kill", "power"), 30)
-    stage.publisher(updates=4)
-    stage.replica(1, directory=directory)
-    await stage.play(150.0)
+        run.hit(rng.choice(("pub1", "sub1")), points("disk."), ("kill", "power"), 30)
+    run.publisher(updates=4)
+    run.replica(1, directory=directory)
+    await run.complete(150.0)
 
 
 @scenario
-async def late_replica(stage: Stage) -> None:
+async def late_replica(run: ScenarioRun) -> None:
     """A replica comes many versions behind, while retention deletes; its engine takes little at once."""
-    rng = stage.rng
-    some_weather(stage)
-    stage.world.stage_cap = rng.choice((1 << 20, 6000, 12000))
+    rng = run.rng
+    some_random_faults(run)
+    run.world.stage_cap = rng.choice((1 << 20, 6000, 12000))
     if rng.random() < 0.6:
-        stage.hit("sub1", SUBSCRIBER, ("kill", "stop"), 4, (10.0, 60.0))
+        run.hit("sub1", SUBSCRIBER, ("kill", "stop"), 4, (10.0, 60.0))
     if rng.random() < 0.5:
-        stage.hit("pub1", points("retention.", "publish.anchor", "ledger.floor"), ("kill",), 3)
-    stage.publisher(updates=7, pause=2.0, keep_versions=rng.choice((1, 2)), anchor_every=rng.choice((1, 2, 3)))
+        run.hit("pub1", points("retention.", "publish.anchor", "ledger.floor"), ("kill",), 3)
+    run.publisher(updates=7, pause=2.0, keep_versions=rng.choice((1, 2)), anchor_every=rng.choice((1, 2, 3)))
     if rng.random() < 0.5:
-        stage.replica(2, directory=rng.random() < 0.5)
+        run.replica(2, directory=rng.random() < 0.5)
     await asyncio.sleep(rng.uniform(10.0, 60.0))
-    stage.replica(1, directory=rng.random() < 0.3, staging_limit=rng.choice((1 << 20, 4000)))
-    await stage.play(150.0)
+    run.replica(1, directory=rng.random() < 0.3, staging_limit=rng.choice((1 << 20, 4000)))
+    await run.complete(150.0)
 
 
 @scenario
-async def power_cut(stage: Stage) -> None:
+async def power_cut(run: ScenarioRun) -> None:
     """Machines lose power at any step."""
-    rng, directory = stage.rng, stage.rng.random() < 0.7
-    some_weather(stage)
+    rng, directory = run.rng, run.rng.random() < 0.7
+    some_random_faults(run)
     for _ in range(rng.choice((1, 2, 3))):
         role = rng.choice(("pub1", "sub1", "sub1"))
         if rng.random() < 0.7:
-            stage.hit(role, PUBLISHER if role == "pub1" else SUBSCRIBER + DIRECTORY, ("power",), 6)
+            run.hit(role, PUBLISHER if role == "pub1" else SUBSCRIBER + DIRECTORY, ("power",), 6)
         else:
-            stage.hit(role, ("step",), ("power",), 800)
-    stage.publisher(updates=4, anchor_every=rng.choice((1, 3)))
-    stage.replica(1, directory=directory)
-    await stage.play(150.0)
+            run.hit(role, ("step",), ("power",), 800)
+    run.publisher(updates=4, anchor_every=rng.choice((1, 3)))
+    run.replica(1, directory=directory)
+    await run.complete(150.0)
 
 
 @scenario
-async def foreign_write(stage: Stage) -> None:
+async def foreign_write(run: ScenarioRun) -> None:
     """Somebody writes to an engine's weights through another door, at any time."""
-    rng = stage.rng
-    some_weather(stage)
-    stage.publisher(updates=5, anchor_every=rng.choice((1, 2)))
-    replica = stage.replica(1)
+    rng = run.rng
+    some_random_faults(run)
+    run.publisher(updates=5, anchor_every=rng.choice((1, 2)))
+    replica = run.replica(1)
     if rng.random() < 0.4:
-        stage.hit("sub1", SUBSCRIBER, ("kill",), 4)
+        run.hit("sub1", SUBSCRIBER, ("kill",), 4)
     for _ in range(rng.choice((1, 2))):
         await asyncio.sleep(rng.uniform(3.0, 30.0))
         if replica.engine and replica.engine.alive:
             replica.engine.write_foreign()
-    await stage.play(150.0)
+    await run.complete(150.0)
 
 
 @scenario
-async def operator(stage: Stage) -> None:
+async def operator(run: ScenarioRun) -> None:
     """Somebody runs `dcr gc` beside it all, with and without a claim."""
-    rng = stage.rng
-    some_weather(stage)
-    stage.hit("pub1", PUBLISHER, ("kill", "stop", "terminate"), 6, (40.0,))
-    stage.hit("gc1", points("retention.", "ledger."), ("kill", "stop"), 4, (40.0,))
-    stage.publisher(updates=6, keep_versions=rng.choice((None, 2)), anchor_every=rng.choice((1, 2)))
-    stage.replica(1, directory=rng.random() < 0.3)
+    rng = run.rng
+    some_random_faults(run)
+    run.hit("pub1", PUBLISHER, ("kill", "stop", "terminate"), 6, (40.0,))
+    run.hit("gc1", points("retention.", "ledger."), ("kill", "stop"), 4, (40.0,))
+    run.publisher(updates=6, keep_versions=rng.choice((None, 2)), anchor_every=rng.choice((1, 2)))
+    run.replica(1, directory=rng.random() < 0.3)
     for _ in range(3):
         await asyncio.sleep(rng.uniform(5.0, 30.0))
-        stage.collect(keep=rng.choice((None, 1, 2)), take_over=rng.random() < 0.3)
-    await stage.play(150.0)
+        run.collect(keep=rng.choice((None, 1, 2)), take_over=rng.random() < 0.3)
+    await run.complete(150.0)
 
 
 @scenario
-async def anything(stage: Stage) -> None:
+async def anything(run: ScenarioRun) -> None:
     """Everybody, and everything at random."""
-    rng = stage.rng
-    stage.weather(rng.choice((0.01, 0.03)))
+    rng = run.rng
+    run.random_faults(rng.choice((0.01, 0.03)))
     whats = ("kill", "kill", "power", "stop", "terminate", "partition", "full")
     for _ in range(rng.randint(2, 8)):
-        stage.hit(rng.choice(("pub1", "pub2", "sub1", "sub2", "engine1")), ("step",), whats, 1500, (5.0, 30.0, 90.0))
-    stage.publisher(updates=5, keep_versions=rng.choice((None, 1, 3)), anchor_every=rng.choice((1, 2, 4)))
-    stage.replica(1)
-    stage.replica(2, directory=rng.random() < 0.5, lag=rng.choice((0.0, 10.0)))
+        run.hit(rng.choice(("pub1", "pub2", "sub1", "sub2", "engine1")), ("step",), whats, 1500, (5.0, 30.0, 90.0))
+    run.publisher(updates=5, keep_versions=rng.choice((None, 1, 3)), anchor_every=rng.choice((1, 2, 4)))
+    run.replica(1)
+    run.replica(2, directory=rng.random() < 0.5, lag=rng.choice((0.0, 10.0)))
     if rng.random() < 0.5:
         await asyncio.sleep(rng.uniform(5.0, 60.0))
-        stage.publisher(role="pub2", name="other", take_over=True, updates=3)
-    await stage.play(200.0)
+        run.publisher(role="pub2", name="other", take_over=True, updates=3)
+    await run.complete(200.0)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from sim.planted.bugs import BUGS
-from sim.play import SCENARIOS, run_scenario
+from sim.runner import SCENARIOS, run_scenario
 
 SEEDS = 60  #: tried per scenario
 TESTS = Path(__file__).parents[1]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from sim.play import SCENARIOS, run_scenario, run_seed
+from sim.runner import SCENARIOS, run_scenario, run_seed
 
 SEEDS = int(os.environ.get("DCR_SIM_SEEDS", "1000"))
 FIRST = int(os.environ.get("DCR_SIM_FIRST", "0"))

@@ -1,4 +1,4 @@
-"""Somebody or something does what nobody should: an intruder, a bucket from a backup, a squatter, bits that flip."""
+"""Scenarios in which rules are broken: an intruder, a bucket restored from a backup, taken names, bits that flip."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from sim.actors import SimPublisher
 from sim.clock import Process
-from sim.scenarios import some_weather, take_names
-from sim.stage import Stage, scenario
+from sim.scenario_run import ScenarioRun, scenario
+from sim.scenarios import some_random_faults, take_names
 from sim.world import RANK_FAULTS
 
 from dcr_daemon.errors import Fenced
@@ -17,40 +17,40 @@ from dcr_daemon.ledger.records import Epoch, Release
 
 
 @scenario
-async def intruder(stage: Stage) -> None:
+async def intruder(run: ScenarioRun) -> None:
     """Another publisher starts on the stream without being told to take over: it is refused, and harms nobody."""
-    rng = stage.rng
-    some_weather(stage)
-    first = stage.publisher(updates=5)
+    rng = run.rng
+    some_random_faults(run)
+    first = run.publisher(updates=5)
     if rng.random() < 0.4:
-        stage.trigger("pub1", "step", rng.choice(("kill", "stop")), rng.randint(1, 1500), rng.uniform(10.0, 60.0))
-    stage.replica(1)
+        run.trigger("pub1", "step", rng.choice(("kill", "stop")), rng.randint(1, 1500), rng.uniform(10.0, 60.0))
+    run.replica(1)
     for number in range(rng.choice((1, 2))):
         await asyncio.sleep(rng.uniform(5.0, 40.0))
-        stage.publisher(role=f"pub{number + 2}", name=f"other{number}", updates=2)
-    await stage.settled(150.0)
-    claims = [record for record in stage.watch.records.values() if isinstance(record, Epoch)]
-    released = any(isinstance(record, Release) for record in stage.watch.records.values())
+        run.publisher(role=f"pub{number + 2}", name=f"other{number}", updates=2)
+    await run.settled(150.0)
+    claims = [record for record in run.watch.records.values() if isinstance(record, Epoch)]
+    released = any(isinstance(record, Release) for record in run.watch.records.values())
     was_first = bool(claims) and claims[0].name == first.name
     if was_first and not released and any(isinstance(error, Fenced) for error in first.exits):
-        stage.world.fail("intruder", f"pub1 was fenced by somebody who may not claim: {first.exits}")
-    await stage.finish()
+        run.world.fail("intruder", f"pub1 was fenced by somebody who may not claim: {first.exits}")
+    await run.finish()
 
 
 @scenario
-async def rolled_back_bucket(stage: Stage) -> None:
+async def rolled_back_bucket(run: ScenarioRun) -> None:
     """The bucket is put back to an older state, and everybody restarts: nobody with a memory believes it. Then it is
     put right again."""
-    rng = stage.rng
-    publisher = stage.publisher(updates=4)
-    replica = stage.replica(1, directory=rng.random() < 0.3)
-    await stage.settled(60.0)
-    await stage.until(lambda: stage.served(replica) == stage.watch.head, 300.0, "serving before the roll-back")
-    objects, tip = stage.world.bucket.objects, stage.watch.tip
+    rng = run.rng
+    publisher = run.publisher(updates=4)
+    replica = run.replica(1, directory=rng.random() < 0.3)
+    await run.settled(60.0)
+    await run.until(lambda: run.served(replica) == run.watch.head, 300.0, "serving before the roll-back")
+    objects, tip = run.world.bucket.objects, run.watch.tip
     assert tip is not None
     publisher.down = True
     if publisher.process and publisher.alive:
-        stage.world.kill(publisher.process)
+        run.world.kill(publisher.process)
     await asyncio.sleep(10.0)
     oldest = rng.randint(1, max(1, tip.seq - 1))
     gone = {key: body for key, body in objects.items() if key.startswith("ledger/") and int(key[7:-5]) >= oldest}
@@ -58,28 +58,28 @@ async def rolled_back_bucket(stage: Stage) -> None:
         del objects[key]
     for process in (replica.process, replica.engine.process if replica.engine else None):
         if process and not process.dead and rng.random() < 0.8:
-            stage.world.kill(process)
+            run.world.kill(process)
     await asyncio.sleep(rng.uniform(20.0, 200.0))
     objects.update(gone)
     replica.down = publisher.down = False
     publisher.left = 1
     publisher.start()
-    await stage.finish()
+    await run.finish()
 
 
 @scenario
-async def squatter(stage: Stage) -> None:
+async def squatter(run: ScenarioRun) -> None:
     """Somebody has put other bytes under names that a publisher is about to use (that attempt is given up), and rubbish
     where a replica tells of itself."""
-    rng, bucket = stage.rng, stage.world.bucket
-    some_weather(stage)
-    take_names(stage, 12)
-    stage.publisher(updates=4)
-    stage.replica(1, directory=rng.random() < 0.3)
-    await stage.until(lambda: stage.watch.tip is not None, 300.0, "the stream")
+    rng, bucket = run.rng, run.world.bucket
+    some_random_faults(run)
+    take_names(run, 12)
+    run.publisher(updates=4)
+    run.replica(1, directory=rng.random() < 0.3)
+    await run.until(lambda: run.watch.tip is not None, 300.0, "the stream")
     bucket.objects["replicas/sub1.json"] = rng.choice((b"", b"{", b"{}", b"\xff" * 100))
-    await stage.settled(150.0)
-    await stage.finish()
+    await run.settled(150.0)
+    await run.finish()
 
 
 class Forgetful(SimPublisher):
@@ -101,112 +101,112 @@ class Forgetful(SimPublisher):
 
 
 @scenario
-async def damaged_baseline(stage: Stage) -> None:
+async def damaged_baseline(run: ScenarioRun) -> None:
     """A bit of a publisher's baseline flips between a seal and its anchor: it never gets into the bucket."""
-    some_weather(stage)
-    stage.publisher(kind=Forgetful, updates=5, anchor_every=1)
-    stage.replica(1, directory=stage.rng.random() < 0.3)
-    await stage.settled(150.0)
-    await stage.finish()
+    some_random_faults(run)
+    run.publisher(kind=Forgetful, updates=5, anchor_every=1)
+    run.replica(1, directory=run.rng.random() < 0.3)
+    await run.settled(150.0)
+    await run.finish()
 
 
 @scenario
-async def flipped_bits(stage: Stage) -> None:
+async def flipped_bits(run: ScenarioRun) -> None:
     """Bits flip in an engine's memory, where nobody can see it: no version is built on them, and a scrub finds them."""
-    rng = stage.rng
-    some_weather(stage)
-    stage.publisher(updates=5, anchor_every=rng.choice((1, 2)))
-    replica = stage.replica(1, scrub_every=10.0)
+    rng = run.rng
+    some_random_faults(run)
+    run.publisher(updates=5, anchor_every=rng.choice((1, 2)))
+    replica = run.replica(1, scrub_every=10.0)
     for _ in range(rng.choice((1, 2))):
         await asyncio.sleep(rng.uniform(3.0, 30.0))
         if replica.engine and replica.engine.alive:
             replica.engine.flip()
-    await stage.settled(150.0)
-    await stage.finish()
+    await run.settled(150.0)
+    await run.finish()
     engine = replica.engine
-    await stage.until(lambda: engine is not None and not engine.flips, 600.0, "a scrub finds what flipped")
+    await run.until(lambda: engine is not None and not engine.flips, 600.0, "a scrub finds what flipped")
 
 
 @scenario
-async def rank_fails_again(stage: Stage) -> None:
+async def rank_fails_again(run: ScenarioRun) -> None:
     """What is tried twice fails twice, on an engine that serves or has never been ready: its change is taken back, or
     left begun."""
-    rng = stage.rng
+    rng = run.rng
     op = rng.choice(("apply", "apply", "commit"))
     ops = [op, "rollback"] if op == "apply" and rng.random() < 0.3 else [op]
     rank, nth = rng.randrange(2), rng.choice((1, 1, 3))
     for one in ops:
         for again in range(2):
-            stage.trigger("engine1", f"wire:{rank}:{one}", rng.choice(RANK_FAULTS), nth + again)
+            run.trigger("engine1", f"wire:{rank}:{one}", rng.choice(RANK_FAULTS), nth + again)
     # Without anchors an engine that comes late has nothing but the chain to go by.
-    stage.publisher(updates=5, anchor_every=rng.choice((None, None, 1)), anchor_share=None)
+    run.publisher(updates=5, anchor_every=rng.choice((None, None, 1)), anchor_share=None)
     await asyncio.sleep(rng.choice((0.0, 20.0, 40.0)))
-    stage.replica(1)
+    run.replica(1)
     await asyncio.sleep(30.0)  # the faults are for its first changes
-    await stage.settled(150.0)
-    await stage.finish()
+    await run.settled(150.0)
+    await run.finish()
 
 
 @scenario
-async def late_seal(stage: Stage) -> None:
+async def late_seal(run: ScenarioRun) -> None:
     """A seal is sent, not acknowledged, and arrives when its publisher has long looked elsewhere; patience is short."""
-    rng = stage.rng
+    rng = run.rng
     for nth in rng.sample(range(3, 20), rng.choice((2, 4))):
-        stage.trigger("pub1", "store:create:ledger/", "GHOST", nth)
-    stage.publisher(updates=5, patience=rng.choice((1.0, 5.0)), pause=rng.choice((3.0, 15.0)), anchor_every=None)
-    stage.replica(1)
-    await stage.settled(200.0)
-    await stage.finish()
+        run.trigger("pub1", "store:create:ledger/", "GHOST", nth)
+    run.publisher(updates=5, patience=rng.choice((1.0, 5.0)), pause=rng.choice((3.0, 15.0)), anchor_every=None)
+    run.replica(1)
+    await run.settled(200.0)
+    await run.finish()
 
 
 @scenario
-async def lenient_store(stage: Stage) -> None:
+async def lenient_store(run: ScenarioRun) -> None:
     """The store accepts If-None-Match and overwrites all the same: no publisher has anything to do with it."""
-    bucket = stage.world.bucket
+    bucket = run.world.bucket
     right = bucket.act
 
     def act(operation: str, key: str, body: bytes, by: Process) -> Any:
         if operation == "create" and bucket.objects.pop(key, None) is not None:
-            stage.world.outcome.faults["overwritten"] += 1
+            run.world.outcome.faults["overwritten"] += 1
         return right(operation, key, body, by)
 
     bucket.act = act  # type: ignore[method-assign]
-    publishers = [stage.publisher(updates=3), stage.publisher(role="pub2", name="other", take_over=True, updates=3)]
-    await asyncio.sleep(stage.rng.uniform(30.0, 90.0))
+    publishers = [run.publisher(updates=3), run.publisher(role="pub2", name="other", take_over=True, updates=3)]
+    await asyncio.sleep(run.rng.uniform(30.0, 90.0))
     bucket.act = right  # type: ignore[method-assign]
     if any(key.startswith("ledger/") for key in bucket.objects):
-        stage.world.fail("lenient", "a ledger was begun in a store that overwrites")
+        run.world.fail("lenient", "a ledger was begun in a store that overwrites")
     for publisher in publishers:
         publisher.down = True
-    stage.replica(1)
-    await stage.finish()
+    run.replica(1)
+    await run.finish()
 
 
 @scenario
-async def second_owner(stage: Stage) -> None:
+async def second_owner(run: ScenarioRun) -> None:
     """A second subscriber attaches to an engine that has one: the first stops by itself, and does not come back."""
-    some_weather(stage)
-    stage.publisher(updates=4)
-    first = stage.replica(1)
-    await stage.until(lambda: stage.served(first) >= 0, 300.0, "serving")
-    second = stage.beside(first, "sub2")
-    await stage.until(lambda: stage.served(second) >= 0, 300.0, "the second owner serves")
-    await stage.until(lambda: any(isinstance(error, Fenced) for error in first.exits), 300.0, "the first is fenced")
-    await stage.settled(100.0)
-    await stage.finish()
+    some_random_faults(run)
+    run.publisher(updates=4)
+    first = run.replica(1)
+    await run.until(lambda: run.served(first) >= 0, 300.0, "serving")
+    second = run.beside(first, "sub2")
+    await run.until(lambda: run.served(second) >= 0, 300.0, "the second owner serves")
+    await run.until(lambda: any(isinstance(error, Fenced) for error in first.exits), 300.0, "the first is fenced")
+    await run.settled(100.0)
+    await run.finish()
 
 
 @scenario
-async def fenced_collector(stage: Stage) -> None:
+async def fenced_collector(run: ScenarioRun) -> None:
     """A publisher is stopped while it plans what to delete; another takes over; then it wakes, and deletes nothing."""
-    rng = stage.rng
-    some_weather(stage)
-    stage.trigger(
+    rng = run.rng
+    some_random_faults(run)
+    run.trigger(
         "pub1", f"store:{rng.choice(('list:', 'get:anchors/'))}", "stop", rng.randint(1, 5), rng.uniform(30, 60)
     )
-    stage.publisher(updates=6, keep_versions=1, anchor_every=1)
-    stage.replica(1)
+    run.publisher(updates=6, keep_versions=1, anchor_every=1)
+    run.replica(1)
     await asyncio.sleep(rng.uniform(10.0, 30.0))
-    stage.publisher(role="pub2", name="other", take_over=True, updates=2, anchor_every=None, keep_versions=None)
-    await stage.settled(150.0)
-    await stage.finish()
+    run.publisher(role="pub2", name="other", take_over=True, updates=2, anchor_every=None, keep_versions=None)
+    await run.settled(150.0)
+    await run.finish()

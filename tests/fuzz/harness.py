@@ -1,4 +1,4 @@
-"""What every target has: a name, a bound of memory, a place for files, a loop."""
+"""What every fuzz target uses: its registration, a memory limit, a directory for files, an event loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many ranks publish one stream (musts P1 to P3, P7), and everything that may happen to some of them."""
+"""Scenarios of many ranks that publish one stream (musts P1 to P3, P7), with faults of some of them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 from typing import Any
 
 from sim.ranks import LAG, Group
-from sim.scenarios import LOSSES, PUBLISHER, STORE, points, some_weather, take_names
-from sim.stage import Stage, scenario
+from sim.scenario_run import ScenarioRun, scenario
+from sim.scenarios import LOSSES, PUBLISHER, STORE, points, some_random_faults, take_names
 
 LEADER = PUBLISHER + points(
     "publish.declared", "publish.verdict", "publish.joined", "publish.uploaded", "publish.part",
@@ -20,74 +20,74 @@ MEMBER = points(
 )  # fmt: skip
 
 
-def any_rank(stage: Stage, *, leader: float = 0.3) -> tuple[str, list[str]]:
+def any_rank(run: ScenarioRun, *, leader: float = 0.3) -> tuple[str, list[str]]:
     """A role, and the instants that it passes."""
-    if stage.rng.random() < leader:
+    if run.rng.random() < leader:
         return "rank0", LEADER
-    return f"rank{stage.rng.choice((1, 1, 2, 3))}", MEMBER
+    return f"rank{run.rng.choice((1, 1, 2, 3))}", MEMBER
 
 
 @scenario
-async def ranks(stage: Stage) -> None:
+async def ranks(run: ScenarioRun) -> None:
     """A group of ranks, a replica, and weather."""
-    stage.weather(stage.rng.choice((0.0, 0.01, 0.04)))
-    stage.group(updates=4, worlds=(2, 3, 4, 5))
-    stage.replica(1, directory=stage.rng.random() < 0.4)
-    await stage.play(150.0)
+    run.random_faults(run.rng.choice((0.0, 0.01, 0.04)))
+    run.group(updates=4, worlds=(2, 3, 4, 5))
+    run.replica(1, directory=run.rng.random() < 0.4)
+    await run.complete(150.0)
 
 
 @scenario
-async def rank_dies(stage: Stage) -> None:
+async def rank_dies(run: ScenarioRun) -> None:
     """A rank dies at a named point, and once more later; the group starts anew, with another world and other cuts."""
-    rng = stage.rng
-    some_weather(stage)
+    rng = run.rng
+    some_random_faults(run)
     for _ in range(rng.choice((1, 2, 3))):
-        role, where = any_rank(stage)
-        stage.hit(role, where, ("kill", "kill", "power", "terminate"), 6)
-    stage.group(
+        role, where = any_rank(run)
+        run.hit(role, where, ("kill", "kill", "power", "terminate"), 6)
+    run.group(
         updates=4, keep_versions=rng.choice((None, 1, 2)), anchor_every=rng.choice((1, 2, None)),
         steady=rng.random() < 0.4,
     )  # fmt: skip
-    stage.replica(1, directory=rng.random() < 0.4)
-    await stage.play(200.0)
+    run.replica(1, directory=rng.random() < 0.4)
+    await run.complete(200.0)
 
 
 @scenario
-async def rank_lags(stage: Stage) -> None:
+async def rank_lags(run: ScenarioRun) -> None:
     """Ranks are stopped at a chosen step while the others go on, and an answer is lost beside it."""
-    rng = stage.rng
-    some_weather(stage)
+    rng = run.rng
+    some_random_faults(run)
     for _ in range(rng.choice((1, 2, 3))):
-        role, where = any_rank(stage, leader=0.2)
-        stage.hit(role, where + STORE, ("stop", "stop", "partition"), 8, (5.0, 20.0, 60.0, 300.0))
+        role, where = any_rank(run, leader=0.2)
+        run.hit(role, where + STORE, ("stop", "stop", "partition"), 8, (5.0, 20.0, 60.0, 300.0))
     if rng.random() < 0.4:
-        stage.hit(any_rank(stage)[0], STORE, LOSSES, 12)
-    stage.group(updates=5, anchor_every=rng.choice((1, 3, None)), keep_versions=rng.choice((None, 1)))
-    stage.replica(1, directory=rng.random() < 0.4)
-    await stage.play(200.0)
+        run.hit(any_rank(run)[0], STORE, LOSSES, 12)
+    run.group(updates=5, anchor_every=rng.choice((1, 3, None)), keep_versions=rng.choice((None, 1)))
+    run.replica(1, directory=rng.random() < 0.4)
+    await run.complete(200.0)
 
 
 @scenario
-async def leftover_rank(stage: Stage) -> None:
+async def leftover_rank(run: ScenarioRun) -> None:
     """A rank sleeps through the end of its group, unnoticed, and wakes when the next one has the stream."""
-    rng = stage.rng
-    some_weather(stage)
-    group = stage.group(updates=5, keep_versions=rng.choice((None, 1)), anchor_every=rng.choice((1, 2, 3)))
-    stage.replica(1)
+    rng = run.rng
+    some_random_faults(run)
+    group = run.group(updates=5, keep_versions=rng.choice((None, 1)), anchor_every=rng.choice((1, 2, 3)))
+    run.replica(1)
     await asyncio.sleep(rng.uniform(0.0, 20.0))
     for _ in range(rng.choice((1, 1, 2))):
         await until_started(group)
         number = rng.randrange(len(group.ranks)) if group.ranks else 0
         group.leave_over(number)
         where = LEADER if number == 0 else MEMBER
-        stage.hit(f"rank{number}", where + STORE, ("stop",), 5, (15.0, 30.0, 60.0, 120.0))
+        run.hit(f"rank{number}", where + STORE, ("stop",), 5, (15.0, 30.0, 60.0, 120.0))
         other = rng.choice([n for n in range(4) if n != number])
-        stage.hit(f"rank{other}", ("step",), ("kill",), 600)
+        run.hit(f"rank{other}", ("step",), ("kill",), 600)
         await asyncio.sleep(rng.uniform(10.0, 40.0))
         for rank in [r for r in group.ranks if r.number != number and r.alive and r.process][:1]:
-            stage.world.kill(rank.process)  # type: ignore[arg-type]
+            run.world.kill(rank.process)  # type: ignore[arg-type]
         await asyncio.sleep(rng.uniform(10.0, 40.0))
-    await stage.play(150.0)
+    await run.complete(150.0)
 
 
 async def until_started(group: Group) -> None:
@@ -98,21 +98,21 @@ async def until_started(group: Group) -> None:
 
 
 @scenario
-async def rank_disagrees(stage: Stage) -> None:
+async def rank_disagrees(run: ScenarioRun) -> None:
     """A rank leaves calls out, publishes other steps, or has not all of its tensors: nothing of that is published."""
-    rng = stage.rng
+    rng = run.rng
     lag = rng.choice((LAG, 1e6))  # who says that he fails is not waited for, however much patience there is
     if lag == LAG:
-        some_weather(stage)
-    group = stage.group(updates=5, anchor_every=rng.choice((1, 3)), lag=lag)
-    stage.replica(1, directory=rng.random() < 0.4)
+        some_random_faults(run)
+    group = run.group(updates=5, anchor_every=rng.choice((1, 3)), lag=lag)
+    run.replica(1, directory=rng.random() < 0.4)
     await asyncio.sleep(rng.uniform(0.0, 10.0))
     for _ in range(rng.choice((1, 2, 3))):
         await until_started(group)
         for rank in group.ranks[:1] if rng.random() < 0.2 else group.ranks[1:]:
             call = rank.calls + rng.randint(1, 3)
             kind = rng.choice(("skips", "breaks", "shifts", "runs ahead", "nothing"))
-            stage.world.outcome.faults[f"rank {kind}"] += 1
+            run.world.outcome.faults[f"rank {kind}"] += 1
             if kind == "skips":
                 rank.skipped |= set(range(call, call + rng.randint(1, 3)))
             elif kind == "breaks":
@@ -124,99 +124,99 @@ async def rank_disagrees(stage: Stage) -> None:
         await asyncio.sleep(rng.uniform(5.0, 30.0))
         if group.of:
             group.of.shift.clear()
-    await stage.play(200.0)
+    await run.complete(200.0)
 
 
 @scenario
-async def rank_is_damaged(stage: Stage) -> None:
+async def rank_is_damaged(run: ScenarioRun) -> None:
     """Bits flip in what ranks hold, and what they find at a restart is not what they left: none of it is published."""
-    rng = stage.rng
+    rng = run.rng
     flips = rng.choice((0.0, 0.3))  # found by the anchor after the seal, which nothing else may keep from being written
     if not flips:
-        some_weather(stage)
+        some_random_faults(run)
         for _ in range(rng.choice((1, 2, 3))):
-            role, where = any_rank(stage)
-            stage.hit(role, where, ("kill", "kill", "power"), 12)
-    stage.group(updates=5, flips=flips, lies=rng.choice((0.3, 0.6)), anchor_every=1, steady=True)
-    stage.replica(1, directory=rng.random() < 0.4)
-    await stage.play(200.0)
+            role, where = any_rank(run)
+            run.hit(role, where, ("kill", "kill", "power"), 12)
+    run.group(updates=5, flips=flips, lies=rng.choice((0.3, 0.6)), anchor_every=1, steady=True)
+    run.replica(1, directory=rng.random() < 0.4)
+    await run.complete(200.0)
 
 
 @scenario
-async def twin_rank(stage: Stage) -> None:
+async def twin_rank(run: ScenarioRun) -> None:
     """Two processes believe to be one rank, for a while."""
-    rng = stage.rng
-    some_weather(stage)
-    group = stage.group(updates=5, worlds=(2, 3))
-    stage.replica(1, directory=rng.random() < 0.4)
+    rng = run.rng
+    some_random_faults(run)
+    group = run.group(updates=5, worlds=(2, 3))
+    run.replica(1, directory=rng.random() < 0.4)
     await asyncio.sleep(rng.uniform(0.0, 15.0))
     await until_started(group)
     twin = group.twin(rng.randrange(1, 2))
     if rng.random() < 0.5:
-        stage.hit("rank1", MEMBER + STORE, ("stop",), 6, (10.0, 30.0))
+        run.hit("rank1", MEMBER + STORE, ("stop",), 6, (10.0, 30.0))
     await asyncio.sleep(rng.uniform(10.0, 60.0))
     if twin and twin.alive and twin.process:
-        stage.world.kill(twin.process)
+        run.world.kill(twin.process)
     for rank in group.ranks[:1]:  # whoever sees two processes starts all anew
         if rank.alive and rank.process:
-            stage.world.kill(rank.process)
-    await stage.play(200.0)
+            run.world.kill(rank.process)
+    await run.complete(200.0)
 
 
 @scenario
-async def worlds(stage: Stage) -> None:
+async def worlds(run: ScenarioRun) -> None:
     """A group, then one process, then a group again, each of another size; some end kindly, some are taken over."""
-    rng = stage.rng
-    some_weather(stage)
-    stage.replica(1, directory=rng.random() < 0.4)
+    rng = run.rng
+    some_random_faults(run)
+    run.replica(1, directory=rng.random() < 0.4)
     keep, every = rng.choice((None, 1)), rng.choice((1, 2))
-    first = stage.group(updates=3, worlds=(4, 5), keep_versions=keep, anchor_every=every)
-    await stage.settled(60.0)
+    first = run.group(updates=3, worlds=(4, 5), keep_versions=keep, anchor_every=every)
+    await run.settled(60.0)
     first.end(kindly=rng.random() < 0.6)
     await asyncio.sleep(rng.uniform(0.0, 10.0))
-    one = stage.publisher(role="pub1", name="main", updates=2, take_over=True, keep_versions=keep, anchor_every=every)
+    one = run.publisher(role="pub1", name="main", updates=2, take_over=True, keep_versions=keep, anchor_every=every)
     if rng.random() < 0.4:
-        stage.hit("pub1", PUBLISHER, ("kill", "stop"), 5, (20.0,))
-    await stage.settled(40.0)
+        run.hit("pub1", PUBLISHER, ("kill", "stop"), 5, (20.0,))
+    await run.settled(40.0)
     one.down = True
     if one.alive and one.process and one.process.main and rng.random() < 0.5:
         one.process.main.cancel()
     same: dict[str, Any] = {"name": "main"} if rng.random() < 0.5 else {"name": "other", "take_over": True}
-    stage.group(role="group2", updates=2, worlds=(2, 3), keep_versions=keep, anchor_every=every, **same)
+    run.group(role="group2", updates=2, worlds=(2, 3), keep_versions=keep, anchor_every=every, **same)
     if rng.random() < 0.4:
-        role, where = any_rank(stage)
-        stage.hit(role, where, ("kill", "stop"), 5, (20.0,))
-    await stage.play(200.0)
+        role, where = any_rank(run)
+        run.hit(role, where, ("kill", "stop"), 5, (20.0,))
+    await run.complete(200.0)
 
 
 @scenario
-async def ranks_squatted(stage: Stage) -> None:
+async def ranks_squatted(run: ScenarioRun) -> None:
     """Names that a rank is about to use are taken, its disk is full, its answers are lost: the attempt is given up."""
-    rng = stage.rng
-    some_weather(stage)
-    take_names(stage, 30)
+    rng = run.rng
+    some_random_faults(run)
+    take_names(run, 30)
     for _ in range(rng.choice((1, 2))):
-        stage.hit(any_rank(stage)[0], STORE, LOSSES, 12)
+        run.hit(any_rank(run)[0], STORE, LOSSES, 12)
     if rng.random() < 0.5:
-        stage.hit(any_rank(stage)[0], points("disk.spool", "disk.hint", "disk.baseline"), ("full",), 8, (5.0, 20.0))
-    stage.group(updates=4, keep_versions=rng.choice((None, 1)), anchor_every=rng.choice((1, 2)))
-    stage.replica(1, directory=rng.random() < 0.3)
-    await stage.play(150.0)
+        run.hit(any_rank(run)[0], points("disk.spool", "disk.hint", "disk.baseline"), ("full",), 8, (5.0, 20.0))
+    run.group(updates=4, keep_versions=rng.choice((None, 1)), anchor_every=rng.choice((1, 2)))
+    run.replica(1, directory=rng.random() < 0.3)
+    await run.complete(150.0)
 
 
 @scenario
-async def ranks_and_anything(stage: Stage) -> None:
+async def ranks_and_anything(run: ScenarioRun) -> None:
     """A group, other publishers, collectors, and everything at random."""
-    rng = stage.rng
-    stage.weather(rng.choice((0.01, 0.03)))
+    rng = run.rng
+    run.random_faults(rng.choice((0.01, 0.03)))
     whats = ("kill", "power", "stop", "stop", "terminate", "partition", "full")
     for _ in range(rng.randint(2, 6)):
-        stage.hit(rng.choice(("rank0", "rank1", "rank2", "sub1", "pub2")), ("step",), whats, 1500, (5.0, 30.0, 90.0))
-    stage.group(updates=5, keep_versions=rng.choice((None, 1, 3)), anchor_every=rng.choice((1, 2, 4)), lies=0.2)
-    stage.replica(1, directory=rng.random() < 0.5, lag=rng.choice((0.0, 10.0)))
+        run.hit(rng.choice(("rank0", "rank1", "rank2", "sub1", "pub2")), ("step",), whats, 1500, (5.0, 30.0, 90.0))
+    run.group(updates=5, keep_versions=rng.choice((None, 1, 3)), anchor_every=rng.choice((1, 2, 4)), lies=0.2)
+    run.replica(1, directory=rng.random() < 0.5, lag=rng.choice((0.0, 10.0)))
     await asyncio.sleep(rng.uniform(5.0, 60.0))
     if rng.random() < 0.3:
-        stage.publisher(role="pub2", name="other", take_over=True, updates=2)
+        run.publisher(role="pub2", name="other", take_over=True, updates=2)
     if rng.random() < 0.4:
-        stage.collect(keep=rng.choice((None, 1, 2)), take_over=rng.random() < 0.3)
-    await stage.play(200.0)
+        run.collect(keep=rng.choice((None, 1, 2)), take_over=rng.random() < 0.3)
+    await run.complete(200.0)

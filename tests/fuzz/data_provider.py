@@ -1,4 +1,7 @@
-"""Choices drawn from bytes, for fuzzers that change what a parser has already checked; JSON documents gone wrong."""
+"""Choices read from a fuzzer's bytes: numbers, defects of bytes, defects of JSON documents.
+
+For targets that damage a valid input behind its checksums (`…_inside`).
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,8 @@ HOSTILE: tuple[Any, ...] = (
 )  # fmt: skip
 
 
-class Dice:
-    """Every input means something: what runs out is zero."""
+class DataProvider:
+    """Reads choices from `data`, as libFuzzer's `FuzzedDataProvider` does. Bytes past the end are zero."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data

@@ -1,4 +1,4 @@
-"""The stable entry: play one seed."""
+"""Runs one scenario from a seed: the entry for tests, `run.py` and `tests/faults.py`."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import importlib
 from functools import cache
 from typing import Any
 
-from sim import groups, hostile, scenarios  # noqa: F401  each registers what it plays
+from sim import adversarial_scenarios, group_scenarios, scenarios  # noqa: F401  each registers its scenarios
 from sim.engines import toy_workers
-from sim.stage import SCENARIOS as _PLAYS
-from sim.stage import Stage
+from sim.scenario_run import SCENARIOS as _SCENARIOS
+from sim.scenario_run import ScenarioRun
 from sim.world import Outcome, World, installed
 
 #: names, in a fixed order
-SCENARIOS: list[str] = list(_PLAYS)
-_RANKS = [name for name in SCENARIOS if _PLAYS[name].__module__ == groups.__name__]
+SCENARIOS: list[str] = list(_SCENARIOS)
+_RANKS = [name for name in SCENARIOS if _SCENARIOS[name].__module__ == group_scenarios.__name__]
 _ALONE = [name for name in SCENARIOS if name not in _RANKS]
 #: whose turn it is: a group of ranks costs as much as three processes, and comes half as often
 _TURNS = [*_ALONE, *_ALONE, *_RANKS]
@@ -29,10 +29,10 @@ def run_seed(seed: int, *, planted: str | None = None, tracing: bool = False) ->
 def run_scenario(name: str, seed: int, *, planted: str | None = None, tracing: bool = False) -> Outcome:
     """Play one scenario from a seed. `planted` names a bug of `sim.planted.bugs` that is in force meanwhile."""
     if planted is None:
-        return _play(name, seed, tracing)
+        return _run(name, seed, tracing)
     planting: Any = importlib.import_module("sim.planted.bugs")
     with planting.planted(planted):
-        return _play(name, seed, tracing)
+        return _run(name, seed, tracing)
 
 
 @cache
@@ -42,8 +42,8 @@ def _settle_memory() -> None:
     gc.freeze()
 
 
-def _play(name: str, seed: int, tracing: bool) -> Outcome:
+def _run(name: str, seed: int, tracing: bool) -> Outcome:
     _settle_memory()
     world = World(seed, name, tracing=tracing)
     with installed(world), toy_workers():
-        return world.run(_PLAYS[name](Stage(world)))
+        return world.run(_SCENARIOS[name](ScenarioRun(world)))

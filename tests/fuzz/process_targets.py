@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import samples
-from aiming import REFUSED, as_file, loop, run, scratch, target
+from fuzz import samples
+from fuzz.harness import REFUSED, as_file, loop, run, scratch, target
 
 from dcr_daemon.checkpoint.blocks import BlockSet
 from dcr_daemon.config import read_config

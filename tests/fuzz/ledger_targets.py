@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import samples
-from aiming import REFUSED, expect, run, scratch, target
-from dice import Dice
+from fuzz import samples
+from fuzz.data_provider import DataProvider
+from fuzz.harness import REFUSED, expect, run, scratch, target
 from support.stores.memory import MemoryStore, Recorder
 
 from dcr_daemon.canonical.layout import Layout
@@ -68,9 +68,9 @@ def _fold(tip: Tip, body: bytes) -> None:
 @target
 def record_inside(data: bytes) -> None:
     """A record whose fields are spoiled one by one, at its own place and at others."""
-    dice, stream = Dice(data), samples.stream()
-    seq = dice.below(len(stream.bodies))
-    body = dice.document(samples.document(stream.bodies[seq]))
+    provider, stream = DataProvider(data), samples.stream()
+    seq = provider.below(len(stream.bodies))
+    body = provider.document(samples.document(stream.bodies[seq]))
     record(body)
     tip = stream.tips[max(0, seq - 1)]
     with contextlib.suppress(Incompatible):
@@ -82,25 +82,25 @@ def record_inside(data: bytes) -> None:
 @target
 def ledger_inside(data: bytes) -> None:
     """A whole ledger with records spoiled, lost, moved or replayed, read cold and with a memory of it."""
-    dice, stream = Dice(data), samples.stream()
+    provider, stream = DataProvider(data), samples.stream()
     store = MemoryStore()
     store.objects = dict(stream.store.objects)
-    for _ in range(1 + dice.below(2)):
-        seq = dice.below(len(stream.bodies))
+    for _ in range(1 + provider.below(2)):
+        seq = provider.below(len(stream.bodies))
         key = names.record(seq)
-        match dice.below(4):
+        match provider.below(4):
             case 0:
                 store.objects.pop(key, None)
             case 1:
-                store.objects[key] = stream.bodies[dice.below(len(stream.bodies))]
+                store.objects[key] = stream.bodies[provider.below(len(stream.bodies))]
             case 2:
-                store.objects[key] = dice.document(samples.document(stream.bodies[seq]))
+                store.objects[key] = provider.document(samples.document(stream.bodies[seq]))
             case 3:
-                store.objects[names.record(len(stream.bodies) + dice.below(3))] = stream.bodies[seq]
+                store.objects[names.record(len(stream.bodies) + provider.below(3))] = stream.bodies[seq]
     memory = scratch() / "seen.json"
     memory.unlink(missing_ok=True)
-    if dice.below(2):
-        HighWaterMark(memory).saw(stream.tips[dice.below(len(stream.tips))])
+    if provider.below(2):
+        HighWaterMark(memory).saw(stream.tips[provider.below(len(stream.tips))])
     with contextlib.suppress(*REFUSED, NotFound):
         run(_read_ledger(store, memory))
 
@@ -136,7 +136,7 @@ def anchor_index(data: bytes) -> None:
 @target
 def objects_inside(data: bytes) -> None:
     """Layout, vector, part and anchor index with digests that fit: what a seal that lies could name."""
-    dice, stream = Dice(data), samples.stream()
+    provider, stream = DataProvider(data), samples.stream()
     assert stream.seal is not None
     assert stream.anchor is not None
     store = MemoryStore()
@@ -149,20 +149,20 @@ def objects_inside(data: bytes) -> None:
 
     first, part_ref, index = begin(stream.bodies[0])[1], stream.seal.parts[0], stream.anchor.index
     with contextlib.suppress(*REFUSED, ObjectPending):
-        match dice.below(4):
+        match provider.below(4):
             case 0:
-                body = dice.document(samples.document(samples.LAYOUT.encoded))
+                body = provider.document(samples.document(samples.LAYOUT.encoded))
                 lied = msgspec.structs.replace(first, layout=put(first.layout, body))
                 assert run(reader.read_layout(lied)).encoded == body
             case 1:
-                vector = put(stream.seal.fingerprint, dice.mangled(store.objects[stream.seal.fingerprint.key]))
+                vector = put(stream.seal.fingerprint, provider.mangled(store.objects[stream.seal.fingerprint.key]))
                 run(reader.read_vector(msgspec.structs.replace(stream.seal, fingerprint=vector), samples.LAYOUT))
             case 2:
-                body = dice.document(samples.document(store.objects[part_ref.key]))
+                body = provider.document(samples.document(store.objects[part_ref.key]))
                 parts = run(reader.read_parts(msgspec.structs.replace(stream.seal, parts=[put(part_ref, body)])))
                 assert all(ref.key.startswith("data/1/2/") for part in parts for ref in part.chunks)
             case 3:
-                body = dice.document(samples.document(store.objects[index.key]))
+                body = provider.document(samples.document(store.objects[index.key]))
                 found = run(reader.read_anchor_index(msgspec.structs.replace(stream.anchor, index=put(index, body))))
                 assert all(ref.key.startswith("anchors/1/") for ref in [*found.files, *found.extras])
 
@@ -179,7 +179,7 @@ def layout(data: bytes) -> None:
 
 @target
 def layout_inside(data: bytes) -> None:
-    layout(Dice(data).document(samples.document(samples.LAYOUT.encoded)))
+    layout(DataProvider(data).document(samples.document(samples.LAYOUT.encoded)))
 
 
 @target

@@ -6,9 +6,9 @@ import contextlib
 from pathlib import Path
 
 import numpy as np
-import samples
-from aiming import REFUSED, as_file, target
-from dice import Dice
+from fuzz import samples
+from fuzz.data_provider import DataProvider
+from fuzz.harness import REFUSED, as_file, target
 from support.chunks.malformed import Forged, reseal
 from support.chunks.whole_tensors import in_whole
 
@@ -78,45 +78,45 @@ _COLUMNS = (
 )
 
 
-def _forge(dice: Dice) -> tuple[bytes, int]:
+def _forge(provider: DataProvider) -> tuple[bytes, int]:
     """A chunk whose table, streams or sizes are spoiled behind a good checksum; the number of the one it was."""
-    number = dice.below(len(samples.chunks()))
+    number = provider.below(len(samples.chunks()))
     forged = Forged.of(samples.chunks()[number])
-    for _ in range(dice.below(4)):
+    for _ in range(provider.below(4)):
         table = forged.table
-        name = dice.pick(_COLUMNS)
+        name = provider.pick(_COLUMNS)
         column = getattr(table, name).copy()
-        row = dice.below(column.size)
-        column[row] = dice.number(int(column[row]), int(np.iinfo(column.dtype).max))
+        row = provider.below(column.size)
+        column[row] = provider.number(int(column[row]), int(np.iinfo(column.dtype).max))
         setattr(table, name, column)
         values = {name: getattr(table, name).tolist() for name in _COLUMNS}
         if sum(values["rank"]) == len(values["shape"]):
             forged = forged.with_table(**values)
-    for _ in range(dice.below(3)):
-        kind = dice.pick(sorted(forged.streams))
+    for _ in range(provider.below(3)):
+        kind = provider.pick(sorted(forged.streams))
         raw = forged.streams[kind]
-        match dice.below(5):
+        match provider.below(5):
             case 0:
-                forged.streams[kind] = (dice.mangled(raw) + raw)[: len(raw)]
+                forged.streams[kind] = (provider.mangled(raw) + raw)[: len(raw)]
             case 1:
-                forged.streams[kind] = dice.mangled(raw) or b"\0"
+                forged.streams[kind] = provider.mangled(raw) or b"\0"
             case 2:
-                forged.sizes[kind] = dice.number(len(raw), (1 << 32) - 1)
+                forged.sizes[kind] = provider.number(len(raw), (1 << 32) - 1)
             case 3:  # a frame that says, or gives, another size than the directory
-                forged.stored[kind] = dice.mangled(_frame(dice, raw))
+                forged.stored[kind] = provider.mangled(_frame(provider, raw))
             case 4:
-                forged.stored[kind] = _frame(dice, bytes(dice.number(len(raw), 1 << 20)))
-    if not dice.below(8):
-        forged.tail = dice.take(8)
+                forged.stored[kind] = _frame(provider, bytes(provider.number(len(raw), 1 << 20)))
+    if not provider.below(8):
+        forged.tail = provider.take(8)
     return forged.build(), number
 
 
-def _frame(dice: Dice, raw: bytes) -> bytes:
+def _frame(provider: DataProvider, raw: bytes) -> bytes:
     import zstandard
 
-    sized = bool(dice.below(2))
+    sized = bool(provider.below(2))
     parameters = zstandard.ZstdCompressionParameters(
-        compression_level=1, window_log=dice.pick((10, 17, 24, 27)), write_content_size=sized
+        compression_level=1, window_log=provider.pick((10, 17, 24, 27)), write_content_size=sized
     )
     return zstandard.ZstdCompressor(compression_params=parameters).compress(raw)
 
@@ -124,16 +124,16 @@ def _frame(dice: Dice, raw: bytes) -> bytes:
 @target
 def chunk_inside(data: bytes) -> None:
     """Behind the checksum: tables, streams and frames that contradict one another, then the way back."""
-    dice = Dice(data)
-    body, number = _forge(dice)
+    provider = DataProvider(data)
+    body, number = _forge(provider)
     undo = samples.undo_bytes()[number]
-    _check_chunk(body, dice.mangled(undo) if dice.below(2) else undo)
+    _check_chunk(body, provider.mangled(undo) if provider.below(2) else undo)
 
 
 @target
 def compose_inside(data: bytes) -> None:
     """Chunks whose sums lead from the live vector to the next: composed into absolute values, or refused."""
-    body, _ = _forge(Dice(data))
+    body, _ = _forge(DataProvider(data))
     try:
         opened = open_chunk(body, samples.LAYOUT)
     except CorruptChunk:
@@ -206,15 +206,15 @@ def _read_dense(path: Path) -> None:
 @target
 def safetensors_inside(data: bytes) -> None:
     """A header whose fields are spoiled, over data of the size it had."""
-    dice = Dice(data)
-    body = dice.pick(samples.safetensors_files())
+    provider = DataProvider(data)
+    body = provider.pick(samples.safetensors_files())
     length = int.from_bytes(body[:8], "little")
     header = samples.document(body[8 : 8 + length])
     if pieces := header.get("__metadata__"):  # places are JSON inside JSON
-        name = dice.pick(sorted(pieces))
-        if name != "format" and dice.below(2):
-            pieces[name] = dice.document(samples.document(pieces[name])).decode("utf-8", "replace")
-    raw = dice.document(header)
+        name = provider.pick(sorted(pieces))
+        if name != "format" and provider.below(2):
+            pieces[name] = provider.document(samples.document(pieces[name])).decode("utf-8", "replace")
+    raw = provider.document(header)
     spoiled = len(raw).to_bytes(8, "little") + raw + body[8 + length :]
     safetensors_bytes(spoiled)
     safetensors_file(spoiled)

@@ -1,4 +1,4 @@
-"""The stage of a scenario: who is there, what is in store for them, and the end, when faults are taken away."""
+"""One run of a scenario: its actors, the faults that hit them, and the end: faults stop and all must recover."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ CALM = 1500.0  #: virtual seconds within which everything must be well again
 PROMPT = 3  #: calls that may come to nothing after all faults have ended
 BUSY = 40  #: requests a second that nobody may exceed when all is done
 
-Play = Callable[["Stage"], Coroutine[Any, Any, None]]
-SCENARIOS: dict[str, Play] = {}
+Scenario = Callable[["ScenarioRun"], Coroutine[Any, Any, None]]
+SCENARIOS: dict[str, Scenario] = {}
 
 
-def scenario(play: Play) -> Play:
-    SCENARIOS[play.__name__] = play
-    return play
+def scenario(complete: Scenario) -> Scenario:
+    SCENARIOS[complete.__name__] = complete
+    return complete
 
 
-class Stage:
-    """A world with its actors."""
+class ScenarioRun:
+    """A world and its actors. Scenarios get one and call its methods."""
 
     def __init__(self, world: World) -> None:
         self.world, self.rng = world, world.rng
@@ -93,7 +93,7 @@ class Stage:
         lanes = self.trainer.base if draw < 0.6 else self.rng.choice(self.watch.versions)
         engine.boot(self.trainer.next("all") if draw > 0.9 else lanes)
 
-    def weather(self, level: float) -> None:
+    def random_faults(self, level: float) -> None:
         """Random faults of store and engines, at a rate."""
         self.world.store_rates = dict.fromkeys(Fault, level)
         self.world.engine_rate = level / 2
@@ -142,8 +142,8 @@ class Stage:
                 return
             await asyncio.sleep(1.0)
 
-    async def play(self, seconds: float) -> None:
-        """Let it run until everything meant to be published is, or for so long; then to the end."""
+    async def complete(self, seconds: float) -> None:
+        """Run until the publishers have published everything, at most `seconds`; then `finish`."""
         await self.settled(seconds)
         await self.finish()
 
