@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from support.streams.replica import Events
+from support.events import RecordedEvents
 from support.streams.trainer import Gate, Trainer, until
 
 from dcr_daemon.events import Event, Serving, Waiting
@@ -74,7 +74,7 @@ class Way:
             await self._listen()
 
 
-class Logged(Events):
+class Logged(RecordedEvents):
     """Events that are logged too, as in the daemon, under a name."""
 
     def __init__(self) -> None:

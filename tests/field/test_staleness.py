@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from support.streams.replica import Events
+from support.events import RecordedEvents
 from support.streams.trainer import Gate, Trainer, until
 from support.vllm.toy_engine import ToyHost
 from support.vllm.unusual_loaders import FieldEngine, attach_model
@@ -30,7 +30,7 @@ from dcr_daemon.vllm_plugin.loader import place_model
 from dcr_daemon.vllm_plugin.settings import Settings
 
 
-class Observed(Events):
+class Observed(RecordedEvents):
     """Events that health and metrics hear too, as in the daemon."""
 
     def __init__(self) -> None:

@@ -13,7 +13,8 @@ import msgspec
 from fuzz import samples
 from fuzz.data_provider import DataProvider
 from fuzz.harness import REFUSED, expect, run, scratch, target
-from support.stores.memory import MemoryStore, Recorder
+from support.events import RecordedEvents
+from support.stores.memory import MemoryStore
 
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.errors import Incompatible, NotFound, UsageError
@@ -106,7 +107,7 @@ def ledger_inside(data: bytes) -> None:
 
 
 async def _read_ledger(store: MemoryStore, memory: Path) -> None:
-    ledger = Ledger(store, memory=memory, emit=Recorder())
+    ledger = Ledger(store, memory=memory, emit=RecordedEvents())
     state = await ledger.read()
     assert state.seal.version <= 1 or ledger.tip.seq >= len(samples.stream().bodies)
     await ledger.history.between(1)

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import zstandard
 from support.chunks.malformed import Forged, reseal
+from support.events import RecordedEvents
 from support.measure.memory_limit import memory_limit
-from support.streams.replica import Events
 from support.streams.writer import StreamWriter
 
 from dcr_daemon.canonical.layout import Layout
@@ -160,7 +160,7 @@ async def test_nothing_is_built_from_a_damaged_object(make_stream, tmp_path, kin
 async def restored(stream: StreamWriter, state: Path) -> list[Alarm]:
     """What a publisher's restore raised an alarm for: the baseline is the head, bit for bit, or it is called astray."""
     await asyncio.to_thread(state.mkdir)
-    ledger, workers, events = Ledger(stream.store), Workers(1), Events()
+    ledger, workers, events = Ledger(stream.store), Workers(1), RecordedEvents()
     await ledger.read()
     objects = Objects(stream.store, floor=lambda: 0, patience=0)
     baseline = Baseline(state, BlockSet.whole(stream.versions.layout), ledger.stream.stream, workers)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
-from support.stores.memory import Fault, MemoryStore, Recorder
+from support.events import RecordedEvents
+from support.stores.memory import Fault, MemoryStore
+from support.streams.record_writer import RecordWriter
 
 from dcr_daemon.events import Alarm
 from dcr_daemon.ledger import names
@@ -30,9 +31,9 @@ class Noisy(MemoryStore):
 
 
 @pytest.mark.parametrize("seq", range(2, 6))
-async def test_a_follower_reads_such_a_record_again(make: Any, tmp_path: Path, seq: int) -> None:
-    store, events = Noisy(), Recorder()
-    writer = make.Writer(Ledger(store))
+async def test_a_follower_reads_such_a_record_again(tmp_path: Path, seq: int) -> None:
+    store, events = Noisy(), RecordedEvents()
+    writer = RecordWriter(Ledger(store))
     await writer.create()
     await writer.ledger.claim("main")
     reader = Ledger(store, memory=tmp_path / "mark.json", emit=events)
@@ -48,10 +49,10 @@ async def test_a_follower_reads_such_a_record_again(make: Any, tmp_path: Path, s
     assert again.tip == writer.ledger.tip
 
 
-async def test_a_publisher_whose_own_record_comes_back_damaged_knows_it_all_the_same(make: Any) -> None:
+async def test_a_publisher_whose_own_record_comes_back_damaged_knows_it_all_the_same() -> None:
     """Its seal is there, and it must not undo the version."""
     store = Noisy()
-    writer = make.Writer(Ledger(store))
+    writer = RecordWriter(Ledger(store))
     await writer.create()
     await writer.ledger.claim("main")
     opened = await writer.open()

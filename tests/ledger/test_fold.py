@@ -10,11 +10,13 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.stores.memory import MemoryStore
+from support.streams.record_writer import RecordWriter, make_abort, make_anchor, make_open, make_seal
 
 from dcr_daemon.errors import Corrupt, Incompatible
 from dcr_daemon.ledger import records
 from dcr_daemon.ledger.fold import GENESIS, Step, Tip, begin, fold
-from dcr_daemon.ledger.ledger import Header
+from dcr_daemon.ledger.ledger import Header, Ledger
 from dcr_daemon.ledger.records import Abort, Epoch, Floor, Keys, Record, Release, State
 from dcr_daemon.store.keys import is_key
 
@@ -61,13 +63,13 @@ def claimed() -> Tip:
 
 
 @pytest.fixture
-def opened(claimed: Tip, make: Any) -> Tip:
-    return counted(claimed, make.make_open(header(claimed)))
+def opened(claimed: Tip) -> Tip:
+    return counted(claimed, make_open(header(claimed)))
 
 
 @pytest.fixture
-def sealed(opened: Tip, make: Any) -> Tip:
-    return counted(opened, make.make_seal(header(opened)))
+def sealed(opened: Tip) -> Tip:
+    return counted(opened, make_seal(header(opened)))
 
 
 class TestClaims:
@@ -93,21 +95,21 @@ class TestClaims:
     def test_an_epoch_is_the_seq_of_its_claim(self, claimed: Tip) -> None:
         void(claimed, Epoch(**{**header(claimed).fields, "epoch": 1}, name="trainer"), "a claim's epoch is its seq")
 
-    def test_a_newer_epoch_ends_the_attempt_of_the_one_before(self, opened: Tip, make: Any) -> None:
+    def test_a_newer_epoch_ends_the_attempt_of_the_one_before(self, opened: Tip) -> None:
         tip = counted(opened, claim(opened))
         assert tip.state.open is None
         old = header(tip, epoch=1)
-        void(tip, make.make_seal(old, attempt=2), "epoch 1 is stale")
-        void(tip, make.make_seal(header(tip), attempt=2), "attempt 2 is not open")
+        void(tip, make_seal(old, attempt=2), "epoch 1 is stale")
+        void(tip, make_seal(header(tip), attempt=2), "attempt 2 is not open")
 
-    def test_a_released_epoch_writes_nothing_more(self, opened: Tip, make: Any) -> None:
+    def test_a_released_epoch_writes_nothing_more(self, opened: Tip) -> None:
         tip = counted(opened, Release(**header(opened).fields))
         assert tip.state.open is None
-        void(tip, make.make_open(header(tip)), "was released")
+        void(tip, make_open(header(tip)), "was released")
         void(tip, Release(**header(tip).fields), "was released")
 
-    def test_nothing_counts_before_the_first_claim(self, make: Any) -> None:
-        void(START, make.make_open(header(START)), "stale: the newest is None")
+    def test_nothing_counts_before_the_first_claim(self) -> None:
+        void(START, make_open(header(START)), "stale: the newest is None")
 
 
 class TestVersions:
@@ -118,35 +120,35 @@ class TestVersions:
         assert sealed.state.open is None
 
     @pytest.mark.parametrize(("version", "base"), [(2, 0), (1, 1), (2, 1), (0, 0)])
-    def test_an_open_follows_the_newest_seal(self, claimed: Tip, make: Any, version: int, base: int) -> None:
-        void(claimed, make.make_open(header(claimed), version=version, base=base), "does not follow version 0")
+    def test_an_open_follows_the_newest_seal(self, claimed: Tip, version: int, base: int) -> None:
+        void(claimed, make_open(header(claimed), version=version, base=base), "does not follow version 0")
 
-    def test_one_undecided_attempt_at_a_time(self, opened: Tip, make: Any) -> None:
-        void(opened, make.make_open(header(opened)), "attempt 2 is undecided")
+    def test_one_undecided_attempt_at_a_time(self, opened: Tip) -> None:
+        void(opened, make_open(header(opened)), "attempt 2 is undecided")
 
-    def test_a_seal_needs_its_own_open(self, claimed: Tip, opened: Tip, make: Any) -> None:
-        void(claimed, make.make_seal(header(claimed), attempt=2), "attempt 2 is not open")
-        void(opened, make.make_seal(header(opened), attempt=1), "attempt 1 is not open")
+    def test_a_seal_needs_its_own_open(self, claimed: Tip, opened: Tip) -> None:
+        void(claimed, make_seal(header(claimed), attempt=2), "attempt 2 is not open")
+        void(opened, make_seal(header(opened), attempt=1), "attempt 1 is not open")
 
     @pytest.mark.parametrize("change", [{"version": 2}, {"base": 1}, {"version": 2, "base": 1}])
-    def test_a_seal_is_of_the_version_that_was_opened(self, opened: Tip, make: Any, change: dict[str, int]) -> None:
-        void(opened, make.make_seal(header(opened), **change), "was opened for version 1 on 0")
+    def test_a_seal_is_of_the_version_that_was_opened(self, opened: Tip, change: dict[str, int]) -> None:
+        void(opened, make_seal(header(opened), **change), "was opened for version 1 on 0")
 
-    def test_a_seal_names_the_one_before(self, opened: Tip, make: Any) -> None:
-        void(opened, make.make_seal(header(opened), previous=1), "the seal before it is record 0")
+    def test_a_seal_names_the_one_before(self, opened: Tip) -> None:
+        void(opened, make_seal(header(opened), previous=1), "the seal before it is record 0")
 
-    def test_a_version_is_sealed_once(self, sealed: Tip, make: Any) -> None:
-        void(sealed, make.make_seal(header(sealed), version=1, base=0, attempt=2), "attempt 2 is not open")
+    def test_a_version_is_sealed_once(self, sealed: Tip) -> None:
+        void(sealed, make_seal(header(sealed), version=1, base=0, attempt=2), "attempt 2 is not open")
 
-    def test_an_aborted_attempt_is_never_sealed(self, opened: Tip, make: Any) -> None:
-        tip = counted(opened, make.make_abort(header(opened)))
+    def test_an_aborted_attempt_is_never_sealed(self, opened: Tip) -> None:
+        tip = counted(opened, make_abort(header(opened)))
         assert tip.state == msgspec.structs.replace(opened.state, open=None)
-        void(tip, make.make_seal(header(tip), attempt=2), "attempt 2 is not open")
+        void(tip, make_seal(header(tip), attempt=2), "attempt 2 is not open")
 
-    def test_a_version_may_have_several_attempts(self, opened: Tip, make: Any) -> None:
-        tip = counted(opened, make.make_abort(header(opened)))
-        tip = counted(tip, make.make_open(header(tip)))
-        tip = counted(tip, make.make_seal(header(tip)))
+    def test_a_version_may_have_several_attempts(self, opened: Tip) -> None:
+        tip = counted(opened, make_abort(header(opened)))
+        tip = counted(tip, make_open(header(tip)))
+        tip = counted(tip, make_seal(header(tip)))
         assert tip.state.seal == records.SealRef(5, 1)
 
     @pytest.mark.parametrize(("attempt", "version"), [(1, 1), (2, 2)])
@@ -168,28 +170,28 @@ class TestVersions:
 class TestRetention:
     """Must L5."""
 
-    def test_an_anchor_is_of_a_sealed_version(self, sealed: Tip, make: Any) -> None:
-        void(sealed, make.make_anchor(header(sealed), 2), "an anchor of version 2 outside 0 to 1")
-        assert counted(sealed, make.make_anchor(header(sealed), 1)).state.anchor == records.AnchorRef(4, 1)
+    def test_an_anchor_is_of_a_sealed_version(self, sealed: Tip) -> None:
+        void(sealed, make_anchor(header(sealed), 2), "an anchor of version 2 outside 0 to 1")
+        assert counted(sealed, make_anchor(header(sealed), 1)).state.anchor == records.AnchorRef(4, 1)
 
-    def test_the_newest_anchor_never_falls(self, sealed: Tip, make: Any) -> None:
-        tip = counted(sealed, make.make_anchor(header(sealed), 1))
-        void(tip, make.make_anchor(header(tip), 0), "outside 1 to 1")
-        assert counted(tip, make.make_anchor(header(tip), 1)).state.anchor == records.AnchorRef(5, 1)
+    def test_the_newest_anchor_never_falls(self, sealed: Tip) -> None:
+        tip = counted(sealed, make_anchor(header(sealed), 1))
+        void(tip, make_anchor(header(tip), 0), "outside 1 to 1")
+        assert counted(tip, make_anchor(header(tip), 1)).state.anchor == records.AnchorRef(5, 1)
 
-    def test_the_floor_stays_at_or_below_an_anchor(self, sealed: Tip, make: Any) -> None:
+    def test_the_floor_stays_at_or_below_an_anchor(self, sealed: Tip) -> None:
         void(sealed, Floor(**header(sealed).fields, floor=1), "a floor of 1 outside 0 to 0")
-        tip = counted(sealed, make.make_anchor(header(sealed), 1))
+        tip = counted(sealed, make_anchor(header(sealed), 1))
         assert counted(tip, Floor(**header(tip).fields, floor=1)).state.floor == 1
 
-    def test_the_floor_never_falls(self, sealed: Tip, make: Any) -> None:
-        tip = counted(sealed, make.make_anchor(header(sealed), 1))
+    def test_the_floor_never_falls(self, sealed: Tip) -> None:
+        tip = counted(sealed, make_anchor(header(sealed), 1))
         tip = counted(tip, Floor(**header(tip).fields, floor=1))
         void(tip, Floor(**header(tip).fields, floor=0), "a floor of 0 outside 1 to 1")
 
-    def test_only_the_newest_epoch_writes_them(self, sealed: Tip, make: Any) -> None:
+    def test_only_the_newest_epoch_writes_them(self, sealed: Tip) -> None:
         tip = counted(sealed, claim(sealed))
-        void(tip, make.make_anchor(header(tip, epoch=1), 1), "epoch 1 is stale")
+        void(tip, make_anchor(header(tip, epoch=1), 1), "epoch 1 is stale")
         void(tip, Floor(**header(tip, epoch=1).fields, floor=0), "epoch 1 is stale")
 
 
@@ -207,10 +209,10 @@ class TestWhoReadWhat:
             ({"format": 0}, "format 0 is unknown"),
         ],
     )
-    def test_it_is_void(self, claimed: Tip, make: Any, change: dict[str, Any], why: str) -> None:
+    def test_it_is_void(self, claimed: Tip, change: dict[str, Any], why: str) -> None:
         honest = header(claimed)
         lying = Header(honest.state, honest.seq, {**honest.fields, **change})
-        void(claimed, make.make_open(lying), why)
+        void(claimed, make_open(lying), why)
 
     def test_a_newer_format_asks_for_an_upgrade_whatever_else_it_holds(self, claimed: Tip) -> None:
         body = msgspec.json.encode({"format": 2, "stream": STREAM, "seq": 2, "kind": "unheard-of"})
@@ -256,26 +258,26 @@ def test_hostile_bytes_are_void(sealed: Tip, body: bytes) -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_a_field_outside_its_bounds_makes_the_record_void(opened: Tip, make: Any, change: dict[str, Any]) -> None:
-    fields = msgspec.to_builtins(make.make_seal(header(opened))) | change
+def test_a_field_outside_its_bounds_makes_the_record_void(opened: Tip, change: dict[str, Any]) -> None:
+    fields = msgspec.to_builtins(make_seal(header(opened))) | change
     step = fold(opened, msgspec.json.encode(fields))
     assert step.record is None
     assert "does not parse" in step.void
 
 
-def test_the_bound_on_nesting_is_the_formats_and_not_the_hosts(opened: Tip, make: Any) -> None:
+def test_the_bound_on_nesting_is_the_formats_and_not_the_hosts(opened: Tip) -> None:
     def nested(depth: int) -> Step:
         value: dict[str, Any] = {}
         for _ in range(depth - 1):
             value = {"a": value}
-        return put(opened, make.make_seal(header(opened), metadata=value))
+        return put(opened, make_seal(header(opened), metadata=value))
 
     assert nested(records.MAX_DEPTH).record is not None
     assert "nested deeper" in nested(records.MAX_DEPTH + 1).void
 
 
 @pytest.mark.parametrize("depth", [0, 400, 800])
-def test_a_deep_call_stack_does_not_change_the_verdict(opened: Tip, make: Any, depth: int) -> None:
+def test_a_deep_call_stack_does_not_change_the_verdict(opened: Tip, depth: int) -> None:
     """A parser's own recursion limit depends on who calls it; histories must not."""
 
     def from_depth(n: int, body: bytes) -> Step:
@@ -284,29 +286,29 @@ def test_a_deep_call_stack_does_not_change_the_verdict(opened: Tip, make: Any, d
     value: Any = 1
     for _ in range(records.MAX_DEPTH - 1):
         value = [value]
-    body = records.encode(make.make_seal(header(opened), metadata={"a": value}))
+    body = records.encode(make_seal(header(opened), metadata={"a": value}))
     assert from_depth(depth, body).void == ""
-    deeper = records.encode(make.make_seal(header(opened), metadata={"a": [[value]]}))
+    deeper = records.encode(make_seal(header(opened), metadata={"a": [[value]]}))
     assert from_depth(depth, deeper).record is None
 
 
 @pytest.mark.parametrize("depth", [0, 400, 800])
-def test_nor_does_it_for_fields_that_nobody_knows(opened: Tip, make: Any, depth: int) -> None:
+def test_nor_does_it_for_fields_that_nobody_knows(opened: Tip, depth: int) -> None:
     """They are skipped, by a parser that recurses too."""
 
     def from_depth(n: int, body: bytes) -> Step:
         return from_depth(n - 1, body) if n else fold(opened, body)
 
-    body = records.encode(make.make_seal(header(opened)))
+    body = records.encode(make_seal(header(opened)))
     for nesting, counts in ((60, True), (70, False), (700, False), (100_000, False)):
         unknown = body[:-1] + b',"unknown":' + b"[" * nesting + b"]" * nesting + b"}"
         assert (from_depth(depth, unknown).record is not None) is counts
 
 
 @pytest.mark.parametrize("number", ["1" * 21, "1" * 700, "1" * 5000, "-9223372036854775809"])
-def test_numbers_in_user_data_have_64_bits(opened: Tip, make: Any, number: str) -> None:
+def test_numbers_in_user_data_have_64_bits(opened: Tip, number: str) -> None:
     """How many digits an interpreter reads is a setting of the host's."""
-    body = records.encode(make.make_seal(header(opened), metadata={"a": [0]}))
+    body = records.encode(make_seal(header(opened), metadata={"a": [0]}))
     assert fold(opened, body.replace(b"[0]", b"[18446744073709551615]")).record is not None
     assert fold(opened, body.replace(b"[0]", b"[%s]" % number.encode())).void
 
@@ -342,10 +344,10 @@ class TestRecordZero:
         with pytest.raises(Incompatible, match="upgrade"):
             begin(b'{"format":2,"stream":"5ea1","seq":0}')
 
-    def test_it_is_the_seal_of_version_0(self, store: Any, make: Any) -> None:
+    def test_it_is_the_seal_of_version_0(self, store: MemoryStore) -> None:
         async def run() -> State:
-            ledger = make.Ledger(store)
-            await make.Writer(ledger).create()
+            ledger = Ledger(store)
+            await RecordWriter(ledger).create()
             return ledger.state
 
         assert asyncio.run(run()).seal == records.SealRef(0, 0)

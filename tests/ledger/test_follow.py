@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.stores import memory
+from support.events import RecordedEvents
+from support.stores.memory import Fault, MemoryStore
+from support.streams.record_writer import RecordWriter
+from support.virtual_time import VirtualTimeRuntime
 
 from dcr_daemon.errors import Corrupt, ResourceExhausted
 from dcr_daemon.events import Alarm, Retrying
@@ -21,9 +24,9 @@ from dcr_daemon.ledger.records import Open, Seal
 
 
 @pytest.fixture
-def writer(store: Any, make: Any) -> Any:
+def writer(store: MemoryStore) -> RecordWriter:
     async def write() -> Any:
-        writer = make.Writer(Ledger(store))
+        writer = RecordWriter(Ledger(store))
         await writer.create()
         await writer.ledger.claim("trainer")
         return writer
@@ -31,7 +34,7 @@ def writer(store: Any, make: Any) -> Any:
     return asyncio.run(write())
 
 
-def acting(still: Any, *actions: Any) -> None:
+def acting(still: VirtualTimeRuntime, *actions: Any) -> None:
     """Do the n-th action at the n-th sleep, then nothing more."""
     left = list(actions)
 
@@ -44,7 +47,9 @@ def acting(still: Any, *actions: Any) -> None:
     still.on_sleep = act
 
 
-def test_each_record_that_counts_comes_once_and_in_order(store: Any, writer: Any, events: Any) -> None:
+def test_each_record_that_counts_comes_once_and_in_order(
+    store: MemoryStore, writer: RecordWriter, events: RecordedEvents
+) -> None:
     async def check() -> None:
         reader = Ledger(store, emit=events)
         await reader.read()
@@ -61,7 +66,7 @@ def test_each_record_that_counts_comes_once_and_in_order(store: Any, writer: Any
 
 
 def test_a_full_disk_delays_what_is_told_and_loses_nothing(
-    store: Any, writer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: MemoryStore, writer: RecordWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Must T1: remembered before it is told; must not be forgotten because it could not be remembered at once."""
 
@@ -89,7 +94,7 @@ def test_a_full_disk_delays_what_is_told_and_loses_nothing(
     asyncio.run(check())
 
 
-def test_a_follower_begins_where_it_was_made(store: Any, writer: Any) -> None:
+def test_a_follower_begins_where_it_was_made(store: MemoryStore, writer: RecordWriter) -> None:
     async def check() -> None:
         await writer.version()
         reader = Ledger(store)
@@ -104,7 +109,7 @@ def test_a_follower_begins_where_it_was_made(store: Any, writer: Any) -> None:
 
 
 def test_an_idle_ledger_is_asked_less_and_less_often_and_an_open_version_at_once(
-    store: Any, writer: Any, still: Any
+    store: MemoryStore, writer: RecordWriter, still: VirtualTimeRuntime
 ) -> None:
     async def check() -> None:
         reader = Ledger(store, polling=Polling(active=1.0, idle=5.0))
@@ -128,19 +133,21 @@ def test_an_idle_ledger_is_asked_less_and_less_often_and_an_open_version_at_once
     asyncio.run(check())
 
 
-def test_looks_of_many_replicas_do_not_fall_into_step(still: Any) -> None:
+def test_looks_of_many_replicas_do_not_fall_into_step(still: VirtualTimeRuntime) -> None:
     still.jitter = lambda: 0.0
     low = Polling().pause(1)
     still.jitter = lambda: 0.999
     assert low < 1.0 < Polling().pause(1)
 
 
-def test_an_unavailable_store_is_waited_out(store: Any, writer: Any, still: Any, events: Any) -> None:
+def test_an_unavailable_store_is_waited_out(
+    store: MemoryStore, writer: RecordWriter, still: VirtualTimeRuntime, events: RecordedEvents
+) -> None:
     async def check() -> None:
         reader = Ledger(store, emit=events)
         await reader.read()
         follower = reader.follow()
-        store.faults.extend([memory.Fault.DOWN] * 3)
+        store.faults.extend([Fault.DOWN] * 3)
         acting(still, None, None, lambda: asyncio.ensure_future(writer.open()))
         assert isinstance(await anext(follower), Open)
         assert len(events.of(Retrying)) == 3
@@ -148,7 +155,9 @@ def test_an_unavailable_store_is_waited_out(store: Any, writer: Any, still: Any,
     asyncio.run(check())
 
 
-def test_a_gap_is_noticed_by_a_reader_that_waits_for_ever(store: Any, writer: Any, still: Any) -> None:
+def test_a_gap_is_noticed_by_a_reader_that_waits_for_ever(
+    store: MemoryStore, writer: RecordWriter, still: VirtualTimeRuntime
+) -> None:
     """Must L2: a missing low seq under a present high one is an error, not an idle stream."""
 
     async def check() -> None:

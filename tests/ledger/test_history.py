@@ -6,6 +6,8 @@ import asyncio
 from typing import Any
 
 import pytest
+from support.stores.memory import MemoryStore
+from support.streams.record_writer import RecordWriter
 
 from dcr_daemon.errors import Corrupt, NotFound
 from dcr_daemon.ledger import history as module
@@ -14,11 +16,11 @@ from dcr_daemon.ledger.ledger import Ledger
 
 
 @pytest.fixture
-def writer(store: Any, make: Any) -> Any:
+def writer(store: MemoryStore) -> RecordWriter:
     """Ten versions; every third had an aborted attempt before, every fourth is anchored."""
 
     async def write() -> Any:
-        writer = make.Writer(Ledger(store))
+        writer = RecordWriter(Ledger(store))
         await writer.create()
         await writer.ledger.claim("trainer")
         for version in range(1, 11):
@@ -33,14 +35,14 @@ def writer(store: Any, make: Any) -> Any:
     return asyncio.run(write())
 
 
-async def reader(store: Any) -> Ledger:
+async def reader(store: MemoryStore) -> Ledger:
     ledger = Ledger(store)
     await ledger.read()
     return ledger
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, None), (1, 10), (3, 7), (10, 10), (11, None), (5, 4), (0, 0)])
-def test_the_seals_between_two_versions(store: Any, writer: Any, first: int, last: int | None) -> None:
+def test_the_seals_between_two_versions(store: MemoryStore, writer: RecordWriter, first: int, last: int | None) -> None:
     async def check() -> None:
         ledger = await reader(store)
         for _ in range(2):
@@ -50,7 +52,7 @@ def test_the_seals_between_two_versions(store: Any, writer: Any, first: int, las
     asyncio.run(check())
 
 
-def test_what_was_read_once_is_not_read_again(store: Any, writer: Any) -> None:
+def test_what_was_read_once_is_not_read_again(store: MemoryStore, writer: RecordWriter) -> None:
     async def check() -> None:
         ledger = await reader(store)
         await ledger.history.between(5)
@@ -64,7 +66,9 @@ def test_what_was_read_once_is_not_read_again(store: Any, writer: Any) -> None:
     asyncio.run(check())
 
 
-def test_memory_is_bounded_and_nothing_is_lost_by_it(store: Any, writer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_bounded_and_nothing_is_lost_by_it(
+    store: MemoryStore, writer: RecordWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "KEPT", 3)
 
     async def check() -> None:
@@ -77,7 +81,7 @@ def test_memory_is_bounded_and_nothing_is_lost_by_it(store: Any, writer: Any, mo
 
 
 @pytest.mark.parametrize("version", [0, 11])
-def test_a_version_without_a_seal(store: Any, writer: Any, version: int) -> None:
+def test_a_version_without_a_seal(store: MemoryStore, writer: RecordWriter, version: int) -> None:
     async def check() -> None:
         with pytest.raises(NotFound, match=f"version {version}"):
             await (await reader(store)).history.seal(version)
@@ -85,7 +89,7 @@ def test_a_version_without_a_seal(store: Any, writer: Any, version: int) -> None
     asyncio.run(check())
 
 
-def test_anchors_newest_first_down_to_the_floor(store: Any, writer: Any) -> None:
+def test_anchors_newest_first_down_to_the_floor(store: MemoryStore, writer: RecordWriter) -> None:
     async def check() -> None:
         ledger = await reader(store)
         assert [anchor.version for anchor in await ledger.history.anchors()] == [8, 4]
@@ -102,9 +106,9 @@ def test_anchors_newest_first_down_to_the_floor(store: Any, writer: Any) -> None
     asyncio.run(check())
 
 
-def test_a_route_costs_the_same_however_long_the_history(store: Any, make: Any) -> None:
+def test_a_route_costs_the_same_however_long_the_history(store: MemoryStore) -> None:
     async def check() -> None:
-        writer = make.Writer(Ledger(store))
+        writer = RecordWriter(Ledger(store))
         await writer.create()
         await writer.ledger.claim("trainer")
         for version in range(1, 301):
@@ -121,7 +125,7 @@ def test_a_route_costs_the_same_however_long_the_history(store: Any, make: Any) 
     asyncio.run(check())
 
 
-def test_an_old_version_is_found_by_way_of_the_anchors_above_it(store: Any, writer: Any) -> None:
+def test_an_old_version_is_found_by_way_of_the_anchors_above_it(store: MemoryStore, writer: RecordWriter) -> None:
     async def check() -> None:
         ledger = await reader(store)
         await ledger.history.anchors()
@@ -132,7 +136,7 @@ def test_an_old_version_is_found_by_way_of_the_anchors_above_it(store: Any, writ
     asyncio.run(check())
 
 
-def test_the_anchor_of_one_version(store: Any, writer: Any) -> None:
+def test_the_anchor_of_one_version(store: MemoryStore, writer: RecordWriter) -> None:
     async def check() -> None:
         history = (await reader(store)).history
         assert (await history.anchor(4)).version == 4
@@ -144,7 +148,7 @@ def test_the_anchor_of_one_version(store: Any, writer: Any) -> None:
 
 
 @pytest.mark.parametrize("have", [None, 3, 11])
-def test_no_route_to_a_version_that_is_not_sealed(store: Any, writer: Any, have: int | None) -> None:
+def test_no_route_to_a_version_that_is_not_sealed(store: MemoryStore, writer: RecordWriter, have: int | None) -> None:
     async def check() -> None:
         with pytest.raises(NotFound, match=r"version 11 .* is not sealed; the newest is 10"):
             await (await reader(store)).history.route(have, 11)
@@ -153,7 +157,7 @@ def test_no_route_to_a_version_that_is_not_sealed(store: Any, writer: Any, have:
 
 
 @pytest.mark.parametrize("damage", ["gone", "junk", "another record"])
-def test_a_damaged_record_is_named(store: Any, writer: Any, damage: str) -> None:
+def test_a_damaged_record_is_named(store: MemoryStore, writer: RecordWriter, damage: str) -> None:
     async def check() -> None:
         ledger = await reader(store)
         seq = (await ledger.history.seal(3)).previous

@@ -8,7 +8,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.stores import memory
+from support.events import RecordedEvents
+from support.stores.memory import Fault, MemoryStore
+from support.streams.record_writer import RecordWriter, make_open, make_seal
+from support.virtual_time import VirtualTimeRuntime
 
 from dcr_daemon.errors import Corrupt, Fenced, Incompatible, NotFound, ResourceExhausted, StoreUnavailable, UsageError
 from dcr_daemon.events import Alarm, Claimed, FencedOut, Retrying
@@ -23,24 +26,24 @@ def run(coroutine: Any) -> Any:
     return asyncio.run(coroutine)
 
 
-async def publisher(store: Any, make: Any, *, name: str = "trainer", **options: Any) -> Any:
+async def publisher(store: MemoryStore, *, name: str = "trainer", **options: Any) -> Any:
     """A writer whose stream exists and is claimed."""
-    writer = make.Writer(Ledger(store, **options))
+    writer = RecordWriter(Ledger(store, **options))
     await writer.create()
     await writer.ledger.claim(name)
     return writer
 
 
-async def state_of(store: Any) -> records.State:
+async def state_of(store: MemoryStore) -> records.State:
     return await Ledger(store).read()
 
 
 class TestOutcomes:
     """Must L1: the slot decides, nothing else does."""
 
-    def test_an_append_is_in_the_ledger_when_it_returns(self, store: Any, make: Any) -> None:
+    def test_an_append_is_in_the_ledger_when_it_returns(self, store: MemoryStore) -> None:
         async def check() -> None:
-            writer = await publisher(store, make)
+            writer = await publisher(store)
             seal = await writer.version()
             assert records.decode_record(store.objects[names.record(seal.seq)]) == seal
             assert writer.ledger.state == await state_of(store)
@@ -50,12 +53,12 @@ class TestOutcomes:
 
     @pytest.mark.parametrize("fault", ["REQUEST_LOST", "ANSWER_LOST", "GHOST"])
     def test_a_lost_answer_is_resolved_by_reading_the_slot(
-        self, store: Any, make: Any, events: Any, fault: str
+        self, store: MemoryStore, events: RecordedEvents, fault: str
     ) -> None:
         async def check() -> None:
-            writer = await publisher(store, make, emit=events)
+            writer = await publisher(store, emit=events)
             await writer.open()
-            store.faults.append(memory.Fault[fault])
+            store.faults.append(Fault[fault])
             seal = await writer.seal()
             store.land_ghosts()
             assert (await state_of(store)).seal == records.SealRef(seal.seq, 1)
@@ -63,13 +66,13 @@ class TestOutcomes:
 
         run(check())
 
-    def test_our_own_record_is_recognised_when_a_retry_loses_to_it(self, store: Any, make: Any) -> None:
+    def test_our_own_record_is_recognised_when_a_retry_loses_to_it(self, store: MemoryStore) -> None:
         """The first PUT lands between our look at the slot and our second PUT: that one loses, to us."""
 
         async def check() -> None:
-            writer = await publisher(store, make)
+            writer = await publisher(store)
             await writer.open()
-            store.faults.append(memory.Fault.GHOST)
+            store.faults.append(Fault.GHOST)
 
             async def land(operation: str, _key: str) -> None:
                 if operation == "create" and store.ghosts:
@@ -83,7 +86,7 @@ class TestOutcomes:
 
         run(check())
 
-    def test_an_answer_of_lost_for_a_free_slot_decides_nothing(self, store: Any, make: Any) -> None:
+    def test_an_answer_of_lost_for_a_free_slot_decides_nothing(self, store: MemoryStore) -> None:
         """Some stores answer 409 or 412 for a race that then nobody wins."""
 
         class Confused(type(store)):  # type: ignore[misc]
@@ -97,7 +100,7 @@ class TestOutcomes:
 
         async def check() -> None:
             confused = Confused()
-            writer = await publisher(confused, make)
+            writer = await publisher(confused)
             seal = await writer.version()
             assert confused.lies == 0
             assert (await state_of(confused)).seal.seq == seal.seq
@@ -106,13 +109,13 @@ class TestOutcomes:
 
     @pytest.mark.parametrize("lands", [True, False])
     def test_an_undecided_record_is_kept_and_settled_first(
-        self, store: Any, make: Any, events: Any, still: Any, lands: bool
+        self, store: MemoryStore, events: RecordedEvents, still: VirtualTimeRuntime, lands: bool
     ) -> None:
         async def check() -> None:
-            writer = await publisher(store, make, emit=events)
+            writer = await publisher(store, emit=events)
             ledger = writer.ledger
             await writer.open()
-            store.faults.extend([memory.Fault.GHOST] * TRIES)
+            store.faults.extend([Fault.GHOST] * TRIES)
             with pytest.raises(Undecided) as raised:
                 await writer.seal()
             assert isinstance(raised.value, StoreUnavailable)
@@ -133,10 +136,10 @@ class TestOutcomes:
 
         run(check())
 
-    def test_the_next_append_settles_first(self, store: Any, make: Any) -> None:
+    def test_the_next_append_settles_first(self, store: MemoryStore) -> None:
         async def check() -> None:
-            writer = await publisher(store, make)
-            store.faults.extend([memory.Fault.REQUEST_LOST] * TRIES)
+            writer = await publisher(store)
+            store.faults.extend([Fault.REQUEST_LOST] * TRIES)
             with pytest.raises(Undecided):
                 await writer.open()
             with pytest.raises(UsageError, match="attempt 2 is undecided"):
@@ -145,9 +148,9 @@ class TestOutcomes:
 
         run(check())
 
-    def test_a_cancelled_append_stays_undecided(self, store: Any, make: Any) -> None:
+    def test_a_cancelled_append_stays_undecided(self, store: MemoryStore) -> None:
         async def check() -> None:
-            writer = await publisher(store, make)
+            writer = await publisher(store)
             stuck = asyncio.Event()
 
             async def hang(operation: str, _key: str) -> None:
@@ -167,10 +170,10 @@ class TestOutcomes:
 
         run(check())
 
-    def test_reading_on_settles_too(self, store: Any, make: Any) -> None:
+    def test_reading_on_settles_too(self, store: MemoryStore) -> None:
         async def check() -> None:
-            writer = await publisher(store, make)
-            store.faults.extend([memory.Fault.GHOST] * TRIES)
+            writer = await publisher(store)
+            store.faults.extend([Fault.GHOST] * TRIES)
             with pytest.raises(Undecided):
                 await writer.open()
             store.land_ghosts()
@@ -180,11 +183,11 @@ class TestOutcomes:
 
         run(check())
 
-    def test_an_undecided_record_that_lost_its_slot_is_settled_as_lost(self, store: Any, make: Any) -> None:
+    def test_an_undecided_record_that_lost_its_slot_is_settled_as_lost(self, store: MemoryStore) -> None:
         async def check() -> None:
-            writer = await publisher(store, make)
+            writer = await publisher(store)
             await writer.open()
-            store.faults.extend([memory.Fault.REQUEST_LOST] * TRIES)
+            store.faults.extend([Fault.REQUEST_LOST] * TRIES)
             with pytest.raises(Undecided):
                 await writer.seal()
             other = Ledger(store)
@@ -198,18 +201,20 @@ class TestOutcomes:
 
 
 class TestWhoMayWrite:
-    def test_without_a_claim_nothing_is_written(self, store: Any, make: Any) -> None:
+    def test_without_a_claim_nothing_is_written(self, store: MemoryStore) -> None:
         async def check() -> None:
-            writer = make.Writer(Ledger(store))
+            writer = RecordWriter(Ledger(store))
             await writer.create()
             with pytest.raises(UsageError, match="without a claim"):
                 await writer.open()
 
         run(check())
 
-    def test_a_fenced_publisher_writes_nothing_and_is_told_by_whom(self, store: Any, make: Any, events: Any) -> None:
+    def test_a_fenced_publisher_writes_nothing_and_is_told_by_whom(
+        self, store: MemoryStore, events: RecordedEvents
+    ) -> None:
         async def check() -> None:
-            writer = await publisher(store, make, emit=events)
+            writer = await publisher(store, emit=events)
             await writer.open()
             await Ledger(store).claim("other", take_over=True)
             for _ in range(2):
@@ -221,9 +226,9 @@ class TestWhoMayWrite:
 
         run(check())
 
-    def test_another_name_needs_a_release_or_to_take_over(self, store: Any, make: Any) -> None:
+    def test_another_name_needs_a_release_or_to_take_over(self, store: MemoryStore) -> None:
         async def check() -> None:
-            writer = await publisher(store, make)
+            writer = await publisher(store)
             with pytest.raises(Fenced, match="--take-over"):
                 await Ledger(store).claim("other")
             await writer.ledger.release()
@@ -232,9 +237,9 @@ class TestWhoMayWrite:
         run(check())
 
     @pytest.mark.parametrize("name", ["", "a b", "-a", "a" * 65, "ä", "a\n"])
-    def test_a_name_that_may_not_stand_in_a_record_is_misuse(self, store: Any, make: Any, name: str) -> None:
+    def test_a_name_that_may_not_stand_in_a_record_is_misuse(self, store: MemoryStore, name: str) -> None:
         async def check() -> None:
-            writer = make.Writer(Ledger(store))
+            writer = RecordWriter(Ledger(store))
             await writer.create()
             with pytest.raises(UsageError, match="not a publisher's name"):
                 await writer.ledger.claim(name)
@@ -242,10 +247,10 @@ class TestWhoMayWrite:
         run(check())
 
     def test_a_restart_under_the_same_name_claims_and_voids_the_dead_attempt(
-        self, store: Any, make: Any, events: Any
+        self, store: MemoryStore, events: RecordedEvents
     ) -> None:
         async def check() -> None:
-            await (await publisher(store, make)).open()
+            await (await publisher(store)).open()
             again = Ledger(store, emit=events)
             assert await again.claim("trainer") == 3
             assert again.state.open is None
@@ -253,9 +258,9 @@ class TestWhoMayWrite:
 
         run(check())
 
-    def test_a_claim_that_loses_its_slot_reads_on_and_decides_again(self, store: Any, make: Any) -> None:
+    def test_a_claim_that_loses_its_slot_reads_on_and_decides_again(self, store: MemoryStore) -> None:
         async def check() -> None:
-            writer = await publisher(store, make)
+            writer = await publisher(store)
             other = Ledger(store)
             await other.read()
             await writer.version()
@@ -264,17 +269,17 @@ class TestWhoMayWrite:
 
         run(check())
 
-    def test_a_zombies_seal_is_void_and_raises_an_alarm(self, store: Any, make: Any, events: Any) -> None:
+    def test_a_zombies_seal_is_void_and_raises_an_alarm(self, store: MemoryStore, events: RecordedEvents) -> None:
         """A publisher without must L0 and without our checks, whose stale seal gets into a slot."""
 
         async def check() -> None:
-            writer = await publisher(store, make)
+            writer = await publisher(store)
             await writer.open()
-            other = make.Writer(Ledger(store, emit=events))
+            other = RecordWriter(Ledger(store, emit=events))
             await other.ledger.claim("other", take_over=True)
             tip = other.ledger.tip
             zombie = Header(tip.state, tip.seq + 1, {**other.ledger._header().fields, "epoch": writer.ledger.epoch})
-            store.objects[names.record(tip.seq + 1)] = records.encode(make.make_seal(zombie, attempt=2))
+            store.objects[names.record(tip.seq + 1)] = records.encode(make_seal(zombie, attempt=2))
             seal = await other.version()
             assert seal.seq == tip.seq + 3
             assert [alarm.must for alarm in events.of(Alarm)] == ["L2"]
@@ -283,9 +288,9 @@ class TestWhoMayWrite:
 
         run(check())
 
-    def test_a_record_that_would_not_count_is_not_sent(self, store: Any, make: Any) -> None:
+    def test_a_record_that_would_not_count_is_not_sent(self, store: MemoryStore) -> None:
         async def check() -> None:
-            writer = await publisher(store, make)
+            writer = await publisher(store)
             before = store.requests["create"]
             with pytest.raises(UsageError, match="would not count: attempt 0 is not open"):
                 await writer.seal()
@@ -304,9 +309,9 @@ class TestWhoMayWrite:
 
         run(check())
 
-    def test_a_writer_may_give_up_when_it_is_asked_again(self, store: Any, make: Any) -> None:
+    def test_a_writer_may_give_up_when_it_is_asked_again(self, store: MemoryStore) -> None:
         async def check() -> None:
-            writer = await publisher(store, make)
+            writer = await publisher(store)
             tip = writer.ledger.tip
             junk = b"somebody else's bytes"
             store.objects[names.record(tip.seq + 1)] = junk
@@ -316,7 +321,7 @@ class TestWhoMayWrite:
                 seqs.append(header.seq)
                 if len(seqs) > 1:
                     raise RuntimeError("no longer wanted")
-                return make.make_open(header)
+                return make_open(header)
 
             with pytest.raises(RuntimeError, match="no longer"):
                 await writer.ledger.append(once)
@@ -329,9 +334,9 @@ class TestWhoMayWrite:
 class TestMemory:
     """Must T1: a reader with memory accepts only what extends it."""
 
-    def test_it_reads_on_from_where_it_was(self, store: Any, make: Any, tmp_path: Path) -> None:
+    def test_it_reads_on_from_where_it_was(self, store: MemoryStore, tmp_path: Path) -> None:
         async def check() -> None:
-            writer = await publisher(store, make)
+            writer = await publisher(store)
             await Ledger(store, memory=tmp_path / "mark").read()
             await writer.version()
             reader = Ledger(store, memory=tmp_path / "mark")
@@ -343,9 +348,9 @@ class TestMemory:
         run(check())
 
     @pytest.mark.parametrize("kept", [0, 1, 3])
-    def test_a_truncated_ledger_is_refused(self, store: Any, make: Any, tmp_path: Path, kept: int) -> None:
+    def test_a_truncated_ledger_is_refused(self, store: MemoryStore, tmp_path: Path, kept: int) -> None:
         async def check() -> None:
-            writer = await publisher(store, make, memory=tmp_path / "mark")
+            writer = await publisher(store, memory=tmp_path / "mark")
             await writer.version()
             for seq in range(kept, writer.ledger.tip.seq + 1):
                 del store.objects[names.record(seq)]
@@ -354,16 +359,16 @@ class TestMemory:
 
         run(check())
 
-    def test_a_forked_ledger_is_refused(self, store: Any, make: Any, tmp_path: Path) -> None:
+    def test_a_forked_ledger_is_refused(self, store: MemoryStore, tmp_path: Path) -> None:
         """Rolled back, then continued by a publisher without memory: every record verifies, and it is not ours."""
 
         async def check() -> None:
-            writer = await publisher(store, make)
+            writer = await publisher(store)
             snapshot = dict(store.objects)
             await writer.version()
             await Ledger(store, memory=tmp_path / "mark").read()
             store.objects = snapshot
-            fork = make.Writer(Ledger(store))
+            fork = RecordWriter(Ledger(store))
             await fork.ledger.claim("trainer")
             await fork.version()
             await fork.version()
@@ -372,29 +377,29 @@ class TestMemory:
 
         run(check())
 
-    def test_another_stream_in_its_place_is_refused(self, store: Any, make: Any, tmp_path: Path) -> None:
+    def test_another_stream_in_its_place_is_refused(self, store: MemoryStore, tmp_path: Path) -> None:
         async def check() -> None:
-            await publisher(store, make, memory=tmp_path / "mark")
-            replacement = memory.MemoryStore()
-            await publisher(replacement, make)
+            await publisher(store, memory=tmp_path / "mark")
+            replacement = MemoryStore()
+            await publisher(replacement)
             with pytest.raises(Incompatible, match="has seen stream"):
                 await Ledger(replacement, memory=tmp_path / "mark").read()
 
         run(check())
 
-    def test_a_vanished_ledger_is_not_made_again(self, store: Any, make: Any, tmp_path: Path) -> None:
+    def test_a_vanished_ledger_is_not_made_again(self, store: MemoryStore, tmp_path: Path) -> None:
         async def check() -> None:
-            await publisher(store, make, memory=tmp_path / "mark")
+            await publisher(store, memory=tmp_path / "mark")
             store.objects.clear()
             with pytest.raises(Corrupt, match="its first record is gone"):
-                await make.Writer(Ledger(store, memory=tmp_path / "mark")).create()
+                await RecordWriter(Ledger(store, memory=tmp_path / "mark")).create()
             assert store.objects == {}
 
         run(check())
 
-    def test_a_live_reader_remembers_before_anybody_sees(self, store: Any, make: Any, tmp_path: Path) -> None:
+    def test_a_live_reader_remembers_before_anybody_sees(self, store: MemoryStore, tmp_path: Path) -> None:
         async def check() -> None:
-            writer = await publisher(store, make)
+            writer = await publisher(store)
             reader = Ledger(store, memory=tmp_path / "mark")
             await reader.read()
             follower = reader.follow()
@@ -406,10 +411,10 @@ class TestMemory:
         run(check())
 
     def test_a_record_that_cannot_be_remembered_is_not_shown(
-        self, store: Any, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         async def check() -> None:
-            writer = await publisher(store, make)
+            writer = await publisher(store)
             reader = Ledger(store, memory=tmp_path / "mark")
             await reader.read()
             follower = reader.follow()
@@ -430,15 +435,15 @@ class TestMemory:
 
 
 class TestReading:
-    def test_no_stream_is_said_so(self, store: Any) -> None:
+    def test_no_stream_is_said_so(self, store: MemoryStore) -> None:
         with pytest.raises(NotFound, match="there is no stream"):
             run(Ledger(store).read())
         with pytest.raises(UsageError, match="not read yet"):
             _ = Ledger(store).state
 
-    def test_an_oversized_record_is_void_for_everybody(self, store: Any, make: Any, events: Any) -> None:
+    def test_an_oversized_record_is_void_for_everybody(self, store: MemoryStore, events: RecordedEvents) -> None:
         async def check() -> None:
-            writer = await publisher(store, make)
+            writer = await publisher(store)
             store.objects[names.record(2)] = b"x" * (records.RECORD_LIMIT + 1)
             await writer.version()
             reader = Ledger(store, emit=events)
@@ -447,11 +452,11 @@ class TestReading:
 
         run(check())
 
-    def test_a_cold_start_that_was_interrupted_is_as_cold_again(self, store: Any, make: Any) -> None:
+    def test_a_cold_start_that_was_interrupted_is_as_cold_again(self, store: MemoryStore) -> None:
         """It must not fall back to reading ten thousand records one by one."""
 
         async def check() -> None:
-            writer = await publisher(store, make)
+            writer = await publisher(store)
             for _ in range(200):
                 await writer.version()
             reader = Ledger(store)
@@ -470,9 +475,9 @@ class TestReading:
 
         run(check())
 
-    def test_an_answer_mixed_up_on_the_way_voids_nothing(self, store: Any, make: Any) -> None:
+    def test_an_answer_mixed_up_on_the_way_voids_nothing(self, store: MemoryStore) -> None:
         async def check() -> None:
-            writer = await publisher(store, make)
+            writer = await publisher(store)
             await writer.version()
             once = [names.record(2)]
 
@@ -488,9 +493,9 @@ class TestReading:
 
         run(check())
 
-    def test_overlapping_calls_are_taken_one_at_a_time(self, store: Any, make: Any) -> None:
+    def test_overlapping_calls_are_taken_one_at_a_time(self, store: MemoryStore) -> None:
         async def check() -> None:
-            writer = await publisher(store, make)
+            writer = await publisher(store)
             follower = writer.ledger.follow()
             seen = []
 

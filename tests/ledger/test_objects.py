@@ -9,8 +9,10 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from support.events import RecordedEvents
 from support.stores.memory import MemoryStore
 from support.streams.writer import StreamWriter
+from support.virtual_time import VirtualTimeRuntime
 
 from dcr_daemon.codec.chunk import CHUNK_LIMIT
 from dcr_daemon.errors import Corrupt, Incompatible, StoreUnavailable
@@ -37,7 +39,7 @@ def stream(store: MemoryStore, make_versions: Callable[..., Any]) -> StreamWrite
 
 
 @pytest.fixture
-def reader(stream: StreamWriter, events: Any) -> Objects:
+def reader(stream: StreamWriter, events: RecordedEvents) -> Objects:
     return Objects(stream.store, floor=lambda: stream.ledger.state.floor, emit=events, patience=10)
 
 
@@ -207,7 +209,7 @@ class TestMissing:
     """Must L6."""
 
     def test_above_the_floor_it_is_waited_for(
-        self, stream: StreamWriter, reader: Objects, events: Any, still: Any
+        self, stream: StreamWriter, reader: Objects, events: RecordedEvents, still: VirtualTimeRuntime
     ) -> None:
         chunk = part_of(stream, 2).chunks[0]
         body = stream.store.objects.pop(chunk.key)
@@ -221,7 +223,7 @@ class TestMissing:
         assert len(events.of(Waiting)) == 3
         assert chunk.key in events.of(Waiting)[0].what
 
-    def test_not_for_ever(self, stream: StreamWriter, reader: Objects, still: Any) -> None:
+    def test_not_for_ever(self, stream: StreamWriter, reader: Objects, still: VirtualTimeRuntime) -> None:
         chunk = part_of(stream, 2).chunks[0]
         del stream.store.objects[chunk.key]
         with pytest.raises(ObjectPending, match="did not appear in 10 s") as raised:
@@ -229,7 +231,7 @@ class TestMissing:
         assert isinstance(raised.value, StoreUnavailable)
         assert 10 <= still.clock < 20
 
-    def test_below_the_floor_the_caller_plans_again(self, stream: StreamWriter, events: Any) -> None:
+    def test_below_the_floor_the_caller_plans_again(self, stream: StreamWriter, events: RecordedEvents) -> None:
         floor = 0
         reader = Objects(stream.store, floor=lambda: floor, emit=events, patience=10)
         chunk = part_of(stream, 1).chunks[0]
@@ -241,7 +243,7 @@ class TestMissing:
         stream.store.objects[chunk.key] = body
         assert asyncio.run(reader.read_chunk(chunk, 1)) == body, "what is still there may be used"
 
-    def test_a_floor_that_rises_while_we_wait_is_noticed(self, stream: StreamWriter, still: Any) -> None:
+    def test_a_floor_that_rises_while_we_wait_is_noticed(self, stream: StreamWriter, still: VirtualTimeRuntime) -> None:
         floors = iter([0, 0, 2])
         reader = Objects(stream.store, floor=lambda: next(floors), patience=1000)
         chunk = part_of(stream, 1).chunks[0]

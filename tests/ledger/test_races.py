@@ -10,7 +10,8 @@ from collections.abc import Callable, Coroutine, Generator, Iterator
 from typing import Any
 
 import pytest
-from support.stores import memory
+from support.stores.memory import Fault, MemoryStore
+from support.streams.record_writer import RecordWriter
 
 from dcr_daemon.errors import Fenced
 from dcr_daemon.ledger import names, records
@@ -38,7 +39,7 @@ class Run:
         self.choices = choices
         self.taken: list[tuple[int, int]] = []
         self.faults = faults
-        self.store = memory.MemoryStore()
+        self.store = MemoryStore()
         self.results: list[Result] = []
 
     def choose(self, options: int) -> int:
@@ -67,7 +68,7 @@ class Run:
                 strike = self.choose(1 + 3)
                 if strike:
                     self.faults -= 1
-                    kinds = (memory.Fault.REQUEST_LOST, memory.Fault.ANSWER_LOST, memory.Fault.GHOST)
+                    kinds = (Fault.REQUEST_LOST, Fault.ANSWER_LOST, Fault.GHOST)
                     self.store.faults.append(kinds[strike - 1])
             self._step(n, actors[n], waiting)
         self.store.land_ghosts()
@@ -109,7 +110,7 @@ def now(coroutine: Coroutine[Any, Any, Any]) -> Any:
         return stop.value
 
 
-def history(store: Any) -> Iterator[Any]:
+def history(store: MemoryStore) -> Iterator[Any]:
     tip, _ = begin(store.objects[names.record(0)])
     while (body := store.objects.get(names.record(tip.seq + 1))) is not None:
         step = fold(tip, body)
@@ -138,9 +139,9 @@ def judge(run: Run) -> None:
     assert [result["fenced"] for result in epochs] == [False], "the last to claim is not fenced"
 
 
-async def publish(run: Run, make: Any, ledger: Ledger, count: int, name: str | None = None) -> None:
+async def publish(run: Run, ledger: Ledger, count: int, name: str | None = None) -> None:
     """Claim (unless that is done), then publish `count` versions or find out that somebody else may."""
-    writer = make.Writer(ledger)
+    writer = RecordWriter(ledger)
     result: Result = {"told": [], "fenced": False, "epoch": ledger.epoch}
     run.results.append(result)
     try:
@@ -153,22 +154,22 @@ async def publish(run: Run, make: Any, ledger: Ledger, count: int, name: str | N
         result["fenced"] = True
 
 
-def prepared(run: Run, make: Any) -> Ledger:
+def prepared(run: Run) -> Ledger:
     first = Ledger(run.store)
-    now(make.Writer(first).create())
+    now(RecordWriter(first).create())
     now(first.claim("trainer"))
     return first
 
 
 @pytest.mark.parametrize("faults", [0, 1])
-def test_a_takeover_at_any_instant(make: Any, faults: int) -> None:
+def test_a_takeover_at_any_instant(faults: int) -> None:
     """A is publishing; B takes over: at every interleaving at most one of them seals a version, and knows it."""
     sealed_by_first = set()
 
     def scenario(run: Run) -> None:
-        first, second = prepared(run, make), Ledger(run.store)
+        first, second = prepared(run), Ledger(run.store)
         now(second.read())
-        run.drive([publish(run, make, first, 1), publish(run, make, second, 1, "other")])
+        run.drive([publish(run, first, 1), publish(run, second, 1, "other")])
         judge(run)
         sealed_by_first.add(len(run.results[0]["told"]))
 
@@ -177,21 +178,21 @@ def test_a_takeover_at_any_instant(make: Any, faults: int) -> None:
     assert sealed_by_first == {0, 1, 2}, "the takeover came before, between and after"
 
 
-def test_two_claims_at_once(make: Any) -> None:
+def test_two_claims_at_once() -> None:
     def scenario(run: Run) -> None:
         ledgers = [Ledger(run.store), Ledger(run.store)]
-        now(make.Writer(ledgers[0]).create())
+        now(RecordWriter(ledgers[0]).create())
         now(ledgers[1].read())
-        run.drive([publish(run, make, ledger, 1, name) for ledger, name in zip(ledgers, "ab", strict=True)])
+        run.drive([publish(run, ledger, 1, name) for ledger, name in zip(ledgers, "ab", strict=True)])
         judge(run)
 
     assert search(scenario, faults=0) > 100
 
 
-def test_one_publisher_through_every_pair_of_faults(make: Any) -> None:
+def test_one_publisher_through_every_pair_of_faults() -> None:
     def scenario(run: Run) -> None:
-        first = prepared(run, make)
-        run.drive([publish(run, make, first, 2)])
+        first = prepared(run)
+        run.drive([publish(run, first, 2)])
         judge(run)
         assert not run.results[0]["fenced"]
         state = now(Ledger(run.store).read())
@@ -200,18 +201,18 @@ def test_one_publisher_through_every_pair_of_faults(make: Any) -> None:
     assert search(scenario, faults=2) > 100
 
 
-def test_the_search_finds_a_404_taken_for_a_failure(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_search_finds_a_404_taken_for_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check of the checker: must L1 removed, a slot that is not readable yet counts as lost to somebody."""
     from dcr_daemon.ledger import ledger as module
     from dcr_daemon.ledger.slot import read_slot
 
-    async def hasty(store: Any, seq: int, body: bytes, **_: Any) -> bytes:
+    async def hasty(store: MemoryStore, seq: int, body: bytes, **_: Any) -> bytes:
         await store.create(names.record(seq), body)
         return await read_slot(store, seq) or b""
 
     def scenario(run: Run) -> None:
-        first = prepared(run, make)
-        run.drive([publish(run, make, first, 1)])
+        first = prepared(run)
+        run.drive([publish(run, first, 1)])
         judge(run)
 
     search(scenario, faults=1)

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.stores.memory import Fault, MemoryStore, StillRuntime
+from support.stores.memory import Fault, MemoryStore
 from support.streams.record_history import HistoryWriter
+from support.virtual_time import VirtualTimeRuntime
 
 from dcr_daemon.errors import Fenced, NotFound, StoreUnavailable, UsageError
 from dcr_daemon.ledger import names
@@ -153,7 +154,7 @@ class TestHours:
     """An operator's wish, told by clocks; safety is told by anchors (must L8)."""
 
     @pytest.fixture
-    def dated(self, store: MemoryStore, still: StillRuntime) -> HistoryWriter:
+    def dated(self, store: MemoryStore, still: VirtualTimeRuntime) -> HistoryWriter:
         """A version an hour, the newest an hour old; every one anchored."""
         writer, now = HistoryWriter(store), datetime(2026, 1, 1, tzinfo=UTC)
         writer.claim()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.stores.memory import MemoryStore
+from support.streams.record_writer import RecordWriter
 
 from dcr_daemon.errors import NotFound, UsageError
 from dcr_daemon.ledger.ledger import Ledger
@@ -83,8 +84,8 @@ class TestInTheLedger:
     """`History.route` reads no more than decides, and decides as if it had read all."""
 
     @staticmethod
-    async def stream(store: Any, make: Any, sizes: list[int], anchors: dict[int, int], floor: int) -> Ledger:
-        writer = make.Writer(Ledger(store))
+    async def stream(store: MemoryStore, sizes: list[int], anchors: dict[int, int], floor: int) -> Ledger:
+        writer = RecordWriter(Ledger(store))
         await writer.create()
         await writer.ledger.claim("trainer")
         for version in range(len(sizes) + 1):
@@ -101,18 +102,15 @@ class TestInTheLedger:
     @settings(max_examples=150, deadline=None)
     @given(data=st.data())
     def test_it_agrees_with_the_plan_over_everything(self, data: st.DataObject) -> None:
-        from support.stores.memory import MemoryStore
-
         sizes = data.draw(st.lists(SIZES, max_size=8))
         anchors = data.draw(st.dictionaries(st.integers(0, len(sizes)), st.integers(0, 30), max_size=3))
         floor = data.draw(st.integers(0, max(anchors, default=0)))
         target = data.draw(st.integers(0, len(sizes)))
         have = data.draw(st.none() | st.integers(0, target))
         avoid = data.draw(st.sets(st.sampled_from(sorted(anchors)), max_size=1)) if anchors else set()
-        make = _kept[0]
 
         async def check() -> None:
-            reader = await self.stream(MemoryStore(), make, sizes, anchors, floor)
+            reader = await self.stream(MemoryStore(), sizes, anchors, floor)
             hops = dict(enumerate(sizes, 1))
             kept = {version: size for version, size in anchors.items() if version not in avoid}
             try:
@@ -125,18 +123,18 @@ class TestInTheLedger:
 
         asyncio.run(check())
 
-    def test_a_replica_close_behind_reads_no_old_history(self, store: Any, make: Any) -> None:
+    def test_a_replica_close_behind_reads_no_old_history(self, store: MemoryStore) -> None:
         async def check() -> None:
-            reader = await self.stream(store, make, [5] * 200, {0: 100, 150: 100}, 0)
+            reader = await self.stream(store, [5] * 200, {0: 100, 150: 100}, 0)
             store.requests.clear()
             assert await reader.history.route(197, 200) == Route(None, (198, 199, 200), 15)
             assert store.requests["get"] <= 4 + 2
 
         asyncio.run(check())
 
-    def test_a_replica_far_behind_reads_down_to_what_an_anchor_costs(self, store: Any, make: Any) -> None:
+    def test_a_replica_far_behind_reads_down_to_what_an_anchor_costs(self, store: MemoryStore) -> None:
         async def check() -> None:
-            reader = await self.stream(store, make, [5] * 200, {0: 100, 190: 100}, 0)
+            reader = await self.stream(store, [5] * 200, {0: 100, 190: 100}, 0)
             store.requests.clear()
             route = await reader.history.route(0, 200)
             assert (route.anchor, route.bytes) == (190, 150)
@@ -144,19 +142,10 @@ class TestInTheLedger:
 
         asyncio.run(check())
 
-    def test_an_unsealed_target_is_said_so(self, store: Any, make: Any) -> None:
+    def test_an_unsealed_target_is_said_so(self, store: MemoryStore) -> None:
         async def check() -> None:
-            reader = await self.stream(store, make, [5], {}, 0)
+            reader = await self.stream(store, [5], {}, 0)
             with pytest.raises(NotFound, match=r"version 2 .* is not sealed; the newest is 1"):
                 await reader.history.route(0, 2)
 
         asyncio.run(check())
-
-
-_kept: list[Any] = []
-
-
-@pytest.fixture(autouse=True)
-def _keep(make: Any) -> None:
-    """For the hypothesis test, which does not renew fixtures per example."""
-    _kept[:] = [make]

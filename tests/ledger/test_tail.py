@@ -10,7 +10,8 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.stores import memory
+from support.stores.memory import MemoryStore
+from support.streams.record_writer import RecordWriter, make_open, make_seal
 
 from dcr_daemon.errors import Corrupt, NotFound
 from dcr_daemon.ledger import names, records
@@ -23,10 +24,9 @@ from dcr_daemon.ledger.tail import Tail, find_gap
 class Bench:
     """Writes slots directly: honest records, and every kind that is void."""
 
-    def __init__(self, store: Any, make: Any) -> None:
+    def __init__(self, store: MemoryStore) -> None:
         self.store = store
-        self.make = make
-        asyncio.run(make.Writer(Ledger(store)).create())
+        asyncio.run(RecordWriter(Ledger(store)).create())
         self.tip = begin(store.objects[names.record(0)])[0]
 
     def header(self, **changes: Any) -> Header:
@@ -49,9 +49,9 @@ class Bench:
         if self.tip.state.epoch is None:
             self.claim()
         elif self.tip.state.open is None:
-            self.put(records.encode(self.make.make_open(self.header())))
+            self.put(records.encode(make_open(self.header())))
         else:
-            self.put(records.encode(self.make.make_seal(self.header())))
+            self.put(records.encode(make_seal(self.header())))
 
     def void(self, kind: str) -> None:
         liar = msgspec.structs.replace(self.tip.state, floor=7)
@@ -63,13 +63,13 @@ class Bench:
                 self.put(b"")
                 self.store.objects[key] = b"x" * (records.RECORD_LIMIT + 1)
             case "stale":
-                self.put(records.encode(self.make.make_open(self.header(epoch=99_999))))
+                self.put(records.encode(make_open(self.header(epoch=99_999))))
             case "state":
-                self.put(records.encode(self.make.make_open(self.header(state=liar))))
+                self.put(records.encode(make_open(self.header(state=liar))))
             case "prev":
-                self.put(records.encode(self.make.make_open(self.header(prev="0" * 64))))
+                self.put(records.encode(make_open(self.header(prev="0" * 64))))
             case "stream":
-                self.put(records.encode(self.make.make_open(self.header(stream="0ther"))))
+                self.put(records.encode(make_open(self.header(stream="0ther"))))
 
     async def sequential(self) -> Tip:
         tip = None
@@ -80,8 +80,8 @@ class Bench:
 
 
 @pytest.fixture
-def bench(store: Any, make: Any) -> Bench:
-    return Bench(store, make)
+def bench(store: MemoryStore) -> Bench:
+    return Bench(store)
 
 
 def test_ten_thousand_records_cost_about_two_log_n_requests(bench: Bench) -> None:
@@ -153,7 +153,7 @@ def test_void_records_at_the_tail_do_not_mislead_a_cold_reader(bench: Bench, kin
 @given(data=st.lists(st.sampled_from(["honest", "claim", *KINDS]), max_size=40))
 def test_cold_and_sequential_readers_agree_on_any_ledger(data: list[str]) -> None:
     """Also what a reader saw at any time before is a prefix of what it sees later."""
-    bench = _bench()
+    bench = Bench(MemoryStore())
     tips = [bench.tip]
     for kind in data:
         if kind == "honest":
@@ -172,19 +172,6 @@ def test_cold_and_sequential_readers_agree_on_any_ledger(data: list[str]) -> Non
         assert seen == tips
 
     asyncio.run(check())
-
-
-_kept: list[Any] = []
-
-
-@pytest.fixture(autouse=True)
-def _keep(make: Any) -> None:
-    _kept[:] = [make]
-
-
-def _bench() -> Bench:
-    """A fresh bench for every example; hypothesis does not renew fixtures."""
-    return Bench(memory.MemoryStore(), _kept[0])
 
 
 class TestGaps:

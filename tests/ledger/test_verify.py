@@ -98,7 +98,7 @@ def test_no_object_can_be_damaged_or_lost_unnoticed(
             assert any(damage.what and damage.repair for damage in report.damages)
 
 
-def test_a_stale_record_is_void_and_no_damage(stream: StreamWriter, make: Any) -> None:
+def test_a_stale_record_is_void_and_no_damage(stream: StreamWriter) -> None:
     fields = {**stream.ledger._header().fields, "epoch": 999}
     stale = records.Release(**fields)
     stream.store.objects[names.record(stale.seq)] = records.encode(stale)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.streams.publish_world import PublishWorld
 
 from dcr_daemon.canonical.fingerprint import fingerprint
 from dcr_daemon.canonical.layout import Layout
@@ -25,7 +26,9 @@ def workers() -> Any:
     pool.close()
 
 
-def test_what_was_loaded_survives_the_process_with_its_hint(world: Any, workers: Workers, tmp_path: Path) -> None:
+def test_what_was_loaded_survives_the_process_with_its_hint(
+    world: PublishWorld, workers: Workers, tmp_path: Path
+) -> None:
     async def load() -> Any:
         baseline = Baseline(tmp_path, BlockSet.whole(world.layout), "s", workers)
         with Checkpoint(world.base) as checkpoint:
@@ -50,7 +53,9 @@ def test_what_was_loaded_survives_the_process_with_its_hint(world: Any, workers:
     again.close()
 
 
-def test_a_hint_of_another_stream_or_layout_counts_for_nothing(world: Any, workers: Workers, tmp_path: Path) -> None:
+def test_a_hint_of_another_stream_or_layout_counts_for_nothing(
+    world: PublishWorld, workers: Workers, tmp_path: Path
+) -> None:
     baseline = Baseline(tmp_path, BlockSet.whole(world.layout), "s", workers)
     baseline.commit(1, [])
     assert Baseline(tmp_path, BlockSet.whole(world.layout), "other", workers).hint() is None
@@ -60,7 +65,7 @@ def test_a_hint_of_another_stream_or_layout_counts_for_nothing(world: Any, worke
 
 
 def test_a_disk_that_cannot_hold_the_model_is_said_at_the_start(
-    world: Any, workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world: PublishWorld, workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*args: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.faults.failing_requests import SmallWorld, SpoiltStore, kill, run, same
+from support.streams.publish_world import PublishWorld, step_weights
 from support.streams.replica import Replica
 
 from dcr_daemon.checkpoint.directory import Checkpoint
@@ -208,13 +209,13 @@ def test_an_anchor_of_bytes_that_change_while_they_are_read_is_never_recorded(sm
     run(check())
 
 
-def test_a_fleet_ends_bit_equal_to_the_trainer_after_a_poisoned_version(world: Any, toolbox: Any) -> None:
+def test_a_fleet_ends_bit_equal_to_the_trainer_after_a_poisoned_version(world: PublishWorld) -> None:
     """A real replica refuses the version made from a damaged baseline, waits, and comes by the anchor of the next."""
     from dcr_daemon.publish.group.opening import open_leader
     from dcr_daemon.publish.inputs.sources import FileSource
     from dcr_daemon.publish.options import PublishOptions
 
-    chain = [world.weights, *(toolbox.step_weights(world.weights, seed=seed) for seed in (1, 2, 3))]
+    chain = [world.weights, *(step_weights(world.weights, seed=seed) for seed in (1, 2, 3))]
     home: Path = world.root / "replica"
     home.mkdir()
     world.write(home / "current", world.weights)

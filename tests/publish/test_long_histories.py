@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.stores.memory import MemoryStore
+from support.streams.publish_world import PublishWorld
 from support.streams.record_history import HistoryWriter
 
 from dcr_daemon.canonical.fingerprint import fingerprint
@@ -27,7 +27,7 @@ SEARCH = 34  #: 2 · log2 of the records, and a few to be sure
 
 
 @pytest.fixture
-def long(world: Any) -> MemoryStore:
+def long(world: PublishWorld) -> MemoryStore:
     """10,000 versions in which nothing changed, the last anchor a little way back; the floor is there."""
     store = MemoryStore()
     vector = fingerprint(world.layout, (world.weights[spec.name] for spec in world.layout))
@@ -45,7 +45,7 @@ def long(world: Any) -> MemoryStore:
     return store
 
 
-async def start(world: Any, store: MemoryStore, state: Path) -> int:
+async def start(world: PublishWorld, store: MemoryStore, state: Path) -> int:
     """Requests from start to the first attempt's `open`, with all that a watching publisher asks for."""
     store.requests.clear()
     options = PublishOptions(state=state, name="trainer", workers=1)
@@ -59,7 +59,9 @@ async def start(world: Any, store: MemoryStore, state: Path) -> int:
     return asked
 
 
-def test_starting_costs_the_same_however_long_the_history(world: Any, long: MemoryStore, tmp_path: Path) -> None:
+def test_starting_costs_the_same_however_long_the_history(
+    world: PublishWorld, long: MemoryStore, tmp_path: Path
+) -> None:
     async def run() -> tuple[int, int]:
         await start(world, long, tmp_path / "one")  # it has seen all sources once
         return await start(world, long, tmp_path / "one"), await cold(tmp_path / "two")

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.stores.wrapped import WrappedStore
+from support.streams.publish_world import PublishWorld, StreamReader, same_weights, step_weights
 
 import dcr_daemon
 from dcr_daemon.errors import Fenced, Incompatible, NotFound, ResourceExhausted, StoreUnavailable, UsageError
@@ -21,7 +23,7 @@ from dcr_daemon.store.port import Outcome
 torch = pytest.importorskip("torch")
 
 
-def publisher(world: Any, **more: Any) -> Publisher:
+def publisher(world: PublishWorld, **more: Any) -> Publisher:
     defaults: dict[str, Any] = {"base": world.base, "create": True, "state": world.state, "emit": world.events}
     return Publisher(world.url, **defaults | more)
 
@@ -41,7 +43,7 @@ def bits_of(model: Any, names: Any) -> dict[str, np.ndarray]:
     return {n: state[n].detach().bfloat16().view(torch.int16).numpy().reshape(-1).view("<u2").copy() for n in names}
 
 
-def test_a_model_in_training_is_published_step_by_step(world: Any, toolbox: Any) -> None:
+def test_a_model_in_training_is_published_step_by_step(world: PublishWorld) -> None:
     """fp32 masters, a tied head, real AdamW steps: every version is the bf16 model of its step."""
     model = small_model()
     model.bfloat16().save_pretrained(world.root / "qwen")
@@ -66,17 +68,17 @@ def test_a_model_in_training_is_published_step_by_step(world: Any, toolbox: Any)
             if step == 1:
                 assert update.wait_sealed(60).step == 1
                 assert update.sealed
-    versions = toolbox.Reader(world.url, base).versions()
+    versions = StreamReader(world.url, base).versions()
     assert len(versions) == 4
-    assert all(toolbox.same(versions[n + 1], weights) for n, weights in enumerate(wanted))
+    assert all(same_weights(versions[n + 1], weights) for n, weights in enumerate(wanted))
     assert [(event.given, event.canonical) for event in world.events.of(Rounded)] == [("F32", "BF16")]
     seals = [record for record in world.reader.records() if type(record).__name__ == "Seal"]
     assert all(set(seal.metadata) == {"loss"} for seal in seals)
 
 
 @pytest.mark.parametrize("form", ["mapping", "stream", "module"])
-def test_every_form_of_input_gives_the_same_version(world: Any, toolbox: Any, form: str) -> None:
-    new = toolbox.step_weights(world.weights, seed=1)
+def test_every_form_of_input_gives_the_same_version(world: PublishWorld, form: str) -> None:
+    new = step_weights(world.weights, seed=1)
     tensors = world.tensors(new)
 
     class Module:
@@ -93,22 +95,22 @@ def test_every_form_of_input_gives_the_same_version(world: Any, toolbox: Any, fo
     with publisher(world) as target:
         weights = {"mapping": tensors, "stream": stream(), "module": Module()}[form]
         target.publish(weights).wait_sealed()
-    assert toolbox.same(world.reader.versions()[1], new)
+    assert same_weights(world.reader.versions()[1], new)
 
 
-def test_layouts_in_memory_do_not_matter(world: Any, toolbox: Any) -> None:
-    new = toolbox.step_weights(world.weights, seed=1)
+def test_layouts_in_memory_do_not_matter(world: PublishWorld) -> None:
+    new = step_weights(world.weights, seed=1)
     tensors = world.tensors(new)
     tensors["embed.weight"] = tensors["embed.weight"].t().contiguous().t()
     tensors["layer.0.weight"] = torch.stack([tensors["layer.0.weight"]] * 2, dim=1)[:, 1]
     assert not tensors["embed.weight"].is_contiguous()
     with publisher(world) as target:
         target.publish(tensors).wait_sealed()
-    assert toolbox.same(world.reader.versions()[1], new)
+    assert same_weights(world.reader.versions()[1], new)
 
 
-def test_weights_that_do_not_fit_are_refused_by_name_before_anything_is_opened(world: Any, toolbox: Any) -> None:
-    good = world.tensors(toolbox.step_weights(world.weights, seed=1))
+def test_weights_that_do_not_fit_are_refused_by_name_before_anything_is_opened(world: PublishWorld) -> None:
+    good = world.tensors(step_weights(world.weights, seed=1))
     bad: dict[str, Any] = {
         "added: new": {**good, "new": torch.arange(3.0)},
         "missing: tiny": {name: tensor for name, tensor in good.items() if name != "tiny"},
@@ -130,11 +132,11 @@ def test_weights_that_do_not_fit_are_refused_by_name_before_anything_is_opened(w
         with pytest.raises(Incompatible, match="not a tensor"):
             target.publish({**good, "tiny": 3})
         target.publish(good).wait_sealed()
-    assert toolbox.same(world.reader.versions()[1], toolbox.step_weights(world.weights, seed=1))
+    assert same_weights(world.reader.versions()[1], step_weights(world.weights, seed=1))
 
 
-def test_names_of_a_wrapped_model_are_known_or_the_error_says_what_to_do(world: Any, toolbox: Any) -> None:
-    good = world.tensors(toolbox.step_weights(world.weights, seed=1))
+def test_names_of_a_wrapped_model_are_known_or_the_error_says_what_to_do(world: PublishWorld) -> None:
+    good = world.tensors(step_weights(world.weights, seed=1))
     deep = {"_orig_mod." + name.replace("layer.0.", "layer.0._orig_mod."): tensor for name, tensor in good.items()}
     wrapped = {f"module.{name}": tensor for name, tensor in good.items()}
     fused = {**good, "layer.weight": torch.zeros(2, 3)}
@@ -146,16 +148,16 @@ def test_names_of_a_wrapped_model_are_known_or_the_error_says_what_to_do(world: 
                 target.publish(form(wrapped))
             with pytest.raises(Incompatible, match="revert_weight_conversion"):
                 target.publish(form(fused))
-    assert toolbox.same(world.reader.versions()[1], toolbox.step_weights(world.weights, seed=1))
+    assert same_weights(world.reader.versions()[1], step_weights(world.weights, seed=1))
 
 
-def test_steps_may_be_numpys_or_torchs_integers(world: Any) -> None:
+def test_steps_may_be_numpys_or_torchs_integers(world: PublishWorld) -> None:
     good = world.tensors(world.weights)
     with publisher(world) as target:
         assert [target.publish(good, step=step).wait_sealed().step for step in (np.int64(3), torch.tensor(4))] == [3, 4]
 
 
-def test_a_fork_of_the_training_process_neither_hangs_nor_harms_the_publisher(world: Any) -> None:
+def test_a_fork_of_the_training_process_neither_hangs_nor_harms_the_publisher(world: PublishWorld) -> None:
     """Data loaders fork. The child has no loop thread: waiting for it would be for ever."""
     good = world.tensors(world.weights)
     with publisher(world) as target:
@@ -176,8 +178,8 @@ def test_a_fork_of_the_training_process_neither_hangs_nor_harms_the_publisher(wo
         assert target.publish(good).wait_sealed().version == 2
 
 
-def test_an_alias_is_dropped_and_equal_constants_are_not(world: Any, toolbox: Any) -> None:
-    tensors = world.tensors(toolbox.step_weights(world.weights, seed=1))
+def test_an_alias_is_dropped_and_equal_constants_are_not(world: PublishWorld) -> None:
+    tensors = world.tensors(step_weights(world.weights, seed=1))
     with publisher(world) as target:
         target.publish({**tensors, "lm_head.weight": tensors["embed.weight"]}).wait_sealed()
         ones = torch.ones_like(tensors["norm.weight"])
@@ -188,8 +190,8 @@ def test_an_alias_is_dropped_and_equal_constants_are_not(world: Any, toolbox: An
         target.publish({**tensors, "norm.weight": ones, "q_norm.weight": ones.clone()}).wait_sealed()
 
 
-def test_an_error_of_the_callers_own_generator_undoes_the_attempt(world: Any, toolbox: Any) -> None:
-    good = world.tensors(toolbox.step_weights(world.weights, seed=1))
+def test_an_error_of_the_callers_own_generator_undoes_the_attempt(world: PublishWorld) -> None:
+    good = world.tensors(step_weights(world.weights, seed=1))
 
     def broken() -> Iterator[tuple[str, Any]]:
         yield "embed.weight", torch.zeros_like(good["embed.weight"])
@@ -200,10 +202,10 @@ def test_an_error_of_the_callers_own_generator_undoes_the_attempt(world: Any, to
             target.publish(broken())
         assert [event.reason for event in world.events.of(Aborted)] == ["RuntimeError: the trainer's own"]
         target.publish(good).wait_sealed()
-    assert toolbox.same(world.reader.versions()[1], toolbox.step_weights(world.weights, seed=1))
+    assert same_weights(world.reader.versions()[1], step_weights(world.weights, seed=1))
 
 
-def test_misuse_is_said_as_such(world: Any, toolbox: Any) -> None:
+def test_misuse_is_said_as_such(world: PublishWorld) -> None:
     good = world.tensors(world.weights)
     with pytest.raises(NotFound, match="create"):
         publisher(world, create=False)
@@ -246,8 +248,8 @@ class FakeDTensor(torch.Tensor):
         return self
 
 
-def test_two_publishers_and_the_older_one_is_fenced_for_good(world: Any, toolbox: Any) -> None:
-    weights = [toolbox.step_weights(world.weights, seed=n) for n in range(3)]
+def test_two_publishers_and_the_older_one_is_fenced_for_good(world: PublishWorld) -> None:
+    weights = [step_weights(world.weights, seed=n) for n in range(3)]
     first = publisher(world, name="a")
     first.publish(world.tensors(weights[0])).wait_sealed()
     second = publisher(world, name="b", take_over=True, state=world.root / "elsewhere")
@@ -259,16 +261,16 @@ def test_two_publishers_and_the_older_one_is_fenced_for_good(world: Any, toolbox
     second.close()
     versions = world.reader.versions()
     assert len(versions) == 3
-    assert toolbox.same(versions[2], weights[1])
+    assert same_weights(versions[2], weights[1])
     assert world.reader.kinds().count("Release") == 1
 
 
 def test_an_error_behind_is_told_once_and_the_next_update_goes_on(
-    world: Any, toolbox: Any, monkeypatch: pytest.MonkeyPatch
+    world: PublishWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from dcr_daemon.publish import publisher as module
 
-    class Flaky(toolbox.WrappedStore):
+    class Flaky(WrappedStore):
         down = False
 
         async def create(self, key: str, body: bytes | memoryview) -> Outcome:
@@ -281,7 +283,7 @@ def test_an_error_behind_is_told_once_and_the_next_update_goes_on(
         return stores[-1]
 
     monkeypatch.setattr(module, "open_store", open_store)
-    weights = [toolbox.step_weights(world.weights, seed=n) for n in range(3)]
+    weights = [step_weights(world.weights, seed=n) for n in range(3)]
     with publisher(world, patience=0.1) as target:
         stores[0].down = True
         update = target.publish(world.tensors(weights[0]))
@@ -293,14 +295,14 @@ def test_an_error_behind_is_told_once_and_the_next_update_goes_on(
             update.wait_sealed()
         stores[0].down = False
         assert target.publish(world.tensors(weights[2])).wait_sealed().version == 1
-    assert toolbox.same(world.reader.versions()[1], weights[2])
+    assert same_weights(world.reader.versions()[1], weights[2])
     assert len(world.events.of(Aborted)) == 2
 
 
-def test_anchors_follow_their_policy(world: Any, toolbox: Any) -> None:
+def test_anchors_follow_their_policy(world: PublishWorld) -> None:
     with publisher(world, anchor_every=2, upload_base=False) as target:
         for n in range(4):
-            target.publish(world.tensors(toolbox.step_weights(world.weights, seed=n)))
+            target.publish(world.tensors(step_weights(world.weights, seed=n)))
     assert [event.version for event in world.events.of(AnchorPut)] == [2, 4]
     world.reader.versions()
 
@@ -316,14 +318,14 @@ def test_importing_the_package_loads_neither_torch_nor_numba(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("landed", [True, False])
 def test_a_failure_is_told_only_when_it_is_one(
-    world: Any, toolbox: Any, landed: bool, monkeypatch: pytest.MonkeyPatch
+    world: PublishWorld, landed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The seal was sent and the bucket is silent: that is neither a failure nor a version, until somebody looks."""
     from dcr_daemon.ledger import ledger as ledger_module
     from dcr_daemon.publish import publisher as module
     from dcr_daemon.publish.group import leader as session_module
 
-    class Silent(toolbox.WrappedStore):
+    class Silent(WrappedStore):
         down, tripped = False, False
 
         async def create(self, key: str, body: bytes | memoryview) -> Outcome:
@@ -346,7 +348,7 @@ def test_a_failure_is_told_only_when_it_is_one(
     monkeypatch.setattr(module, "open_store", open_store)
     monkeypatch.setattr(ledger_module, "TRIES", 2)
     monkeypatch.setattr(session_module, "SETTLE_PAUSE", 0.01)
-    weights = [toolbox.step_weights(world.weights, seed=n) for n in range(2)]
+    weights = [step_weights(world.weights, seed=n) for n in range(2)]
     with publisher(world, patience=0.1) as target:
         first = target.publish(world.tensors(weights[0]))
         with pytest.raises(StoreUnavailable, match="not known"):
@@ -357,16 +359,16 @@ def test_a_failure_is_told_only_when_it_is_one(
         assert first.sealed
         assert (first.wait_sealed().version, second.version) == (1, 2)
     versions = world.reader.versions()
-    assert toolbox.same(versions[1], weights[0])
-    assert toolbox.same(versions[2], weights[1])
+    assert same_weights(versions[1], weights[0])
+    assert same_weights(versions[2], weights[1])
 
 
 def test_a_seal_that_can_be_read_is_told_although_nothing_after_it_can(
-    world: Any, toolbox: Any, monkeypatch: pytest.MonkeyPatch
+    world: PublishWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from dcr_daemon.publish import publisher as module
 
-    class Fading(toolbox.WrappedStore):
+    class Fading(WrappedStore):
         sealed = ""
 
         async def create(self, key: str, body: bytes | memoryview) -> Outcome:
@@ -388,13 +390,13 @@ def test_a_seal_that_can_be_read_is_told_although_nothing_after_it_can(
 
     monkeypatch.setattr(module, "open_store", open_store)
     with publisher(world, patience=1.0) as target:
-        assert target.publish(world.tensors(toolbox.step_weights(world.weights, seed=1))).wait_sealed().version == 1
+        assert target.publish(world.tensors(step_weights(world.weights, seed=1))).wait_sealed().version == 1
         store.sealed = ""
 
 
-def test_a_sealed_version_that_cannot_be_remembered_is_not_told_as_a_failure(world: Any, toolbox: Any) -> None:
+def test_a_sealed_version_that_cannot_be_remembered_is_not_told_as_a_failure(world: PublishWorld) -> None:
     """The state directory takes nothing just then: the error says that the fate is open; the next call learns it."""
-    weights = [toolbox.step_weights(world.weights, seed=n) for n in range(2)]
+    weights = [step_weights(world.weights, seed=n) for n in range(2)]
     in_the_way: list[Path] = []
 
     def block(event: Event) -> None:
@@ -411,15 +413,15 @@ def test_a_sealed_version_that_cannot_be_remembered_is_not_told_as_a_failure(wor
         in_the_way[0].rmdir()
         assert target.publish(world.tensors(weights[1])).wait_sealed().version == 2
         assert first.wait_sealed().version == 1
-    assert toolbox.same(world.reader.versions()[1], weights[0])
+    assert same_weights(world.reader.versions()[1], weights[0])
 
 
-def test_a_dtensor_of_one_rank_is_taken(world: Any, toolbox: Any, tmp_path: Path) -> None:
+def test_a_dtensor_of_one_rank_is_taken(world: PublishWorld, tmp_path: Path) -> None:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    new = toolbox.step_weights(world.weights, seed=1)
+    new = step_weights(world.weights, seed=1)
     tensors = world.tensors(new)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     try:
@@ -429,12 +431,12 @@ def test_a_dtensor_of_one_rank_is_taken(world: Any, toolbox: Any, tmp_path: Path
             target.publish(tensors).wait_sealed()
     finally:
         dist.destroy_process_group()
-    assert toolbox.same(world.reader.versions()[1], new)
+    assert same_weights(world.reader.versions()[1], new)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_tensors_on_a_gpu_are_read_after_the_work_queued_on_them(world: Any, toolbox: Any) -> None:
-    new = toolbox.step_weights(world.weights, seed=1)
+def test_tensors_on_a_gpu_are_read_after_the_work_queued_on_them(world: PublishWorld) -> None:
+    new = step_weights(world.weights, seed=1)
     tensors = {name: tensor.cuda() for name, tensor in world.tensors(new).items()}
     with publisher(world) as target:
         stream = torch.cuda.Stream()
@@ -442,11 +444,11 @@ def test_tensors_on_a_gpu_are_read_after_the_work_queued_on_them(world: Any, too
             torch.cuda._sleep(50_000_000)
             late = {name: tensor.clone() for name, tensor in tensors.items()}
             target.publish(late).wait_sealed()
-    assert toolbox.same(world.reader.versions()[1], new)
+    assert same_weights(world.reader.versions()[1], new)
 
 
-def test_an_interrupt_while_diffing_leaves_the_publisher_usable(world: Any, toolbox: Any) -> None:
-    good = world.tensors(toolbox.step_weights(world.weights, seed=1))
+def test_an_interrupt_while_diffing_leaves_the_publisher_usable(world: PublishWorld) -> None:
+    good = world.tensors(step_weights(world.weights, seed=1))
 
     def interrupted() -> Iterator[tuple[str, Any]]:
         yield "embed.weight", torch.zeros_like(good["embed.weight"])
@@ -456,15 +458,15 @@ def test_an_interrupt_while_diffing_leaves_the_publisher_usable(world: Any, tool
         with pytest.raises(KeyboardInterrupt):
             target.publish(interrupted())
         target.publish(good).wait_sealed()
-    assert toolbox.same(world.reader.versions()[1], toolbox.step_weights(world.weights, seed=1))
+    assert same_weights(world.reader.versions()[1], step_weights(world.weights, seed=1))
 
 
-def test_a_publisher_without_its_state_is_told_about_names(world: Any) -> None:
+def test_a_publisher_without_its_state_is_told_about_names(world: PublishWorld) -> None:
     with publisher(world), pytest.raises(Fenced, match="--name"):
         publisher(world, state=world.root / "elsewhere")
 
 
-def test_a_fork_does_not_wait_for_a_fate_that_nobody_will_tell_it(world: Any, toolbox: Any) -> None:
+def test_a_fork_does_not_wait_for_a_fate_that_nobody_will_tell_it(world: PublishWorld) -> None:
     """Data loaders fork in the middle of an update; the copy of it in the child is never told anything."""
     from dcr_daemon.publish.version.update import Update
 
@@ -537,7 +539,7 @@ with module.Publisher(url, base=base, create=True, state=state) as target:
     pytest.param("while it begins", marks=pytest.mark.slow),
     pytest.param("between updates", marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_ctrl_c_ends_a_trainer_soon_even_if_the_bucket_swallows_everything(world: Any, toolbox: Any, when: str) -> None:
+def test_ctrl_c_ends_a_trainer_soon_even_if_the_bucket_swallows_everything(world: PublishWorld, when: str) -> None:
     """And nothing is broken by it: the next process publishes on."""
     command = [sys.executable, "-c", BLACKHOLED, world.url, str(world.base), str(world.state), when]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -546,8 +548,8 @@ def test_ctrl_c_ends_a_trainer_soon_even_if_the_bucket_swallows_everything(world
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
     assert "KeyboardInterrupt" in errors
-    weights = toolbox.step_weights(world.weights, seed=3)
+    weights = step_weights(world.weights, seed=3)
     with publisher(world) as target:
         target.publish(world.tensors(weights)).wait_sealed()
         version = target.version
-    assert toolbox.same(world.reader.versions()[version], weights)
+    assert same_weights(world.reader.versions()[version], weights)

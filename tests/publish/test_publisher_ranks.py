@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.streams.publish_world import PublishWorld, same_weights, step_weights
 
 from dcr_daemon import DcrError, Publisher, Trainer
 from dcr_daemon.canonical.region import Region
@@ -59,7 +60,7 @@ def local(tensors: dict[str, Any], made: Map) -> dict[str, Any]:
 class Ranks:
     """`WORLD` publishers of one group; `all` runs something on each, on its own thread."""
 
-    def __init__(self, world: Any, trainer: Callable[[int], Trainer], **more: Any) -> None:
+    def __init__(self, world: PublishWorld, trainer: Callable[[int], Trainer], **more: Any) -> None:
         self.world, self.pool = world, ThreadPoolExecutor(WORLD)
         self.group = f"g{np.random.default_rng().integers(1 << 40)}"
 
@@ -90,20 +91,20 @@ def publish(weights: Callable[[int], Any], step: int) -> Callable[[int, Publishe
     return lambda rank, publisher: publisher.publish(weights(rank), step=step).wait_sealed().version
 
 
-def test_maps_of_ones_own_are_published_from_every_rank(world: Any, toolbox: Any) -> None:
+def test_maps_of_ones_own_are_published_from_every_rank(world: PublishWorld) -> None:
     layout = world.layout
     ranks = Ranks(world, lambda rank: Trainer(mapped=rows(layout, rank)))
     chain = [world.weights]
     for step in range(1, 4):
-        chain.append(toolbox.step_weights(chain[-1], seed=step))
+        chain.append(step_weights(chain[-1], seed=step))
         tensors = world.tensors(chain[-1])
         assert ranks.all(publish(lambda rank, t=tensors: local(t, rows(layout, rank)), step)) == [step] * WORLD
     ranks.close()
     found = world.reader.versions()
-    assert all(toolbox.same(found[n], one) for n, one in enumerate(chain))
+    assert all(same_weights(found[n], one) for n, one in enumerate(chain))
 
 
-def test_elements_that_no_rank_has_are_refused_by_name_on_every_rank(world: Any) -> None:
+def test_elements_that_no_rank_has_are_refused_by_name_on_every_rank(world: PublishWorld) -> None:
     layout = world.layout
     made = [rows(layout, rank, without=["norm.weight"] if rank != 9 else []) for rank in range(WORLD)]
     ranks = Ranks(world, lambda rank: Trainer(mapped=made[rank]))
@@ -115,7 +116,7 @@ def test_elements_that_no_rank_has_are_refused_by_name_on_every_rank(world: Any)
     ranks.close()
 
 
-def test_what_are_no_weights_is_refused_on_the_rank_that_gives_it(world: Any, toolbox: Any) -> None:
+def test_what_are_no_weights_is_refused_on_the_rank_that_gives_it(world: PublishWorld) -> None:
     layout = world.layout
     ranks = Ranks(world, lambda rank: Trainer(mapped=rows(layout, rank)))
     tensors = world.tensors(world.weights)
@@ -129,7 +130,7 @@ def test_what_are_no_weights_is_refused_on_the_rank_that_gives_it(world: Any, to
 
 
 def test_what_cannot_be_projected_is_exported_by_the_users_hook_and_travels_as_overwrites(
-    world: Any, toolbox: Any, caplog: pytest.LogCaptureFixture
+    world: PublishWorld, caplog: pytest.LogCaptureFixture
 ) -> None:
     layout, residual = world.layout, ("embed.weight", "norm.weight")
     now: dict[str, Any] = {}
@@ -143,12 +144,12 @@ def test_what_cannot_be_projected_is_exported_by_the_users_hook_and_travels_as_o
     ranks = Ranks(world, lambda rank: Trainer(mapped=made[rank], export=export))
     chain = [world.weights]
     for step in range(1, 3):
-        chain.append(toolbox.step_weights(chain[-1], seed=step))
+        chain.append(step_weights(chain[-1], seed=step))
         now.update(world.tensors(chain[-1]))
         assert ranks.all(publish(lambda rank: local(now, made[rank]), step)) == [step] * WORLD
     ranks.close()
     found = world.reader.versions()
-    assert all(toolbox.same(found[n], one) for n, one in enumerate(chain))
+    assert all(same_weights(found[n], one) for n, one in enumerate(chain))
     assert set(asked[-1]) == set(residual)
     for path in world.root.rglob("*.dcr"):
         for segment in open_chunk(path.read_bytes(), layout).segments:
@@ -156,7 +157,7 @@ def test_what_cannot_be_projected_is_exported_by_the_users_hook_and_travels_as_o
                 assert segment.operation is Operation.OVERWRITE
 
 
-def test_no_rank_begins_an_export_that_another_one_cannot_join(world: Any, toolbox: Any) -> None:
+def test_no_rank_begins_an_export_that_another_one_cannot_join(world: PublishWorld) -> None:
     """An export is a collective: whoever enters it waits for all, and a rank that has failed never comes."""
     layout, residual = world.layout, ("embed.weight", "norm.weight")
     now: dict[str, Any] = {}
@@ -170,7 +171,7 @@ def test_no_rank_begins_an_export_that_another_one_cannot_join(world: Any, toolb
     ranks = Ranks(world, lambda rank: Trainer(mapped=made[rank], export=export))
 
     def next_step(step: int, broken: int | None = None) -> list[Any]:
-        now.update(world.tensors(toolbox.step_weights(world.weights, seed=step)))
+        now.update(world.tensors(step_weights(world.weights, seed=step)))
         return ranks.all(publish(lambda rank: {} if rank == broken else local(now, made[rank]), step))
 
     assert next_step(1) == [1] * WORLD
@@ -184,7 +185,7 @@ def test_no_rank_begins_an_export_that_another_one_cannot_join(world: Any, toolb
     assert not meeting.broken
 
 
-def test_an_export_with_a_shared_scale_is_computed_whole_and_published(world: Any, toolbox: Any) -> None:
+def test_an_export_with_a_shared_scale_is_computed_whole_and_published(world: PublishWorld) -> None:
     """The export divides a tensor by its largest value: every element depends on all, so no rank can project it."""
     layout = world.layout
 
@@ -218,7 +219,7 @@ def toolbox_bits(tensor: Any) -> Any:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().view(f"<u{tensor.element_size()}")
 
 
-def test_a_listener_is_told_what_is_residual_and_why(world: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_listener_is_told_what_is_residual_and_why(world: PublishWorld, caplog: pytest.LogCaptureFixture) -> None:
     layout = world.layout
     tensors = world.tensors(world.weights)
     made = Map(

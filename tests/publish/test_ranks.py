@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.ranks.in_process import Group, RankOf
+from support.streams.publish_world import PublishWorld, same_weights, step_weights
 
 from dcr_daemon.checkpoint.blocks import Block
 from dcr_daemon.errors import Corrupt, DcrError, Fenced, UsageError
@@ -21,7 +22,7 @@ from dcr_daemon.publish.rank import Rank, find_rank
 
 
 @pytest.fixture
-def ranked(world: Any) -> Callable[..., Group]:
+def ranked(world: PublishWorld) -> Callable[..., Group]:
     """`ranked(n)`: a group of n ranks on the world's stream; the same state directory for all groups."""
 
     def make(count: int, **more: Any) -> Group:
@@ -34,23 +35,23 @@ def ranked(world: Any) -> Callable[..., Group]:
     return make
 
 
-def chain(world: Any, toolbox: Any, count: int) -> list[Any]:
+def chain(world: PublishWorld, count: int) -> list[Any]:
     weights = [world.weights]
     for n in range(count):
-        weights.append(toolbox.step_weights(weights[-1], seed=n))
+        weights.append(step_weights(weights[-1], seed=n))
     return weights
 
 
-def check(world: Any, toolbox: Any, weights: list[Any]) -> None:
+def check(world: PublishWorld, weights: list[Any]) -> None:
     """The stream's versions are exactly these, and nothing else."""
     found = world.reader.versions()
     assert sorted(found) == list(range(len(weights)))
-    assert all(toolbox.same(found[n], one) for n, one in enumerate(weights))
+    assert all(same_weights(found[n], one) for n, one in enumerate(weights))
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])
-def test_every_rank_gives_its_part_and_the_version_is_whole(world: Any, toolbox: Any, ranked: Any, count: int) -> None:
-    weights = chain(world, toolbox, 3)
+def test_every_rank_gives_its_part_and_the_version_is_whole(world: PublishWorld, ranked: Any, count: int) -> None:
+    weights = chain(world, 3)
 
     async def run() -> None:
         group = await ranked(count).open()
@@ -60,13 +61,13 @@ def test_every_rank_gives_its_part_and_the_version_is_whole(world: Any, toolbox:
         await group.close()
 
     asyncio.run(run())
-    check(world, toolbox, weights)
+    check(world, weights)
     seals = [record for record in world.reader.records() if isinstance(record, Seal)]
     assert [len(seal.parts) for seal in seals] == [count] * 3
 
 
-def test_the_number_of_ranks_changes_on_one_stream(world: Any, toolbox: Any, ranked: Any) -> None:
-    weights = chain(world, toolbox, 5)
+def test_the_number_of_ranks_changes_on_one_stream(world: PublishWorld, ranked: Any) -> None:
+    weights = chain(world, 5)
 
     async def run() -> None:
         for version, count in enumerate([4, 2, 4, 3, 5], 1):
@@ -75,11 +76,11 @@ def test_the_number_of_ranks_changes_on_one_stream(world: Any, toolbox: Any, ran
             await group.close()
 
     asyncio.run(run())
-    check(world, toolbox, weights)
+    check(world, weights)
 
 
-def test_one_process_and_many_take_turns(world: Any, toolbox: Any, ranked: Any) -> None:
-    weights = chain(world, toolbox, 4)
+def test_one_process_and_many_take_turns(world: PublishWorld, ranked: Any) -> None:
+    weights = chain(world, 4)
 
     async def alone(new: Any) -> None:
         options = PublishOptions(state=world.state, base=world.base, create=True, name="trainer", workers=1)
@@ -106,11 +107,11 @@ def test_one_process_and_many_take_turns(world: Any, toolbox: Any, ranked: Any) 
         await group.close()
 
     asyncio.run(run())
-    check(world, toolbox, weights)
+    check(world, weights)
 
 
-def test_anchors_are_written_in_shares_and_lead_other_worlds_back(world: Any, toolbox: Any, ranked: Any) -> None:
-    weights = chain(world, toolbox, 5)
+def test_anchors_are_written_in_shares_and_lead_other_worlds_back(world: PublishWorld, ranked: Any) -> None:
+    weights = chain(world, 5)
 
     async def run() -> None:
         group = await ranked(3, anchor_every=2).open()
@@ -123,13 +124,11 @@ def test_anchors_are_written_in_shares_and_lead_other_worlds_back(world: Any, to
 
     asyncio.run(run())
     assert [event.version for event in world.events.of(AnchorPut)] == [2, 4]
-    check(world, toolbox, weights)
+    check(world, weights)
 
 
-def test_a_rank_that_fails_ends_the_update_for_all_and_the_next_one_is_right(
-    world: Any, toolbox: Any, ranked: Any
-) -> None:
-    weights = chain(world, toolbox, 2)
+def test_a_rank_that_fails_ends_the_update_for_all_and_the_next_one_is_right(world: PublishWorld, ranked: Any) -> None:
+    weights = chain(world, 2)
 
     async def run() -> None:
         group = await ranked(3).open()
@@ -147,11 +146,11 @@ def test_a_rank_that_fails_ends_the_update_for_all_and_the_next_one_is_right(
         await group.close()
 
     asyncio.run(run())
-    check(world, toolbox, weights)
+    check(world, weights)
 
 
-def test_members_hear_why_rank_0_gave_up_even_if_it_has_closed_since(world: Any, toolbox: Any, ranked: Any) -> None:
-    weights = chain(world, toolbox, 1)
+def test_members_hear_why_rank_0_gave_up_even_if_it_has_closed_since(world: PublishWorld, ranked: Any) -> None:
+    weights = chain(world, 1)
 
     async def run() -> None:
         group = await ranked(3).open()
@@ -168,11 +167,11 @@ def test_members_hear_why_rank_0_gave_up_even_if_it_has_closed_since(world: Any,
             await rank.close()
 
     asyncio.run(run())
-    check(world, toolbox, weights)
+    check(world, weights)
 
 
-def test_ranks_that_publish_different_steps_publish_nothing(world: Any, toolbox: Any, ranked: Any) -> None:
-    weights = chain(world, toolbox, 1)
+def test_ranks_that_publish_different_steps_publish_nothing(world: PublishWorld, ranked: Any) -> None:
+    weights = chain(world, 1)
 
     async def run() -> None:
         group = await ranked(3).open()
@@ -183,11 +182,11 @@ def test_ranks_that_publish_different_steps_publish_nothing(world: Any, toolbox:
         await group.close()
 
     asyncio.run(run())
-    check(world, toolbox, weights)
+    check(world, weights)
 
 
-def test_a_call_that_one_rank_skips_is_nobodys(world: Any, toolbox: Any, ranked: Any) -> None:
-    weights = chain(world, toolbox, 1)
+def test_a_call_that_one_rank_skips_is_nobodys(world: PublishWorld, ranked: Any) -> None:
+    weights = chain(world, 1)
 
     async def run() -> None:
         group = await ranked(3).open()
@@ -204,11 +203,11 @@ def test_a_call_that_one_rank_skips_is_nobodys(world: Any, toolbox: Any, ranked:
         late.append(asyncio.ensure_future(rank.publish(weights[1])))
 
     asyncio.run(run())
-    check(world, toolbox, weights)
+    check(world, weights)
 
 
-def test_a_rank_that_is_gone_is_given_up_when_the_next_update_begins(world: Any, toolbox: Any, ranked: Any) -> None:
-    weights = chain(world, toolbox, 2)
+def test_a_rank_that_is_gone_is_given_up_when_the_next_update_begins(world: PublishWorld, ranked: Any) -> None:
+    weights = chain(world, 2)
 
     async def run() -> None:
         group = await ranked(3).open()
@@ -233,11 +232,11 @@ def test_a_rank_that_is_gone_is_given_up_when_the_next_update_begins(world: Any,
         await group.close()
 
     asyncio.run(run())
-    check(world, toolbox, weights)
+    check(world, weights)
 
 
-def test_a_leftover_of_an_older_group_never_gets_into_a_seal(world: Any, toolbox: Any, ranked: Any) -> None:
-    weights = chain(world, toolbox, 3)
+def test_a_leftover_of_an_older_group_never_gets_into_a_seal(world: PublishWorld, ranked: Any) -> None:
+    weights = chain(world, 3)
 
     async def run() -> None:
         old = await ranked(3).open()
@@ -262,14 +261,14 @@ def test_a_leftover_of_an_older_group_never_gets_into_a_seal(world: Any, toolbox
         await leftover.session.context.close()
 
     asyncio.run(run())
-    check(world, toolbox, weights)
+    check(world, weights)
     for record in world.reader.records():
         if isinstance(record, Seal) and record.version > 1:
             assert len(record.parts) == 2
 
 
-def test_a_member_whose_rank_0_never_comes_ends_by_itself(world: Any, toolbox: Any, ranked: Any) -> None:
-    weights = chain(world, toolbox, 2)
+def test_a_member_whose_rank_0_never_comes_ends_by_itself(world: PublishWorld, ranked: Any) -> None:
+    weights = chain(world, 2)
 
     async def run() -> None:
         leftover = ranked(2, patience=0.2, state=world.root / "old").ranks[1]
@@ -284,12 +283,12 @@ def test_a_member_whose_rank_0_never_comes_ends_by_itself(world: Any, toolbox: A
         await leftover.close()
 
     asyncio.run(run())
-    check(world, toolbox, weights)
+    check(world, weights)
 
 
 @pytest.mark.parametrize("wrong", ["twice", "missing"])
-def test_shares_that_do_not_add_up_are_never_sealed(world: Any, toolbox: Any, ranked: Any, wrong: str) -> None:
-    weights = chain(world, toolbox, 1)
+def test_shares_that_do_not_add_up_are_never_sealed(world: PublishWorld, ranked: Any, wrong: str) -> None:
+    weights = chain(world, 1)
 
     async def run() -> None:
         group = await ranked(2).open()
@@ -316,9 +315,9 @@ def test_shares_that_do_not_add_up_are_never_sealed(world: Any, toolbox: Any, ra
 
 
 def test_a_rank_whose_baseline_is_not_the_base_is_found_by_the_sums_and_builds_it_anew(
-    world: Any, toolbox: Any, ranked: Any
+    world: PublishWorld, ranked: Any
 ) -> None:
-    weights = chain(world, toolbox, 2)
+    weights = chain(world, 2)
 
     async def run() -> None:
         group = await ranked(3).open()
@@ -332,11 +331,11 @@ def test_a_rank_whose_baseline_is_not_the_base_is_found_by_the_sums_and_builds_i
         await group.close()
 
     asyncio.run(run())
-    check(world, toolbox, weights)
+    check(world, weights)
 
 
-def test_two_processes_that_are_one_rank_publish_nothing(world: Any, toolbox: Any, ranked: Any) -> None:
-    weights = chain(world, toolbox, 1)
+def test_two_processes_that_are_one_rank_publish_nothing(world: PublishWorld, ranked: Any) -> None:
+    weights = chain(world, 1)
 
     async def run() -> None:
         group = ranked(2)
@@ -356,7 +355,7 @@ def test_two_processes_that_are_one_rank_publish_nothing(world: Any, toolbox: An
 
     asyncio.run(run())
     found = world.reader.versions()
-    assert 1 not in found or toolbox.same(found[1], weights[1])
+    assert 1 not in found or same_weights(found[1], weights[1])
 
 
 def test_ranks_find_each_other_only_by_what_they_agreed_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,10 +374,10 @@ def test_ranks_find_each_other_only_by_what_they_agreed_on(monkeypatch: pytest.M
     assert find_rank(None, 0, 2).group != first.group
 
 
-def test_a_members_sums_are_its_own(world: Any, toolbox: Any, ranked: Any) -> None:
+def test_a_members_sums_are_its_own(world: PublishWorld, ranked: Any) -> None:
     async def run() -> None:
         group = await ranked(3).open()
-        await group.publish(toolbox.step_weights(world.weights, seed=1))
+        await group.publish(step_weights(world.weights, seed=1))
         vectors = [rank.session.context.baseline.vector for rank in group.ranks]
         assert all(v.any() for v in vectors)
         whole = await group.ranks[0].session.context.restorer.vector(1)

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 from support.ranks.in_process import Group, dealt
+from support.streams.publish_world import PublishWorld, step_weights
 
 from dcr_daemon.canonical.box import Box
 from dcr_daemon.checkpoint.blocks import Block, BlockSet
@@ -65,7 +66,7 @@ class Counting(FileStore):
 class Rig:
     """A stream that four ranks wrote, anchored at version 2, and whoever restores from it."""
 
-    def __init__(self, world: Any, weights: list[Any]) -> None:
+    def __init__(self, world: PublishWorld, weights: list[Any]) -> None:
         self.world, self.weights = world, weights
         self.bucket: Path = world.root / "bucket"
         self.store = Counting(self.bucket)
@@ -153,13 +154,13 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable
 
 
 @pytest.fixture
-def write(world: Any, toolbox: Any, written: Any) -> Callable[..., Rig]:
+def write(world: PublishWorld, written: Any) -> Callable[..., Rig]:
     """`write(versions)`: a stream of that many from four ranks, with an anchor of every second version."""
 
     def make(versions: int = 3, anchor_every: int | None = 2) -> Rig:
         weights = [world.weights]
         for n in range(versions):
-            weights.append(toolbox.step_weights(weights[-1], seed=n))
+            weights.append(step_weights(weights[-1], seed=n))
         options = PublishOptions(
             state=world.state, base=world.base, create=True, patience=5.0, workers=1, name="trainer", chunk_bytes=200,
             upload_base=False, anchor_every=anchor_every,
@@ -266,7 +267,7 @@ def test_verify_finds_contents_of_a_part_that_leave_something_out(write: Any) ->
     assert all("leave out" in d.what and "needs an anchor" in d.repair for d in report.damages)
 
 
-def test_ranks_that_were_misled_about_a_chunk_read_all_of_it_the_second_time(write: Any, world: Any) -> None:
+def test_ranks_that_were_misled_about_a_chunk_read_all_of_it_the_second_time(write: Any, world: PublishWorld) -> None:
     """The sums of all ranks find it (must P3), and a rebuild that believed the same again would never end."""
     rig = write()
     seal = next(one for one in rig.world.reader.records() if isinstance(one, Seal) and one.version == 3)
@@ -364,10 +365,10 @@ def test_a_cache_of_the_head_is_taken_and_nothing_is_read(write: Any) -> None:
     assert not rig.store.of(".dcr")
 
 
-def test_a_cache_of_an_older_version_takes_the_chain_alone(write: Any, world: Any, toolbox: Any) -> None:
+def test_a_cache_of_an_older_version_takes_the_chain_alone(write: Any, world: PublishWorld) -> None:
     rig = write(3, anchor_every=None)
     asyncio.run(rig.restore(rig.share(1), base=world.base)).close()
-    more = [toolbox.step_weights(rig.weights[-1], seed=9)]
+    more = [step_weights(rig.weights[-1], seed=9)]
 
     async def publish() -> None:
         options = PublishOptions(state=world.state, base=world.base, patience=5.0, workers=1, name="trainer")

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.stores.wrapped import WrappedStore
+from support.streams.publish_world import PublishWorld, same_weights, step_weights
 
 from dcr_daemon.checkpoint.directory import Checkpoint
 from dcr_daemon.errors import Fenced, StoreUnavailable, UsageError
@@ -26,12 +28,12 @@ from dcr_daemon.publish.publisher import Publisher
 from dcr_daemon.publish.watch.watcher import WatchOptions, run_watch
 
 
-async def opened(world: Any, store: Any = None, **more: Any) -> Leader:
+async def opened(world: PublishWorld, store: Any = None, **more: Any) -> Leader:
     defaults: dict[str, Any] = {"state": world.state, "base": world.base, "create": True, "patience": 1.0, "workers": 2}
     return await open_leader(PublishOptions(**defaults | more), store or world.store(), world.events)
 
 
-async def publish(session: Leader, weights: Any, world: Any) -> None:
+async def publish(session: Leader, weights: Any, world: PublishWorld) -> None:
     """One version, and an anchor if one is due."""
     attempt = await session.begin()
     place = world.root / f"checkpoint-{attempt.id}-{len(list(world.root.iterdir()))}"
@@ -43,21 +45,21 @@ async def publish(session: Leader, weights: Any, world: Any) -> None:
     await session.anchor_if_due()
 
 
-def chain(world: Any, toolbox: Any, count: int) -> list[Any]:
+def chain(world: PublishWorld, count: int) -> list[Any]:
     weights = [world.weights]
     for n in range(count):
-        weights.append(toolbox.step_weights(weights[-1], seed=n))
+        weights.append(step_weights(weights[-1], seed=n))
     return weights[1:]
 
 
-def listed(world: Any, prefix: str) -> set[int]:
+def listed(world: PublishWorld, prefix: str) -> set[int]:
     return {int(path.name) for path in (world.root / "bucket" / prefix).iterdir()}
 
 
-def test_old_versions_go_behind_the_work(world: Any, toolbox: Any) -> None:
+def test_old_versions_go_behind_the_work(world: PublishWorld) -> None:
     async def run() -> None:
         session = await opened(world, keep_versions=2, anchor_every=2)
-        for weights in chain(world, toolbox, 6):
+        for weights in chain(world, 6):
             await publish(session, weights, world)
             await session.retention.ended()
         assert session.ledger.state.floor == 4
@@ -70,16 +72,16 @@ def test_old_versions_go_behind_the_work(world: Any, toolbox: Any) -> None:
     assert world.reader.kinds()[-1] == "Release"
 
 
-def test_by_default_the_newest_256_stay(world: Any) -> None:
+def test_by_default_the_newest_256_stay(world: PublishWorld) -> None:
     assert PublishOptions(state=world.state).keep_versions == 256
     assert PublishOptions(state=world.state).keep_hours is None
 
 
 @pytest.mark.parametrize("keep", [None, 0])
-def test_without_a_policy_only_what_is_dead_goes(world: Any, toolbox: Any, keep: int | None) -> None:
+def test_without_a_policy_only_what_is_dead_goes(world: PublishWorld, keep: int | None) -> None:
     async def run() -> None:
         session = await opened(world, keep_versions=keep, anchor_every=1)
-        for weights in chain(world, toolbox, 3):
+        for weights in chain(world, 3):
             await publish(session, weights, world)
             await session.retention.ended()
         assert session.ledger.state.floor == 0
@@ -90,14 +92,14 @@ def test_without_a_policy_only_what_is_dead_goes(world: Any, toolbox: Any, keep:
 
 
 @pytest.mark.parametrize("keep", [{"keep_versions": -1}, {"keep_hours": -1.0}])
-def test_a_policy_that_is_none_is_refused_at_the_start(world: Any, keep: Any) -> None:
+def test_a_policy_that_is_none_is_refused_at_the_start(world: PublishWorld, keep: Any) -> None:
     with pytest.raises(UsageError, match="cannot keep"):
         asyncio.run(opened(world, **keep))
 
 
-def test_what_a_dead_publisher_left_goes_with_the_first_seal_of_the_next(world: Any, toolbox: Any) -> None:
+def test_what_a_dead_publisher_left_goes_with_the_first_seal_of_the_next(world: PublishWorld) -> None:
     """Its attempt, its anchor, its probe; nothing of the living attempt, which this one has begun meanwhile."""
-    first, second, third = chain(world, toolbox, 3)
+    first, second, third = chain(world, 3)
     bucket = world.root / "bucket"
 
     async def die() -> None:
@@ -127,13 +129,13 @@ def test_what_a_dead_publisher_left_goes_with_the_first_seal_of_the_next(world: 
     assert not [path for path in torn if path.exists()]
     assert not (bucket / "probe").exists()
     assert len(listed(world, "anchors/0")) == 1
-    assert toolbox.same(world.reader.versions()[2], third)
+    assert same_weights(world.reader.versions()[2], third)
 
 
-def test_it_holds_no_update_up(world: Any, toolbox: Any) -> None:
+def test_it_holds_no_update_up(world: PublishWorld) -> None:
     """The bucket answers no LIST and no DELETE; versions go on being sealed."""
 
-    class Slow(toolbox.WrappedStore):
+    class Slow(WrappedStore):
         def list(self, prefix: str) -> Any:
             async def never() -> Any:
                 self.asked = True
@@ -146,7 +148,7 @@ def test_it_holds_no_update_up(world: Any, toolbox: Any) -> None:
         session = await opened(world, keep_versions=1, anchor_every=1)
         slow = Slow(world.store())
         session.ledger.store = slow
-        for weights in chain(world, toolbox, 3):
+        for weights in chain(world, 3):
             await asyncio.wait_for(publish(session, weights, world), 60)
         assert slow.asked
         assert session.head == 3
@@ -156,8 +158,8 @@ def test_it_holds_no_update_up(world: Any, toolbox: Any) -> None:
     assert world.reader.kinds()[-1] == "Release"
 
 
-def test_errors_are_told_and_end_nothing(world: Any, toolbox: Any) -> None:
-    class Broken(toolbox.WrappedStore):
+def test_errors_are_told_and_end_nothing(world: PublishWorld) -> None:
+    class Broken(WrappedStore):
         broken = True
 
         async def delete(self, keys: Iterable[str]) -> None:
@@ -168,7 +170,7 @@ def test_errors_are_told_and_end_nothing(world: Any, toolbox: Any) -> None:
     async def run() -> None:
         broken = Broken(world.store())
         session = await opened(world, broken, keep_versions=1, anchor_every=1)
-        first, second = chain(world, toolbox, 2)
+        first, second = chain(world, 2)
         await publish(session, first, world)
         await session.retention.ended()
         assert any("the bucket takes no deletes" in event.what for event in world.events.of(Retrying))
@@ -183,10 +185,10 @@ def test_errors_are_told_and_end_nothing(world: Any, toolbox: Any) -> None:
 
 
 @pytest.mark.parametrize("when", ["planning", "deleting"])
-def test_a_fenced_publisher_deletes_nothing_more_and_says_so(world: Any, toolbox: Any, when: str) -> None:
+def test_a_fenced_publisher_deletes_nothing_more_and_says_so(world: PublishWorld, when: str) -> None:
     """Taken over before the floor record, or between the record and the deletes."""
 
-    class Watched(toolbox.WrappedStore):
+    class Watched(WrappedStore):
         deleted = False
 
         async def delete(self, keys: Iterable[str]) -> None:
@@ -218,7 +220,7 @@ def test_a_fenced_publisher_deletes_nothing_more_and_says_so(world: Any, toolbox
         store = Watched(world.store())
         session = await opened(world, store, keep_versions=1, anchor_every=1)
         with contextlib.suppress(Fenced):
-            await publish(session, chain(world, toolbox, 1)[0], world)
+            await publish(session, chain(world, 1)[0], world)
         await session.retention.ended()
         session.retention.anchored()
         await session.retention.ended()
@@ -233,10 +235,10 @@ def test_a_fenced_publisher_deletes_nothing_more_and_says_so(world: Any, toolbox
     assert listed(world, "data") == {0, 1}
 
 
-def test_what_is_held_back_for_want_of_an_anchor_is_told_once(world: Any, toolbox: Any) -> None:
+def test_what_is_held_back_for_want_of_an_anchor_is_told_once(world: PublishWorld) -> None:
     async def run() -> None:
         session = await opened(world, keep_versions=1, anchor_share=None, upload_base=False)
-        for weights in chain(world, toolbox, 3):
+        for weights in chain(world, 3):
             await publish(session, weights, world)
             session.retention.anchored()
             await session.retention.ended()
@@ -248,11 +250,11 @@ def test_what_is_held_back_for_want_of_an_anchor_is_told_once(world: Any, toolbo
     assert "--anchor-every" in held[0]
 
 
-def test_a_round_comes_every_so_many_seals(world: Any, toolbox: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_comes_every_so_many_seals(world: PublishWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "EVERY", 3)
     rounds = []
 
-    class Counted(toolbox.WrappedStore):
+    class Counted(WrappedStore):
         def list(self, prefix: str) -> Any:
             if prefix == "data/":
                 rounds.append(self.head())
@@ -262,7 +264,7 @@ def test_a_round_comes_every_so_many_seals(world: Any, toolbox: Any, monkeypatch
         store = Counted(world.store())
         session = await opened(world, store, anchor_share=None)
         store.head = lambda: session.head
-        for weights in chain(world, toolbox, 8):
+        for weights in chain(world, 8):
             await publish(session, weights, world)
             await session.retention.ended()
         await session.close()
@@ -271,8 +273,8 @@ def test_a_round_comes_every_so_many_seals(world: Any, toolbox: Any, monkeypatch
     assert rounds == [0, 3, 6], "after the anchor of the base, then by the count"
 
 
-def test_a_publisher_without_state_or_version_0_goes_by_anchor_and_chain(world: Any, toolbox: Any) -> None:
-    weights = chain(world, toolbox, 6)
+def test_a_publisher_without_state_or_version_0_goes_by_anchor_and_chain(world: PublishWorld) -> None:
+    weights = chain(world, 6)
 
     async def run() -> None:
         session = await opened(world, keep_versions=2, anchor_every=3)
@@ -294,9 +296,9 @@ def test_a_publisher_without_state_or_version_0_goes_by_anchor_and_chain(world: 
     assert not world.events.of(Alarm)
 
 
-def test_a_baseline_that_fell_below_the_floor_is_built_again(world: Any, toolbox: Any) -> None:
+def test_a_baseline_that_fell_below_the_floor_is_built_again(world: PublishWorld) -> None:
     """The state directory of a publisher that was away while another went on."""
-    weights = chain(world, toolbox, 5)
+    weights = chain(world, 5)
 
     async def run() -> None:
         old = await opened(world, anchor_every=1)
@@ -317,9 +319,9 @@ def test_a_baseline_that_fell_below_the_floor_is_built_again(world: Any, toolbox
     assert not world.events.of(Alarm)
 
 
-def test_gc_beside_a_publisher_in_the_middle_of_an_attempt(world: Any, toolbox: Any) -> None:
+def test_gc_beside_a_publisher_in_the_middle_of_an_attempt(world: PublishWorld) -> None:
     """Without a policy it is anybody's; what the living attempt and anchor have uploaded stays."""
-    first, second = chain(world, toolbox, 2)
+    first, second = chain(world, 2)
 
     async def run() -> None:
         session = await opened(world, chunk_bytes=200)
@@ -340,13 +342,13 @@ def test_gc_beside_a_publisher_in_the_middle_of_an_attempt(world: Any, toolbox: 
         await session.close()
 
     asyncio.run(run())
-    assert toolbox.same(world.reader.versions()[2], second)
+    assert same_weights(world.reader.versions()[2], second)
 
 
-def test_a_publisher_that_gc_took_over_from_says_who_it_was(world: Any, toolbox: Any) -> None:
+def test_a_publisher_that_gc_took_over_from_says_who_it_was(world: PublishWorld) -> None:
     async def run() -> None:
         session = await opened(world, name="trainer", anchor_every=1)
-        first, second = chain(world, toolbox, 2)
+        first, second = chain(world, 2)
         await publish(session, first, world)
         await session.retention.ended()
         await collect(Ledger(world.store()), RetentionPolicy(versions=1), take_over=True)
@@ -358,10 +360,10 @@ def test_a_publisher_that_gc_took_over_from_says_who_it_was(world: Any, toolbox:
     assert world.events.of(FencedOut)
 
 
-def test_a_version_that_turns_out_to_be_sealed_at_the_end_starts_no_round(world: Any, toolbox: Any) -> None:
+def test_a_version_that_turns_out_to_be_sealed_at_the_end_starts_no_round(world: PublishWorld) -> None:
     """The answer to the seal was lost; closing learns of it, and has nobody collect in a stream that is released."""
 
-    class Deaf(toolbox.WrappedStore):
+    class Deaf(WrappedStore):
         deaf = False
 
         async def create(self, key: str, body: bytes | memoryview) -> Any:
@@ -374,7 +376,7 @@ def test_a_version_that_turns_out_to_be_sealed_at_the_end_starts_no_round(world:
         store = Deaf(world.store())
         session = await opened(world, store, upload_base=False)
         attempt = await session.begin()
-        with Checkpoint(world.write(world.root / "first", chain(world, toolbox, 1)[0])) as checkpoint:
+        with Checkpoint(world.write(world.root / "first", chain(world, 1)[0])) as checkpoint:
             file = checkpoint.files[0]
             await attempt.diff([(session.layout.index(s.name), FileSource(file, s)) for s in file.specs])
         await attempt.finish()
@@ -390,17 +392,17 @@ def test_a_version_that_turns_out_to_be_sealed_at_the_end_starts_no_round(world:
     assert [type(record).__name__ for record in world.reader.records()][-2:] == ["Seal", "Release"]
 
 
-def test_a_script_collects_too(world: Any, toolbox: Any) -> None:
+def test_a_script_collects_too(world: PublishWorld) -> None:
     with Publisher(
         world.url, base=world.base, create=True, state=world.state, keep_versions=1, anchor_every=1, emit=world.events
     ) as publisher:
-        for weights in chain(world, toolbox, 3):
+        for weights in chain(world, 3):
             publisher.publish(world.tensors(weights)).wait_sealed()
     assert world.events.of(Collected)
 
 
-def test_a_watch_that_runs_once_ends_its_round(world: Any, toolbox: Any, tmp_path: Path) -> None:
-    for n, weights in enumerate(chain(world, toolbox, 3), start=1):
+def test_a_watch_that_runs_once_ends_its_round(world: PublishWorld, tmp_path: Path) -> None:
+    for n, weights in enumerate(chain(world, 3), start=1):
         world.write(tmp_path / "watched" / f"step-{n}", weights)
     options = WatchOptions(
         state=world.state, base=world.base, create=True, watch=tmp_path / "watched", once=True, poll=0.05,

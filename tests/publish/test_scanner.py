@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
+from support.streams.publish_world import PublishWorld
 
 from dcr_daemon.checkpoint.safetensors import pack_safetensors
 from dcr_daemon.publish.watch.file_identity import identify, number_in
@@ -33,11 +33,11 @@ def write(path: Path, body: bytes) -> Path:
     return path
 
 
-def whole(world: Any) -> bytes:
+def whole(world: PublishWorld) -> bytes:
     return bytes(pack_safetensors([(spec, world.weights[spec.name]) for spec in world.layout]))
 
 
-def test_a_file_nobody_was_seen_closing_needs_two_timed_looks(world: Any, tmp_path: Path) -> None:
+def test_a_file_nobody_was_seen_closing_needs_two_timed_looks(world: PublishWorld, tmp_path: Path) -> None:
     scanner = CheckpointScanner(tmp_path / "w", [], None)
     path = write(tmp_path / "w/step_1/model.safetensors", whole(world)[:-9])
     layout = world.layout
@@ -48,7 +48,7 @@ def test_a_file_nobody_was_seen_closing_needs_two_timed_looks(world: Any, tmp_pa
     assert not scanner.scan(layout, True)["step_1"].why_incomplete(layout)
 
 
-def test_a_closed_file_is_complete_at_once_and_a_touched_one_not_any_more(world: Any, tmp_path: Path) -> None:
+def test_a_closed_file_is_complete_at_once_and_a_touched_one_not_any_more(world: PublishWorld, tmp_path: Path) -> None:
     scanner, layout = CheckpointScanner(tmp_path / "w", [], None), world.layout
     path = write(tmp_path / "w/step_1/model.safetensors", whole(world))
     scanner.files.closed(path)
@@ -62,7 +62,7 @@ def test_a_closed_file_is_complete_at_once_and_a_touched_one_not_any_more(world:
     assert "step_1" in scanner.scan(layout, False)
 
 
-def test_a_closed_but_short_file_is_not_complete_and_says_why(world: Any, tmp_path: Path) -> None:
+def test_a_closed_but_short_file_is_not_complete_and_says_why(world: PublishWorld, tmp_path: Path) -> None:
     scanner, layout = CheckpointScanner(tmp_path / "w", [], None), world.layout
     path = write(tmp_path / "w/step_1/model.safetensors", whole(world)[:-1])
     scanner.files.closed(path)
@@ -71,7 +71,7 @@ def test_a_closed_but_short_file_is_not_complete_and_says_why(world: Any, tmp_pa
     assert "not a safetensors file" in scanner.scan(layout, False)["step_1"].why_incomplete(layout)
 
 
-def test_a_checkpoint_with_a_choice_of_indexes_waits_and_harms_no_other(world: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_with_a_choice_of_indexes_waits_and_harms_no_other(world: PublishWorld, tmp_path: Path) -> None:
     scanner, layout = CheckpointScanner(tmp_path / "w", [], None), world.layout
     for step in (1, 2):
         scanner.files.closed(write(tmp_path / f"w/step_{step}/model.safetensors", whole(world)))
@@ -82,7 +82,7 @@ def test_a_checkpoint_with_a_choice_of_indexes_waits_and_harms_no_other(world: A
     assert not found["step_2"].why_incomplete(layout)
 
 
-def test_a_file_seen_written_waits_for_its_writer_however_long_it_stalls(world: Any, tmp_path: Path) -> None:
+def test_a_file_seen_written_waits_for_its_writer_however_long_it_stalls(world: PublishWorld, tmp_path: Path) -> None:
     """Its length and header may be those of the whole file from the start, as with preallocation."""
     scanner, layout = CheckpointScanner(tmp_path / "w", [], None), world.layout
     path = write(tmp_path / "w/step_1/model.safetensors", whole(world))
@@ -94,14 +94,14 @@ def test_a_file_seen_written_waits_for_its_writer_however_long_it_stalls(world: 
     assert not scanner.scan(layout, False)["step_1"].why_incomplete(layout)
 
 
-def test_a_lost_notice_of_a_close_costs_looks_not_the_checkpoint(world: Any, tmp_path: Path) -> None:
+def test_a_lost_notice_of_a_close_costs_looks_not_the_checkpoint(world: PublishWorld, tmp_path: Path) -> None:
     scanner, layout = CheckpointScanner(tmp_path / "w", [], None), world.layout
     scanner.files.written(write(tmp_path / "w/step_1/model.safetensors", whole(world)))
     waits = [bool(scanner.scan(layout, True)["step_1"].why_incomplete(layout)) for _ in range(STABLE_SCANS_UNCLOSED)]
     assert waits == [True] * (STABLE_SCANS_UNCLOSED - 1) + [False]
 
 
-def test_a_mode_or_an_older_time_set_after_the_close_is_no_write(world: Any, tmp_path: Path) -> None:
+def test_a_mode_or_an_older_time_set_after_the_close_is_no_write(world: PublishWorld, tmp_path: Path) -> None:
     """`shutil.copytree` ends each file so; the notice is the one of a write."""
     scanner, layout = CheckpointScanner(tmp_path / "w", [], None), world.layout
     path = write(tmp_path / "w/step_1/model.safetensors", whole(world))
@@ -113,7 +113,9 @@ def test_a_mode_or_an_older_time_set_after_the_close_is_no_write(world: Any, tmp
     assert not scanner.scan(layout, False)["step_1"].why_incomplete(layout)
 
 
-def test_a_marker_that_was_there_first_ends_nothing_while_shards_are_to_come(world: Any, tmp_path: Path) -> None:
+def test_a_marker_that_was_there_first_ends_nothing_while_shards_are_to_come(
+    world: PublishWorld, tmp_path: Path
+) -> None:
     scanner, half = CheckpointScanner(tmp_path / "w", [], "STABLE"), world.layout.specs[: len(world.layout) // 2]
     body = bytes(pack_safetensors([(spec, world.weights[spec.name]) for spec in half]))
     write(tmp_path / "w/step_1/STABLE", b"")
@@ -124,7 +126,7 @@ def test_a_marker_that_was_there_first_ends_nothing_while_shards_are_to_come(wor
     assert scanner.scan(world.layout, False)["step_1"].is_final(marker=True)
 
 
-def test_only_a_file_that_may_be_complete_is_fresh(world: Any, tmp_path: Path) -> None:
+def test_only_a_file_that_may_be_complete_is_fresh(world: PublishWorld, tmp_path: Path) -> None:
     scanner, layout = CheckpointScanner(tmp_path / "w", [], None), world.layout
     path = write(tmp_path / "w/step_1/model.safetensors", whole(world)[:-2])
     assert scanner.scan(layout, True)["step_1"].undetermined
@@ -138,7 +140,7 @@ def test_only_a_file_that_may_be_complete_is_fresh(world: Any, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("odd", ["step_1\udcff/model.safetensors", "step_1/model\udcff.safetensors"])
-def test_a_name_that_no_record_can_hold_waits_and_harms_no_other(world: Any, tmp_path: Path, odd: str) -> None:
+def test_a_name_that_no_record_can_hold_waits_and_harms_no_other(world: PublishWorld, tmp_path: Path, odd: str) -> None:
     scanner, layout = CheckpointScanner(tmp_path / "w", [], None), world.layout
     for name in (odd, "step_2/model.safetensors"):
         scanner.files.closed(write(tmp_path / "w" / name, whole(world)))
@@ -149,7 +151,7 @@ def test_a_name_that_no_record_can_hold_waits_and_harms_no_other(world: Any, tmp
     assert not found["step_2"].why_incomplete(layout)
 
 
-def test_what_is_published_is_not_found_again_until_it_changes(world: Any, tmp_path: Path) -> None:
+def test_what_is_published_is_not_found_again_until_it_changes(world: PublishWorld, tmp_path: Path) -> None:
     scanner, layout = CheckpointScanner(tmp_path / "w", [], None), world.layout
     path = write(tmp_path / "w/step_1/model.safetensors", whole(world))
     identity = identify(path)
@@ -161,7 +163,7 @@ def test_what_is_published_is_not_found_again_until_it_changes(world: Any, tmp_p
     assert set(scanner.scan(layout, True)) == {"step_1"}
 
 
-def test_completion_orders_what_has_no_number(world: Any, tmp_path: Path) -> None:
+def test_completion_orders_what_has_no_number(world: PublishWorld, tmp_path: Path) -> None:
     scanner, layout = CheckpointScanner(tmp_path / "w", [], None), world.layout
     for name in ("zeta", "alpha"):
         scanner.files.closed(write(tmp_path / f"w/{name}/model.safetensors", whole(world)))

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator
 
 import pytest
-from support.stores.memory import StillRuntime
+from support.virtual_time import VirtualTimeRuntime
 
 from dcr_daemon import runtime
 from dcr_daemon.publish.baseline.scrub import ROUND, Scrub
@@ -34,8 +34,8 @@ class Blocks:
 
 
 @pytest.fixture
-def still() -> Iterator[StillRuntime]:
-    clock = StillRuntime()
+def still() -> Iterator[VirtualTimeRuntime]:
+    clock = VirtualTimeRuntime()
     runtime.install(clock)
     yield clock
     runtime.install(runtime.SystemRuntime())
@@ -47,13 +47,13 @@ async def go_on(scrub: Scrub, blocks: int) -> None:
         assert await scrub.step() == ""
 
 
-def test_a_small_baseline_is_not_read_over_and_over(still: StillRuntime) -> None:
+def test_a_small_baseline_is_not_read_over_and_over(still: VirtualTimeRuntime) -> None:
     baseline = Blocks(4, 100)
     asyncio.run(go_on(Scrub(baseline, 1e9), 40))
     assert still.clock >= 9 * ROUND
     assert baseline.read == [0, 1, 2, 3] * 10
 
 
-def test_a_large_one_is_read_at_its_rate(still: StillRuntime) -> None:
+def test_a_large_one_is_read_at_its_rate(still: VirtualTimeRuntime) -> None:
     asyncio.run(go_on(Scrub(Blocks(50, 1000), 1000.0), 101))
     assert still.clock == pytest.approx(100.0)

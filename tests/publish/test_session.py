@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.stores.wrapped import WrappedStore
+from support.streams.publish_world import PublishWorld, make_weights, same_weights, step_weights
 
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.checkpoint.directory import Checkpoint
@@ -18,23 +20,23 @@ from dcr_daemon.publish.options import PublishOptions, stream_state
 from dcr_daemon.store.port import Outcome
 
 
-def options(world: Any, **more: Any) -> PublishOptions:
+def options(world: PublishWorld, **more: Any) -> PublishOptions:
     defaults: dict[str, Any] = {"state": world.state, "base": world.base, "create": True, "patience": 1.0, "workers": 2}
     return PublishOptions(**defaults | more)
 
 
-async def opened(world: Any, store: Any = None, **more: Any) -> Leader:
+async def opened(world: PublishWorld, store: Any = None, **more: Any) -> Leader:
     return await open_leader(options(world, **more), store or world.store(), world.events)
 
 
-async def diff(session: Leader, weights: Any, world: Any, step: int | None = None) -> Any:
+async def diff(session: Leader, weights: Any, world: PublishWorld, step: int | None = None) -> Any:
     """Open an attempt and diff a whole checkpoint of `weights`; the uploads may still be under way."""
     attempt = await session.begin(step=step)
     await diff_into(attempt, session, weights, world)
     return attempt
 
 
-async def diff_into(attempt: Any, session: Leader, weights: Any, world: Any) -> None:
+async def diff_into(attempt: Any, session: Leader, weights: Any, world: PublishWorld) -> None:
     place = world.root / f"checkpoint-{attempt.id}-{len(list(world.root.iterdir()))}"
     with Checkpoint(world.write(place, weights, shard_bytes=2000)) as checkpoint:
         await attempt.diff(
@@ -45,17 +47,17 @@ async def diff_into(attempt: Any, session: Leader, weights: Any, world: Any) -> 
     await attempt.finish()
 
 
-async def publish(session: Leader, weights: Any, world: Any, step: int | None = None) -> Any:
+async def publish(session: Leader, weights: Any, world: PublishWorld, step: int | None = None) -> Any:
     return await session.seal(await diff(session, weights, world, step))
 
 
-def test_a_chain_rebuilds_every_checkpoint_bit_for_bit(world: Any, toolbox: Any) -> None:
+def test_a_chain_rebuilds_every_checkpoint_bit_for_bit(world: PublishWorld) -> None:
     chain = [world.weights]
 
     async def run() -> None:
         session = await opened(world)
         for n in range(4):
-            chain.append(toolbox.step_weights(chain[-1], seed=n))
+            chain.append(step_weights(chain[-1], seed=n))
             sealed = await publish(session, chain[-1], world, step=10 - n)
             assert (sealed.version, sealed.step) == (n + 1, 10 - n)
             assert sealed.changed == sum(int((chain[-1][k] != chain[-2][k]).sum()) for k in chain[-1])
@@ -64,12 +66,12 @@ def test_a_chain_rebuilds_every_checkpoint_bit_for_bit(world: Any, toolbox: Any)
     asyncio.run(run())
     versions = world.reader.versions()
     assert len(versions) == 5
-    assert all(toolbox.same(versions[n], weights) for n, weights in enumerate(chain))
+    assert all(same_weights(versions[n], weights) for n, weights in enumerate(chain))
     assert [a.version for a in world.events.of(AnchorPut)] == [0]
     assert world.reader.kinds() == ["Stream", "Epoch", "Anchor", *["Open", "Seal"] * 4, "Release"]
 
 
-def test_signs_of_zero_and_nan_payloads_are_changes(world: Any, toolbox: Any) -> None:
+def test_signs_of_zero_and_nan_payloads_are_changes(world: PublishWorld) -> None:
     first = {name: bits.copy() for name, bits in world.weights.items()}
     first["embed.weight"][:4] = [0x0000, 0x7FC0, 0x7F80, 0x0001]
     second = {name: bits.copy() for name, bits in first.items()}
@@ -84,16 +86,16 @@ def test_signs_of_zero_and_nan_payloads_are_changes(world: Any, toolbox: Any) ->
 
     asyncio.run(run())
     versions = world.reader.versions()
-    assert toolbox.same(versions[2], second)
-    assert toolbox.same(versions[3], second)
+    assert same_weights(versions[2], second)
+    assert same_weights(versions[3], second)
 
 
 @pytest.mark.parametrize("codec", ["AUTO", "ULP", "XOR", "OVERWRITE"])
 @pytest.mark.parametrize("spool_memory", [0, 1 << 20])
-def test_an_abort_brings_the_baseline_back_exactly(world: Any, toolbox: Any, codec: str, spool_memory: int) -> None:
+def test_an_abort_brings_the_baseline_back_exactly(world: PublishWorld, codec: str, spool_memory: int) -> None:
     from dcr_daemon.codec.chunk import Codec
 
-    one = toolbox.step_weights(world.weights, seed=1)
+    one = step_weights(world.weights, seed=1)
 
     async def run() -> None:
         session = await opened(world, codec=Codec[codec], spool_memory=spool_memory)
@@ -101,7 +103,7 @@ def test_an_abort_brings_the_baseline_back_exactly(world: Any, toolbox: Any, cod
         before, bits = await baseline.fingerprint(), [baseline[n].copy() for n in range(len(baseline.blocks))]
         for finished in (True, False):
             attempt = await session.begin()
-            await diff_into(attempt, session, toolbox.make_weights(world.layout, seed=9), world)
+            await diff_into(attempt, session, make_weights(world.layout, seed=9), world)
             assert not np.array_equal(await baseline.fingerprint(), before)
             if finished:
                 await attempt.upload(1.0)
@@ -116,15 +118,15 @@ def test_an_abort_brings_the_baseline_back_exactly(world: Any, toolbox: Any, cod
     asyncio.run(run())
     assert len(world.events.of(Aborted)) == 2
     assert not list(stream_state(world.state, world.url).glob("spool/*"))
-    assert toolbox.same(world.reader.versions()[1], one)
+    assert same_weights(world.reader.versions()[1], one)
 
 
-def test_a_clean_restart_uses_the_cache_and_a_lost_one_the_bucket(world: Any, toolbox: Any) -> None:
+def test_a_clean_restart_uses_the_cache_and_a_lost_one_the_bucket(world: PublishWorld) -> None:
     chain = [world.weights]
 
     async def run(**more: Any) -> None:
         session = await opened(world, **more)
-        chain.append(toolbox.step_weights(chain[-1], seed=len(chain)))
+        chain.append(step_weights(chain[-1], seed=len(chain)))
         await publish(session, chain[-1], world)
         await session.close()
 
@@ -151,16 +153,16 @@ def test_a_clean_restart_uses_the_cache_and_a_lost_one_the_bucket(world: Any, to
     asyncio.run(run(create=False))
     assert rebuilt()
     versions = world.reader.versions()
-    assert all(toolbox.same(versions[n], weights) for n, weights in enumerate(chain))
+    assert all(same_weights(versions[n], weights) for n, weights in enumerate(chain))
 
 
-def test_a_publisher_without_state_starts_from_the_newest_anchor(world: Any, toolbox: Any) -> None:
+def test_a_publisher_without_state_starts_from_the_newest_anchor(world: PublishWorld) -> None:
     chain = [world.weights]
 
     async def first() -> None:
         session = await opened(world, anchor_every=2, name="a")
         for n in range(3):
-            chain.append(toolbox.step_weights(chain[-1], seed=n))
+            chain.append(step_weights(chain[-1], seed=n))
             await publish(session, chain[-1], world)
             await session.anchor_if_due()
         await session.close()
@@ -168,7 +170,7 @@ def test_a_publisher_without_state_starts_from_the_newest_anchor(world: Any, too
     async def second() -> None:
         session = await opened(world, state=world.root / "elsewhere", base=None, create=False, name="b")
         assert session.head == 3
-        chain.append(toolbox.step_weights(chain[-1], seed=7))
+        chain.append(step_weights(chain[-1], seed=7))
         await publish(session, chain[-1], world)
         await session.anchor_if_due(at_once=True)
         await session.close()
@@ -177,20 +179,20 @@ def test_a_publisher_without_state_starts_from_the_newest_anchor(world: Any, too
     assert [a.version for a in world.events.of(AnchorPut)] == [0, 2]
     asyncio.run(second())
     versions = world.reader.versions()
-    assert all(toolbox.same(versions[n], weights) for n, weights in enumerate(chain))
+    assert all(same_weights(versions[n], weights) for n, weights in enumerate(chain))
     extras = sorted(path.name for path in (world.root / "bucket/anchors/4").glob("*/*.json"))
     assert extras == ["config.json", "index.json", "tokenizer.json"]
 
 
 @pytest.mark.parametrize("trouble", ["the base is gone", "a chunk is damaged", "the newest anchor is damaged"])
-def test_a_baseline_is_built_from_whatever_anchor_leads_there(world: Any, toolbox: Any, trouble: str) -> None:
+def test_a_baseline_is_built_from_whatever_anchor_leads_there(world: PublishWorld, trouble: str) -> None:
     """The cheapest way is the base and the chain; a publisher must come up again by any other."""
     chain = [world.weights]
 
     async def first() -> None:
         session = await opened(world, anchor_every=2, name="a")
         for n in range(5):
-            chain.append(toolbox.step_weights(chain[-1], seed=n))
+            chain.append(step_weights(chain[-1], seed=n))
             await publish(session, chain[-1], world)
             await session.anchor_if_due()
         await session.close()
@@ -208,7 +210,7 @@ def test_a_baseline_is_built_from_whatever_anchor_leads_there(world: Any, toolbo
 
     async def second() -> None:
         session = await opened(world, state=world.root / "elsewhere", base=base, name="a")
-        chain.append(toolbox.step_weights(chain[-1], seed=7))
+        chain.append(step_weights(chain[-1], seed=7))
         await publish(session, chain[-1], world)
         assert all(
             np.array_equal(session.read(i, 0, s.elements), chain[-1][s.name].reshape(-1))
@@ -220,7 +222,7 @@ def test_a_baseline_is_built_from_whatever_anchor_leads_there(world: Any, toolbo
     assert any("trying the anchor" in event.what for event in world.events.of(Retrying))
 
 
-def test_without_anchor_or_base_nothing_is_guessed(world: Any) -> None:
+def test_without_anchor_or_base_nothing_is_guessed(world: PublishWorld) -> None:
     async def run() -> None:
         await (await opened(world, upload_base=False)).close()
         with pytest.raises(NotFound, match="base"):
@@ -230,10 +232,10 @@ def test_without_anchor_or_base_nothing_is_guessed(world: Any) -> None:
     assert "Anchor" not in world.reader.kinds()
 
 
-def test_another_base_or_layout_is_refused(world: Any, toolbox: Any) -> None:
-    other = world.write(world.root / "other", toolbox.make_weights(world.layout, seed=5))
+def test_another_base_or_layout_is_refused(world: PublishWorld) -> None:
+    other = world.write(world.root / "other", make_weights(world.layout, seed=5))
     layout = Layout([*world.layout.specs[:-1], TensorSpec("extra", "BF16", (3,))])
-    foreign = world.write(world.root / "foreign", toolbox.make_weights(layout), layout=layout)
+    foreign = world.write(world.root / "foreign", make_weights(layout), layout=layout)
 
     async def run() -> None:
         await (await opened(world, upload_base=False)).close()
@@ -246,7 +248,7 @@ def test_another_base_or_layout_is_refused(world: Any, toolbox: Any) -> None:
     asyncio.run(run())
 
 
-def test_create_is_asked_for_and_needs_a_base(world: Any) -> None:
+def test_create_is_asked_for_and_needs_a_base(world: PublishWorld) -> None:
     async def run() -> None:
         with pytest.raises(NotFound, match="--create"):
             await opened(world, create=False)
@@ -259,7 +261,7 @@ def test_create_is_asked_for_and_needs_a_base(world: Any) -> None:
     assert world.reader.kinds().count("Stream") == 1
 
 
-def test_a_ledger_that_is_gone_is_not_made_anew(world: Any) -> None:
+def test_a_ledger_that_is_gone_is_not_made_anew(world: PublishWorld) -> None:
     import shutil
 
     async def run() -> None:
@@ -271,9 +273,9 @@ def test_a_ledger_that_is_gone_is_not_made_anew(world: Any) -> None:
     asyncio.run(run())
 
 
-def test_a_second_publisher_waits_for_release_or_takes_over(world: Any, toolbox: Any) -> None:
-    one = toolbox.step_weights(world.weights, seed=1)
-    two = toolbox.step_weights(world.weights, seed=2)
+def test_a_second_publisher_waits_for_release_or_takes_over(world: PublishWorld) -> None:
+    one = step_weights(world.weights, seed=1)
+    two = step_weights(world.weights, seed=2)
 
     async def run() -> None:
         first = await opened(world, name="a")
@@ -296,15 +298,15 @@ def test_a_second_publisher_waits_for_release_or_takes_over(world: Any, toolbox:
         await third.close()
 
     asyncio.run(run())
-    assert toolbox.same(world.reader.versions()[1], two)
+    assert same_weights(world.reader.versions()[1], two)
 
 
-def test_a_crashed_publisher_claims_again_under_its_name_and_voids_its_attempt(world: Any, toolbox: Any) -> None:
-    one = toolbox.step_weights(world.weights, seed=1)
+def test_a_crashed_publisher_claims_again_under_its_name_and_voids_its_attempt(world: PublishWorld) -> None:
+    one = step_weights(world.weights, seed=1)
 
     async def run() -> None:
         first = await opened(world)
-        await diff(first, toolbox.make_weights(world.layout, seed=3), world)
+        await diff(first, make_weights(world.layout, seed=3), world)
         first.state.close()  # what the kernel does for a process that is killed
         second = await opened(world)
         assert second.head == 0
@@ -312,11 +314,11 @@ def test_a_crashed_publisher_claims_again_under_its_name_and_voids_its_attempt(w
         await second.close()
 
     asyncio.run(run())
-    assert toolbox.same(world.reader.versions()[1], one)
+    assert same_weights(world.reader.versions()[1], one)
     assert world.reader.kinds() == ["Stream", "Epoch", "Anchor", "Open", "Epoch", "Open", "Seal", "Release"]
 
 
-def test_one_process_at_a_time_uses_a_state_directory(world: Any) -> None:
+def test_one_process_at_a_time_uses_a_state_directory(world: PublishWorld) -> None:
     async def run() -> None:
         first = await opened(world)
         with pytest.raises(UsageError, match="another publisher process"):
@@ -327,10 +329,10 @@ def test_one_process_at_a_time_uses_a_state_directory(world: Any) -> None:
 
 
 @pytest.mark.parametrize("landed", [True, False])
-def test_a_lost_answer_to_the_seal_is_decided_by_its_slot(world: Any, toolbox: Any, landed: bool) -> None:
+def test_a_lost_answer_to_the_seal_is_decided_by_its_slot(world: PublishWorld, landed: bool) -> None:
     """Whether the PUT arrived or not, one version comes of it and the baseline follows."""
 
-    class Lossy(toolbox.WrappedStore):
+    class Lossy(WrappedStore):
         lost = 0
 
         async def create(self, key: str, body: bytes | memoryview) -> Outcome:
@@ -341,8 +343,8 @@ def test_a_lost_answer_to_the_seal_is_decided_by_its_slot(world: Any, toolbox: A
                 return Outcome.UNKNOWN
             return await self.inner.create(key, body)  # type: ignore[no-any-return]
 
-    one = toolbox.step_weights(world.weights, seed=1)
-    two = toolbox.step_weights(one, seed=2)
+    one = step_weights(world.weights, seed=1)
+    two = step_weights(one, seed=2)
 
     async def run() -> None:
         store = Lossy(world.store())
@@ -355,12 +357,12 @@ def test_a_lost_answer_to_the_seal_is_decided_by_its_slot(world: Any, toolbox: A
     asyncio.run(run())
     versions = world.reader.versions()
     assert len(versions) == 3
-    assert toolbox.same(versions[1], one)
-    assert toolbox.same(versions[2], two)
+    assert same_weights(versions[1], one)
+    assert same_weights(versions[2], two)
 
 
-def test_a_bucket_that_fails_for_a_while_costs_an_attempt_not_the_publisher(world: Any, toolbox: Any) -> None:
-    class Flaky(toolbox.WrappedStore):
+def test_a_bucket_that_fails_for_a_while_costs_an_attempt_not_the_publisher(world: PublishWorld) -> None:
+    class Flaky(WrappedStore):
         down = False
 
         async def create(self, key: str, body: bytes | memoryview) -> Outcome:
@@ -371,12 +373,12 @@ def test_a_bucket_that_fails_for_a_while_costs_an_attempt_not_the_publisher(worl
                 raise StoreUnavailable("the bucket is down")
             return await self.inner.get(key, limit=limit)  # type: ignore[no-any-return]
 
-    one = toolbox.step_weights(world.weights, seed=1)
+    one = step_weights(world.weights, seed=1)
 
     async def run() -> None:
         store = Flaky(world.store())
         session = await opened(world, store, patience=0.2)
-        attempt = await diff(session, toolbox.make_weights(world.layout, seed=3), world)
+        attempt = await diff(session, make_weights(world.layout, seed=3), world)
         store.down = True
         with pytest.raises(StoreUnavailable):
             await session.seal(attempt)
@@ -389,18 +391,18 @@ def test_a_bucket_that_fails_for_a_while_costs_an_attempt_not_the_publisher(worl
         await session.close()
 
     asyncio.run(run())
-    assert toolbox.same(world.reader.versions()[1], one)
+    assert same_weights(world.reader.versions()[1], one)
     assert len(world.events.of(Aborted)) == 1
 
 
 def test_a_full_disk_of_the_spool_ends_the_attempt_and_undoes_it(
-    world: Any, toolbox: Any, monkeypatch: pytest.MonkeyPatch
+    world: PublishWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import errno
 
     from dcr_daemon.publish.version import spool
 
-    one = toolbox.step_weights(world.weights, seed=1)
+    one = step_weights(world.weights, seed=1)
 
     async def run() -> None:
         session = await opened(world, spool_memory=0)
@@ -412,7 +414,7 @@ def test_a_full_disk_of_the_spool_ends_the_attempt_and_undoes_it(
 
         monkeypatch.setattr(session.context._spool, "_write", full)
         with pytest.raises(ResourceExhausted, match="no space"):
-            await diff_into(attempt, session, toolbox.make_weights(world.layout, seed=3), world)
+            await diff_into(attempt, session, make_weights(world.layout, seed=3), world)
         await session.settle("disk full")
         assert session.context.baseline.version == 0
         assert np.array_equal(await session.context.baseline.fingerprint(), before)
@@ -421,11 +423,11 @@ def test_a_full_disk_of_the_spool_ends_the_attempt_and_undoes_it(
         await session.close()
 
     asyncio.run(run())
-    assert toolbox.same(world.reader.versions()[1], one)
+    assert same_weights(world.reader.versions()[1], one)
 
 
-def test_a_foreign_object_under_a_chunks_name_aborts_the_attempt(world: Any, toolbox: Any) -> None:
-    class Squatted(toolbox.WrappedStore):
+def test_a_foreign_object_under_a_chunks_name_aborts_the_attempt(world: PublishWorld) -> None:
+    class Squatted(WrappedStore):
         squat = True
 
         async def create(self, key: str, body: bytes | memoryview) -> Outcome:
@@ -433,7 +435,7 @@ def test_a_foreign_object_under_a_chunks_name_aborts_the_attempt(world: Any, too
                 await self.inner.create(key, b"not ours")
             return await self.inner.create(key, body)  # type: ignore[no-any-return]
 
-    one = toolbox.step_weights(world.weights, seed=1)
+    one = step_weights(world.weights, seed=1)
 
     async def run() -> None:
         store = Squatted(world.store())
@@ -446,11 +448,11 @@ def test_a_foreign_object_under_a_chunks_name_aborts_the_attempt(world: Any, too
         await session.close()
 
     asyncio.run(run())
-    assert toolbox.same(world.reader.versions()[1], one)
+    assert same_weights(world.reader.versions()[1], one)
 
 
-def test_a_baseline_damaged_in_memory_is_found_before_an_anchor(world: Any, toolbox: Any) -> None:
-    one = toolbox.step_weights(world.weights, seed=1)
+def test_a_baseline_damaged_in_memory_is_found_before_an_anchor(world: PublishWorld) -> None:
+    one = step_weights(world.weights, seed=1)
 
     async def run() -> None:
         session = await opened(world)
@@ -462,14 +464,14 @@ def test_a_baseline_damaged_in_memory_is_found_before_an_anchor(world: Any, tool
     asyncio.run(run())
     assert [alarm.must for alarm in world.events.of(Alarm)] == ["P4"]
     assert world.events.of(AnchorPut)[-1].version == 1
-    assert toolbox.same(world.reader.versions()[1], one)
+    assert same_weights(world.reader.versions()[1], one)
 
 
-def test_anchors_come_when_the_chain_outweighs_its_share(world: Any, toolbox: Any) -> None:
+def test_anchors_come_when_the_chain_outweighs_its_share(world: PublishWorld) -> None:
     async def run() -> None:
         session = await opened(world, anchor_share=0.5)
         for n in range(4):
-            await publish(session, toolbox.make_weights(world.layout, seed=n + 1), world)
+            await publish(session, make_weights(world.layout, seed=n + 1), world)
             await session.anchor_if_due()
         await session.close()
 
@@ -477,13 +479,13 @@ def test_anchors_come_when_the_chain_outweighs_its_share(world: Any, toolbox: An
     assert [a.version for a in world.events.of(AnchorPut)] == [0, 1, 2, 3, 4]
 
 
-def test_a_side_file_called_like_the_index_of_an_anchor_is_left_behind(world: Any, toolbox: Any) -> None:
+def test_a_side_file_called_like_the_index_of_an_anchor_is_left_behind(world: PublishWorld) -> None:
     for name in ("index.json", "read me first.txt"):
         (world.base / name).write_bytes(b"{}")
 
     async def run() -> None:
         session = await opened(world)
-        await publish(session, toolbox.make_weights(world.layout, seed=1), world)
+        await publish(session, make_weights(world.layout, seed=1), world)
         await session.anchor_if_due(at_once=True)
         await session.close()
 
@@ -491,8 +493,8 @@ def test_a_side_file_called_like_the_index_of_an_anchor_is_left_behind(world: An
     assert 1 in [a.version for a in world.events.of(AnchorPut)]
 
 
-def test_chunks_leave_while_the_diff_goes_on(world: Any, toolbox: Any) -> None:
-    new = toolbox.make_weights(world.layout, seed=4)
+def test_chunks_leave_while_the_diff_goes_on(world: PublishWorld) -> None:
+    new = make_weights(world.layout, seed=4)
 
     async def run() -> None:
         session = await opened(world, upload_backlog=1000, uploads=2, chunk_bytes=300)
@@ -508,4 +510,4 @@ def test_chunks_leave_while_the_diff_goes_on(world: Any, toolbox: Any) -> None:
     asyncio.run(run())
     assert len(world.events.of(ChunkPut)) >= 3
     assert len(world.events.of(Sealed)) == 1
-    assert toolbox.same(world.reader.versions()[1], new)
+    assert same_weights(world.reader.versions()[1], new)

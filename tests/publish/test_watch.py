@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support.processes.background import going_on
+from support.stores.wrapped import WrappedStore
+from support.streams.publish_world import PublishWorld, make_weights, same_weights, step_weights
 
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.checkpoint.safetensors import pack_safetensors, write_safetensors
@@ -35,7 +37,7 @@ from dcr_daemon.publish.watch.watcher import WatchOptions, run_watch
 DEADLINE = 60.0
 
 
-def options(world: Any, **more: Any) -> WatchOptions:
+def options(world: PublishWorld, **more: Any) -> WatchOptions:
     (world.root / "out").mkdir(exist_ok=True)
     defaults: dict[str, Any] = {
         "state": world.state, "base": world.base, "create": True,
@@ -44,11 +46,11 @@ def options(world: Any, **more: Any) -> WatchOptions:
     return WatchOptions(**defaults | more)
 
 
-def once(world: Any, **more: Any) -> None:
+def once(world: PublishWorld, **more: Any) -> None:
     asyncio.run(run_watch(options(world, once=True, **more), world.store(), world.events))
 
 
-def watching(world: Any, **more: Any) -> AbstractAsyncContextManager[None]:
+def watching(world: PublishWorld, **more: Any) -> AbstractAsyncContextManager[None]:
     return going_on(run_watch(options(world, **more), world.store(), world.events))
 
 
@@ -60,11 +62,11 @@ async def until(condition: Callable[[], object]) -> None:
     raise AssertionError("it did not happen")
 
 
-def sealed(world: Any) -> list[int | None]:
+def sealed(world: PublishWorld) -> list[int | None]:
     return [event.step for event in world.events.of(Sealed)]
 
 
-def shards(world: Any, weights: Any, out: Path, count: int = 3) -> list[tuple[Path, bytes]]:
+def shards(world: PublishWorld, weights: Any, out: Path, count: int = 3) -> list[tuple[Path, bytes]]:
     """The files of a sharded checkpoint, as bytes still to be written."""
     names = [spec.name for spec in world.layout]
     files = []
@@ -79,8 +81,8 @@ def put(path: Path, body: bytes) -> None:
     path.write_bytes(body)
 
 
-def test_once_publishes_what_is_complete_oldest_first_and_names_the_rest(world: Any, toolbox: Any) -> None:
-    chain = {n: toolbox.step_weights(world.weights, seed=n) for n in (2, 9, 10)}
+def test_once_publishes_what_is_complete_oldest_first_and_names_the_rest(world: PublishWorld) -> None:
+    chain = {n: step_weights(world.weights, seed=n) for n in (2, 9, 10)}
     for n, weights in chain.items():
         world.write(world.root / f"out/checkpoint-{n}", weights, shard_bytes=2000 if n == 9 else 1 << 30)
     for path, body in shards(world, chain[2], world.root / "out/checkpoint-11")[:2]:
@@ -92,13 +94,13 @@ def test_once_publishes_what_is_complete_oldest_first_and_names_the_rest(world: 
     assert "checkpoint-11 is incomplete" in said
     assert "checkpoint-12 is incomplete" in said
     versions = world.reader.versions()
-    assert [toolbox.same(versions[v], chain[n]) for v, n in enumerate((2, 9, 10), start=1)] == [True] * 3
+    assert [same_weights(versions[v], chain[n]) for v, n in enumerate((2, 9, 10), start=1)] == [True] * 3
     once(world)
     assert sealed(world) == [2, 9, 10]
 
 
-def test_a_rewritten_checkpoint_is_a_new_version_even_if_its_step_goes_back(world: Any, toolbox: Any) -> None:
-    weights = [toolbox.step_weights(world.weights, seed=n) for n in range(3)]
+def test_a_rewritten_checkpoint_is_a_new_version_even_if_its_step_goes_back(world: PublishWorld) -> None:
+    weights = [step_weights(world.weights, seed=n) for n in range(3)]
     world.write(world.root / "out/step_5", weights[0])
     world.write(world.root / "out/step_6", weights[1])
     once(world)
@@ -106,32 +108,32 @@ def test_a_rewritten_checkpoint_is_a_new_version_even_if_its_step_goes_back(worl
     world.write(world.root / "out/step_5", weights[2])
     once(world)
     assert sealed(world) == [5, 6, 5]
-    assert toolbox.same(world.reader.versions()[3], weights[2])
+    assert same_weights(world.reader.versions()[3], weights[2])
 
 
-def test_once_with_nothing_to_publish_says_so(world: Any) -> None:
+def test_once_with_nothing_to_publish_says_so(world: PublishWorld) -> None:
     once(world)
     assert any("nothing to publish" in event.what for event in world.events.of(Waiting))
 
 
-def test_a_backlog_may_be_skipped_to_the_newest(world: Any, toolbox: Any) -> None:
+def test_a_backlog_may_be_skipped_to_the_newest(world: PublishWorld) -> None:
     for n in (1, 2, 3):
-        world.write(world.root / f"out/step_{n}", toolbox.step_weights(world.weights, seed=n))
+        world.write(world.root / f"out/step_{n}", step_weights(world.weights, seed=n))
     once(world, newest=True)
     once(world, newest=True)
     assert sealed(world) == [3]
 
 
 @pytest.mark.parametrize("place", ["checkpoint-7", "global_step_7/actor/huggingface", "weights/step_7", "a/b/c/step_7"])
-def test_checkpoints_are_found_where_frameworks_write_them(world: Any, toolbox: Any, place: str) -> None:
-    world.write(world.root / "out" / place, toolbox.step_weights(world.weights, seed=1))
+def test_checkpoints_are_found_where_frameworks_write_them(world: PublishWorld, place: str) -> None:
+    world.write(world.root / "out" / place, step_weights(world.weights, seed=1))
     once(world)
     assert sealed(world) == [7]
 
 
-def test_what_is_no_checkpoint_is_left_alone(world: Any, toolbox: Any) -> None:
+def test_what_is_no_checkpoint_is_left_alone(world: PublishWorld) -> None:
     """Too deep, hidden, a link, at the top, the base, the state, the bucket."""
-    weights = toolbox.step_weights(world.weights, seed=1)
+    weights = step_weights(world.weights, seed=1)
     watch = world.root / "watched"
     for place in ("a/b/c/d/step_1", ".hidden/step_1", "base"):
         world.write(watch / place, weights)
@@ -151,10 +153,8 @@ def test_what_is_no_checkpoint_is_left_alone(world: Any, toolbox: Any) -> None:
 
 
 @pytest.mark.parametrize("poll", [None, 0.05])
-def test_shards_are_taken_up_while_later_ones_are_still_being_written(
-    world: Any, toolbox: Any, poll: float | None
-) -> None:
-    new = toolbox.make_weights(world.layout, seed=4)
+def test_shards_are_taken_up_while_later_ones_are_still_being_written(world: PublishWorld, poll: float | None) -> None:
+    new = make_weights(world.layout, seed=4)
     files = shards(world, new, world.root / "out/checkpoint-1", count=4)
 
     async def run() -> None:
@@ -176,12 +176,12 @@ def test_shards_are_taken_up_while_later_ones_are_still_being_written(
     asyncio.run(run())
     assert len(world.events.of(ChunkPut)) >= 8
     assert len(world.events.of(Opened)) == 1
-    assert toolbox.same(world.reader.versions()[1], new)
+    assert same_weights(world.reader.versions()[1], new)
 
 
 @pytest.mark.parametrize("poll", [None, 0.05])
-def test_a_file_rewritten_after_it_was_read_voids_the_attempt(world: Any, toolbox: Any, poll: float | None) -> None:
-    old, new = (toolbox.step_weights(world.weights, seed=n) for n in (1, 2))
+def test_a_file_rewritten_after_it_was_read_voids_the_attempt(world: PublishWorld, poll: float | None) -> None:
+    old, new = (step_weights(world.weights, seed=n) for n in (1, 2))
     out = world.root / "out/checkpoint-1"
 
     async def run() -> None:
@@ -197,11 +197,11 @@ def test_a_file_rewritten_after_it_was_read_voids_the_attempt(world: Any, toolbo
     assert any("after it was read" in event.reason for event in world.events.of(Aborted))
     versions = world.reader.versions()
     assert len(versions) == 2
-    assert toolbox.same(versions[1], new)
+    assert same_weights(versions[1], new)
 
 
-def test_a_directory_renamed_when_complete_becomes_one_version(world: Any, toolbox: Any) -> None:
-    new = toolbox.step_weights(world.weights, seed=1)
+def test_a_directory_renamed_when_complete_becomes_one_version(world: PublishWorld) -> None:
+    new = step_weights(world.weights, seed=1)
     temporary = world.root / "out/tmp-checkpoint-1"
 
     async def run() -> None:
@@ -219,8 +219,8 @@ def test_a_directory_renamed_when_complete_becomes_one_version(world: Any, toolb
     assert world.reader.records()[-2].source["path"] == "checkpoint-1"
 
 
-def test_a_checkpoint_that_never_completes_is_overtaken(world: Any, toolbox: Any) -> None:
-    stuck, new = (toolbox.step_weights(world.weights, seed=n) for n in (1, 2))
+def test_a_checkpoint_that_never_completes_is_overtaken(world: PublishWorld) -> None:
+    stuck, new = (step_weights(world.weights, seed=n) for n in (1, 2))
 
     async def run() -> None:
         async with watching(world):
@@ -232,12 +232,12 @@ def test_a_checkpoint_that_never_completes_is_overtaken(world: Any, toolbox: Any
     asyncio.run(run())
     assert sealed(world) == [2]
     assert any("checkpoint-2 was complete before checkpoint-1" in event.reason for event in world.events.of(Aborted))
-    assert toolbox.same(world.reader.versions()[1], new)
+    assert same_weights(world.reader.versions()[1], new)
 
 
-def test_a_checkpoint_nobody_saw_being_closed_is_not_overtaken_by_its_successor(world: Any, toolbox: Any) -> None:
+def test_a_checkpoint_nobody_saw_being_closed_is_not_overtaken_by_its_successor(world: PublishWorld) -> None:
     """inotify watches a new directory a moment late, and one that was written before the start not at all."""
-    chain = {n: toolbox.step_weights(world.weights, seed=n) for n in (1, 2)}
+    chain = {n: step_weights(world.weights, seed=n) for n in (1, 2)}
     world.write(world.root / "out/step_1", chain[1])
 
     async def run() -> None:
@@ -251,13 +251,13 @@ def test_a_checkpoint_nobody_saw_being_closed_is_not_overtaken_by_its_successor(
 
     asyncio.run(run())
     assert sealed(world) == [1, 2]
-    assert [toolbox.same(world.reader.versions()[n], chain[n]) for n in (1, 2)] == [True, True]
+    assert [same_weights(world.reader.versions()[n], chain[n]) for n in (1, 2)] == [True, True]
 
 
-def test_a_trainer_that_takes_away_its_oldest_checkpoints_is_caught_up_with(world: Any, toolbox: Any) -> None:
+def test_a_trainer_that_takes_away_its_oldest_checkpoints_is_caught_up_with(world: PublishWorld) -> None:
     """A publisher that rested over each one that went found the next one gone, too, and never came to the newest."""
     many = 12
-    new = toolbox.step_weights(world.weights, seed=1)
+    new = step_weights(world.weights, seed=1)
     for step in range(1, many + 1):
         world.write(world.root / f"out/step_{step}", new if step == many else world.weights)
 
@@ -276,11 +276,11 @@ def test_a_trainer_that_takes_away_its_oldest_checkpoints_is_caught_up_with(worl
     asyncio.run(run())
     assert sealed(world) == [many]
     assert len(world.events.of(Aborted)) == many - 1
-    assert toolbox.same(world.reader.versions()[1], new)
+    assert same_weights(world.reader.versions()[1], new)
 
 
-def test_a_marker_completes_a_checkpoint(world: Any, toolbox: Any) -> None:
-    new = toolbox.step_weights(world.weights, seed=1)
+def test_a_marker_completes_a_checkpoint(world: PublishWorld) -> None:
+    new = step_weights(world.weights, seed=1)
 
     async def run() -> None:
         async with watching(world, marker="STABLE"):
@@ -291,11 +291,11 @@ def test_a_marker_completes_a_checkpoint(world: Any, toolbox: Any) -> None:
             await until(lambda: world.events.of(Sealed))
 
     asyncio.run(run())
-    assert toolbox.same(world.reader.versions()[1], new)
+    assert same_weights(world.reader.versions()[1], new)
 
 
-def test_a_restart_in_the_middle_of_a_checkpoint_starts_it_anew(world: Any, toolbox: Any) -> None:
-    new = toolbox.step_weights(world.weights, seed=1)
+def test_a_restart_in_the_middle_of_a_checkpoint_starts_it_anew(world: PublishWorld) -> None:
+    new = step_weights(world.weights, seed=1)
     files = shards(world, new, world.root / "out/checkpoint-1")
 
     async def run() -> None:
@@ -309,7 +309,7 @@ def test_a_restart_in_the_middle_of_a_checkpoint_starts_it_anew(world: Any, tool
             await until(lambda: world.events.of(Sealed))
 
     asyncio.run(run())
-    assert toolbox.same(world.reader.versions()[1], new)
+    assert same_weights(world.reader.versions()[1], new)
 
 
 BAD = {
@@ -330,12 +330,12 @@ BAD = {
 @pytest.mark.parametrize("what", BAD)
 @pytest.mark.parametrize("shard_bytes", [1 << 30, 2000])
 def test_a_checkpoint_that_does_not_fit_is_named_and_nothing_of_it_published(
-    world: Any, toolbox: Any, what: str, shard_bytes: int
+    world: PublishWorld, what: str, shard_bytes: int
 ) -> None:
     layout = Layout(BAD[what](list(world.layout)))
-    good = toolbox.step_weights(world.weights, seed=1)
+    good = step_weights(world.weights, seed=1)
     world.write(world.root / "out/checkpoint-1", good)
-    bad = toolbox.make_weights(layout, seed=2)
+    bad = make_weights(layout, seed=2)
     world.write(world.root / "out/checkpoint-2", bad, layout=layout, shard_bytes=shard_bytes)
     with pytest.raises(Incompatible, match=what) as caught:
         once(world)
@@ -343,13 +343,13 @@ def test_a_checkpoint_that_does_not_fit_is_named_and_nothing_of_it_published(
     assert sealed(world) == [1]
     assert len(world.events.of(Opened)) == 1
     shutil.rmtree(world.root / "out/checkpoint-2")
-    world.write(world.root / "out/checkpoint-3", toolbox.step_weights(good, seed=3))
+    world.write(world.root / "out/checkpoint-3", step_weights(good, seed=3))
     once(world)
     assert sealed(world) == [1, 3]
 
 
-def test_a_shard_that_does_not_fit_ends_the_attempt_and_leaves_no_trace(world: Any, toolbox: Any) -> None:
-    new = toolbox.step_weights(world.weights, seed=1)
+def test_a_shard_that_does_not_fit_ends_the_attempt_and_leaves_no_trace(world: PublishWorld) -> None:
+    new = step_weights(world.weights, seed=1)
     out = world.root / "out/checkpoint-1"
 
     async def run() -> None:
@@ -368,15 +368,15 @@ def test_a_shard_that_does_not_fit_ends_the_attempt_and_leaves_no_trace(world: A
     for path, body in shards(world, new, out)[1:]:
         put(path, body)
     once(world, ignore=("wh*",))
-    assert toolbox.same(world.reader.versions()[1], new)
+    assert same_weights(world.reader.versions()[1], new)
 
 
-def test_a_second_copy_of_a_tied_head_is_dropped_and_an_untied_one_is_not(world: Any, toolbox: Any) -> None:
-    new = toolbox.step_weights(world.weights, seed=1)
+def test_a_second_copy_of_a_tied_head_is_dropped_and_an_untied_one_is_not(world: PublishWorld) -> None:
+    new = step_weights(world.weights, seed=1)
     layout = Layout([*world.layout, TensorSpec("lm_head.weight", "BF16", (64, 32))])
     world.write(world.root / "out/step_1", {**new, "lm_head.weight": new["embed.weight"]}, layout=layout)
     once(world)
-    assert toolbox.same(world.reader.versions()[1], new)
+    assert same_weights(world.reader.versions()[1], new)
     other = {**new, "lm_head.weight": new["embed.weight"] ^ 1}
     world.write(world.root / "out/step_2", other, layout=layout)
     with pytest.raises(Incompatible, match=r"added: lm_head\.weight"):
@@ -384,7 +384,7 @@ def test_a_second_copy_of_a_tied_head_is_dropped_and_an_untied_one_is_not(world:
     assert sealed(world) == [1]
 
 
-def test_fp32_masters_are_rounded_and_said(world: Any, toolbox: Any) -> None:
+def test_fp32_masters_are_rounded_and_said(world: PublishWorld) -> None:
     torch = pytest.importorskip("torch")
     rng = np.random.default_rng(3)
     masters = {s.name: rng.normal(size=s.elements).astype("<f4") for s in world.layout if s.dtype == "BF16"}
@@ -398,8 +398,8 @@ def test_fp32_masters_are_rounded_and_said(world: Any, toolbox: Any) -> None:
     assert [type(event).__name__ for event in world.events].count("Rounded") == 1
 
 
-def test_an_index_that_disagrees_is_an_error(world: Any, toolbox: Any) -> None:
-    out = world.write(world.root / "out/step_1", toolbox.step_weights(world.weights, seed=1), shard_bytes=2000)
+def test_an_index_that_disagrees_is_an_error(world: PublishWorld) -> None:
+    out = world.write(world.root / "out/step_1", step_weights(world.weights, seed=1), shard_bytes=2000)
     index = next(out.glob("*.index.json"))
     table = json.loads(index.read_bytes())
     files = sorted(set(table["weight_map"].values()))
@@ -411,12 +411,12 @@ def test_an_index_that_disagrees_is_an_error(world: Any, toolbox: Any) -> None:
 
 
 def test_a_bucket_that_goes_away_for_a_while_delays_and_loses_nothing(
-    world: Any, toolbox: Any, monkeypatch: pytest.MonkeyPatch
+    world: PublishWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from dcr_daemon.errors import StoreUnavailable
     from dcr_daemon.store.port import Outcome
 
-    class Flaky(toolbox.WrappedStore):
+    class Flaky(WrappedStore):
         down = False
 
         async def create(self, key: str, body: bytes | memoryview) -> Outcome:
@@ -428,7 +428,7 @@ def test_a_bucket_that_goes_away_for_a_while_delays_and_loses_nothing(
             return await self.inner.get(key, limit=limit)  # type: ignore[no-any-return]
 
     monkeypatch.setattr(module, "STORE_PAUSE", 0.05)
-    new = toolbox.step_weights(world.weights, seed=1)
+    new = step_weights(world.weights, seed=1)
     store = Flaky(world.store())
 
     async def run() -> None:
@@ -445,17 +445,17 @@ def test_a_bucket_that_goes_away_for_a_while_delays_and_loses_nothing(
 
     asyncio.run(run())
     assert sealed(world) == [1]
-    assert toolbox.same(world.reader.versions()[1], new)
+    assert same_weights(world.reader.versions()[1], new)
 
 
-def test_a_directory_that_is_not_there_is_said(world: Any) -> None:
+def test_a_directory_that_is_not_there_is_said(world: PublishWorld) -> None:
     with pytest.raises(NotFound, match="no directory"):
         asyncio.run(run_watch(options(world, watch=world.root / "nowhere"), world.store(), world.events))
 
 
-def test_a_file_that_changes_without_changing_size_or_content_still_voids(world: Any, toolbox: Any) -> None:
+def test_a_file_that_changes_without_changing_size_or_content_still_voids(world: PublishWorld) -> None:
     """Identity is name, size, mtime and inode: a replacement of equal size is another file."""
-    new = toolbox.step_weights(world.weights, seed=1)
+    new = step_weights(world.weights, seed=1)
     files = shards(world, new, world.root / "out/checkpoint-1")
 
     async def run() -> None:
@@ -471,12 +471,12 @@ def test_a_file_that_changes_without_changing_size_or_content_still_voids(world:
             await until(lambda: world.events.of(Sealed))
 
     asyncio.run(run())
-    assert toolbox.same(world.reader.versions()[1], new)
+    assert same_weights(world.reader.versions()[1], new)
 
 
 @pytest.mark.parametrize("restart", [False, True])
-def test_a_checkpoint_renamed_after_it_was_published_is_no_new_version(world: Any, toolbox: Any, restart: bool) -> None:
-    weights = toolbox.step_weights(world.weights, seed=1)
+def test_a_checkpoint_renamed_after_it_was_published_is_no_new_version(world: PublishWorld, restart: bool) -> None:
+    weights = step_weights(world.weights, seed=1)
     tmp, final = world.root / "out/tmp-40", world.root / "out/checkpoint-40"
 
     async def check() -> None:
@@ -496,9 +496,9 @@ def test_a_checkpoint_renamed_after_it_was_published_is_no_new_version(world: An
     assert sealed(world) == ([40] if restart else [40, 41])
 
 
-def test_checkpoints_moved_to_another_disk_with_their_times_are_no_new_versions(world: Any, toolbox: Any) -> None:
+def test_checkpoints_moved_to_another_disk_with_their_times_are_no_new_versions(world: PublishWorld) -> None:
     """A publisher on another machine sent the fleet back to the first step, and through all of them again."""
-    old, new = (toolbox.step_weights(world.weights, seed=n) for n in (1, 2))
+    old, new = (step_weights(world.weights, seed=n) for n in (1, 2))
     world.write(world.root / "out/step_1", old)
     once(world)
     (world.root / "out").rename(world.root / "gone")
@@ -514,9 +514,9 @@ def test_checkpoints_moved_to_another_disk_with_their_times_are_no_new_versions(
     assert sealed(world) == [1, 2, 1], "what was rewritten in its place is another checkpoint"
 
 
-def test_links_to_a_published_checkpoint_are_one_of_their_own(world: Any, toolbox: Any) -> None:
+def test_links_to_a_published_checkpoint_are_one_of_their_own(world: PublishWorld) -> None:
     """A controller may wait for its number; it costs a version without a change."""
-    world.write(world.root / "out/checkpoint-40", toolbox.step_weights(world.weights, seed=1))
+    world.write(world.root / "out/checkpoint-40", step_weights(world.weights, seed=1))
     once(world)
     shutil.copytree(world.root / "out/checkpoint-40", world.root / "out/checkpoint-50", copy_function=os.link)
     once(world)
@@ -524,8 +524,8 @@ def test_links_to_a_published_checkpoint_are_one_of_their_own(world: Any, toolbo
 
 
 @pytest.mark.parametrize("poll", [0.05, None])
-def test_a_watched_directory_that_vanishes_is_said_and_waited_for(world: Any, toolbox: Any, poll: float | None) -> None:
-    chain = [toolbox.step_weights(world.weights, seed=n) for n in range(2)]
+def test_a_watched_directory_that_vanishes_is_said_and_waited_for(world: PublishWorld, poll: float | None) -> None:
+    chain = [step_weights(world.weights, seed=n) for n in range(2)]
 
     async def check() -> None:
         async with watching(world, poll=poll):
@@ -537,10 +537,10 @@ def test_a_watched_directory_that_vanishes_is_said_and_waited_for(world: Any, to
             await until(lambda: sealed(world) == [1, 2])
 
     asyncio.run(check())
-    assert toolbox.same(world.reader.versions()[2], chain[1])
+    assert same_weights(world.reader.versions()[2], chain[1])
 
 
-def test_a_watcher_with_nothing_to_do_notices_a_newer_claim_and_ends(world: Any) -> None:
+def test_a_watcher_with_nothing_to_do_notices_a_newer_claim_and_ends(world: PublishWorld) -> None:
     async def check() -> None:
         idle = asyncio.create_task(run_watch(options(world, name="a", look=0.1), world.store(), world.events))
         await until(lambda: any("a checkpoint below" in event.what for event in world.events.of(Waiting)))
@@ -555,7 +555,9 @@ def test_a_watcher_with_nothing_to_do_notices_a_newer_claim_and_ends(world: Any)
     asyncio.run(check())
 
 
-def test_a_newer_claim_is_noticed_in_a_bucket_that_is_slower_than_the_looks_at_the_directory(world: Any) -> None:
+def test_a_newer_claim_is_noticed_in_a_bucket_that_is_slower_than_the_looks_at_the_directory(
+    world: PublishWorld,
+) -> None:
     store = world.store()
     right = store.get
 
@@ -578,7 +580,7 @@ def test_a_newer_claim_is_noticed_in_a_bucket_that_is_slower_than_the_looks_at_t
     asyncio.run(check())
 
 
-def test_two_publishers_of_one_name_are_told_so(world: Any) -> None:
+def test_two_publishers_of_one_name_are_told_so(world: PublishWorld) -> None:
     async def check() -> None:
         first = asyncio.create_task(run_watch(options(world, name="a", look=0.1), world.store(), world.events))
         await until(lambda: any("a checkpoint below" in event.what for event in world.events.of(Waiting)))

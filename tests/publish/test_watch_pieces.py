@@ -19,10 +19,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.numpy import save_file
+from support.events import RecordedEvents
 from support.processes.background import going_on
 from support.ranks.programs import piece_writers
 from support.ranks.run import run_ranks
-from support.streams.replica import Events
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -56,7 +56,7 @@ class Place:
 
     def __init__(self, root: Path, base: Path, watch: Path) -> None:
         self.root, self.base, self.watch = root, base, watch
-        self.events = Events()
+        self.events = RecordedEvents()
 
     def store(self) -> FileStore:
         return FileStore(self.root / "bucket")

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.streams.replica import Events, Replica
+from support.events import RecordedEvents
+from support.streams.replica import Replica
 from support.vllm.toy_engine import failing
 from support.vllm.toy_model import placed
 from support.vllm.toy_server import ToyServer, toy_stream
@@ -39,7 +40,7 @@ from dcr_daemon.observe.health import Health
 from dcr_daemon.vllm_plugin.loader import place_model
 
 
-class Watched(Events):
+class Watched(RecordedEvents):
     """Events that a probe listens to as well."""
 
     def __init__(self, health: Health) -> None:

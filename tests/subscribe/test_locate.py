@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.stores import memory
+from support.stores.memory import MemoryStore
 
 from dcr_daemon.canonical.fingerprint import total
 from dcr_daemon.canonical.layout import Layout, TensorSpec
@@ -25,7 +25,7 @@ def vector_of(version: int) -> Any:
     return np.array([version + 1, 7], dtype=np.uint64)
 
 
-async def make_history(store: Any, versions: list[int]) -> None:
+async def make_history(store: MemoryStore, versions: list[int]) -> None:
     """A stream whose version n has the sums of `versions[n]`."""
     ledger = Ledger(store)
     await ledger.create_stream(LAYOUT, vector_of(versions[0]))
@@ -47,7 +47,7 @@ async def make_history(store: Any, versions: list[int]) -> None:
         )  # fmt: skip
 
 
-async def found(store: Any, content: int) -> int | None:
+async def found(store: MemoryStore, content: int) -> int | None:
     ledger = Ledger(store)
     await ledger.read()
     store.requests.clear()
@@ -69,7 +69,7 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("brief")
 async def test_a_fresh_engine_is_known_at_once_however_long_the_history() -> None:
-    store = memory.MemoryStore()
+    store = MemoryStore()
     await make_history(store, list(range(101)))
     assert await found(store, 0) == 0
     assert store.requests["get"] < 12, "the recent versions and the vector of the base"
@@ -79,14 +79,14 @@ async def test_a_fresh_engine_is_known_at_once_however_long_the_history() -> Non
 
 @pytest.mark.usefixtures("brief")
 async def test_a_recent_return_to_the_base_is_the_recent_version() -> None:
-    store = memory.MemoryStore()
+    store = MemoryStore()
     await make_history(store, [0, 1, 2, 0, 4, 5])
     assert await found(store, 0) == 3
 
 
 async def test_an_engine_whose_version_was_collected_is_not_called_by_the_older_name_of_the_same_weights() -> None:
     """Version 1 changed nothing, and its vector is gone: its engine must not be proved at version 0 again (F3)."""
-    store = memory.MemoryStore()
+    store = MemoryStore()
     await make_history(store, [0, 0, 1, 2])
     ledger = Ledger(store)
     await ledger.claim("trainer")

@@ -28,7 +28,6 @@ from dcr_daemon.checkpoint.pieces import read_pieces
 from dcr_daemon.checkpoint.safetensors import SafetensorsBytes
 from dcr_daemon.codec.decode import open_chunk
 from dcr_daemon.errors import StoreUnavailable
-from dcr_daemon.events import Event
 from dcr_daemon.ledger.fold import begin, fold
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import Objects
@@ -37,7 +36,9 @@ from dcr_daemon.publish.group.leader import Leader
 from dcr_daemon.publish.group.opening import open_leader
 from dcr_daemon.publish.options import PublishOptions
 from dcr_daemon.store.port import Outcome, Store
-from support.stores.memory import MemoryStore, StillRuntime
+from support.events import RecordedEvents
+from support.stores.memory import MemoryStore
+from support.virtual_time import VirtualTimeRuntime
 
 Weights = dict[str, Bits]
 SPECS = [TensorSpec("a", "BF16", (12, 8)), TensorSpec("b", "F32", (7,)), TensorSpec("c", "U8", ())]
@@ -55,7 +56,7 @@ class InlineExecutor(Executor):
         return future
 
 
-class InlineRuntime(StillRuntime):
+class InlineRuntime(VirtualTimeRuntime):
     """No time passes and no thread runs."""
 
     def executor(self, count: int) -> Executor:
@@ -130,20 +131,12 @@ class ArraySource:
         return self.bits[start : start + count]
 
 
-class Events(list[Event]):
-    def __call__(self, event: Event) -> None:
-        self.append(event)
-
-    def of(self, kind: type) -> list[Any]:
-        return [event for event in self if isinstance(event, kind)]
-
-
 class SmallWorld:
     """A layout, a base checkpoint, and state directories by publisher name, all below `root`."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.layout = root, Layout(SPECS)
-        self.events = Events()
+        self.events = RecordedEvents()
         self.base = self.draw(0)
         write_checkpoint(root / "base", self.layout, self.base.__getitem__, {"config.json": b"{}"}, shard_bytes=1 << 20)
 

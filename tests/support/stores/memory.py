@@ -5,17 +5,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
-from concurrent.futures import Executor, ThreadPoolExecutor
-from datetime import UTC, datetime, timedelta
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 from dcr_daemon.errors import Corrupt, KeyNotFound, StoreUnavailable
-from dcr_daemon.events import Event
 from dcr_daemon.store.keys import check_key, check_prefix
 from dcr_daemon.store.port import Entry, Outcome
 
@@ -97,52 +92,3 @@ class MemoryStore:
             self.faults.popleft()
             if operation != "create":
                 raise StoreUnavailable(f"{self.url} did not answer")
-
-
-class StillRuntime:
-    """No real time passes: a sleep moves the clock. Nonces are counted, so that a run can be repeated."""
-
-    def __init__(self) -> None:
-        self.clock = 0.0
-        self.slept: list[float] = []
-        self.passed: list[str] = []
-        self.on_sleep: Callable[[float], None] | None = None
-        self._nonce = 0
-
-    def monotonic(self) -> float:
-        return self.clock
-
-    def now(self) -> datetime:
-        return datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=self.clock)
-
-    async def sleep(self, seconds: float) -> None:
-        self.clock += seconds
-        self.slept.append(seconds)
-        if self.on_sleep:
-            self.on_sleep(seconds)
-        await asyncio.sleep(0)
-
-    def nonce(self, size: int) -> str:
-        self._nonce += 1
-        return f"{self._nonce:0{2 * size}x}"
-
-    def jitter(self) -> float:
-        return 0.5
-
-    def failpoint(self, name: str) -> None:
-        self.passed.append(name)
-
-    def synced(self, path: Path) -> None:
-        pass
-
-    def executor(self, count: int) -> Executor:
-        return ThreadPoolExecutor(count)
-
-
-class Recorder(list[Event]):
-    """An `Emit` that keeps what it is given."""
-
-    __call__ = list.append
-
-    def of(self, kind: type[Event]) -> list[Event]:
-        return [event for event in self if isinstance(event, kind)]

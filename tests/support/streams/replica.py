@@ -11,21 +11,11 @@ import pytest
 
 from dcr_daemon.engine.directory.engine import DirectoryEngine
 from dcr_daemon.engine.port import Engine
-from dcr_daemon.events import Event
 from dcr_daemon.store import open_store
 from dcr_daemon.store.port import Store
 from dcr_daemon.subscribe.daemon import SubscribeOptions, run_subscribe
+from support.events import RecordedEvents
 from support.streams.writer import StreamWriter
-
-
-class Events(list[Event]):
-    """An `Emit` that keeps everything."""
-
-    def __call__(self, event: Event) -> None:
-        self.append(event)
-
-    def of(self, kind: type[Event]) -> list:
-        return [event for event in self if isinstance(event, kind)]
 
 
 class Replica:
@@ -33,7 +23,7 @@ class Replica:
 
     def __init__(self, url: str, home: Path, directory: Path) -> None:
         self.url, self.home, self.directory = url, home, directory
-        self.events = Events()
+        self.events = RecordedEvents()
         self.store: Store | None = None
 
     def at_base(self, stream: StreamWriter) -> Replica:

@@ -20,8 +20,9 @@ from dcr_daemon.events import Sealed
 from dcr_daemon.ledger.records import AnyRecord, decode_record
 from dcr_daemon.publish.watch.watcher import WatchOptions, run_watch
 from dcr_daemon.store.port import Entry, Outcome, Store
+from support.events import RecordedEvents
 from support.stores.memory import MemoryStore
-from support.streams.replica import Events, Replica
+from support.streams.replica import Replica
 from support.streams.versions import Versions
 
 Before = Callable[[str, str], Awaitable[None]]
@@ -95,7 +96,7 @@ class Trainer:
         self.out, self.base = home / "out", versions.save(home / "base")
         self.out.mkdir()
         self.bucket: Any = MemoryStore()
-        self.events = Events()
+        self.events = RecordedEvents()
         self._replicas = itertools.count()
 
     def save(self, version: int, name: str = "") -> Path:
@@ -135,7 +136,9 @@ class Trainer:
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
 
-    def replica(self, directory: Path | None = None, *, at: int | None = None, events: Events | None = None) -> Replica:
+    def replica(
+        self, directory: Path | None = None, *, at: int | None = None, events: RecordedEvents | None = None
+    ) -> Replica:
         """A subscriber over a directory, which holds version `at` if given, else nothing."""
         home = self.home / f"replica-{next(self._replicas)}"
         home.mkdir()

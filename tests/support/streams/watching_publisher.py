@@ -18,7 +18,7 @@ from dcr_daemon.publish.watch.watcher import WatchOptions, run_watch
 from dcr_daemon.runtime import Workers
 from dcr_daemon.store.file import FileStore
 from dcr_daemon.subscribe.materialize import materialize
-from support.streams.replica import Events
+from support.events import RecordedEvents
 
 LAYOUT = Layout([TensorSpec("a", "BF16", (64, 64)), TensorSpec("b", "F32", (100,)), TensorSpec("c", "BF16", (5000,))])
 
@@ -27,7 +27,7 @@ class Publishing:
     """A base, two checkpoints to publish, and whatever state there is."""
 
     def __init__(self, root: Path) -> None:
-        self.root, self.events = root, Events()
+        self.root, self.events = root, RecordedEvents()
         rng = np.random.default_rng(0)
         first = {s.name: rng.integers(0, 256, s.nbytes, dtype="u1").view(f"<u{s.width}") for s in LAYOUT}
         self.chain: list[dict[str, Bits]] = [first]
