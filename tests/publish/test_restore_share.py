@@ -307,7 +307,7 @@ def test_files_that_do_not_hold_the_share_are_no_anchor(write: Any) -> None:
 
 
 def test_a_long_rebuild_tells_how_far_it_is(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dcr_daemon.publish.baseline.rebuild.TELL_EVERY", -1.0)
+    monkeypatch.setattr("dcr_daemon.publish.baseline.rebuild.REPORT_EVERY", -1.0)
     rig = write(4, anchor_every=3)
     asyncio.run(rig.restore(rig.share(1)))
     told = rig.world.events.of(Rebuilding)
