@@ -174,7 +174,7 @@ def test_what_cannot_be_kept_right_is_refused_by_name_before_anything_is_written
     before = [one.toy.state() for one in engine.workers]
     with pytest.raises(EngineRefused, match=reason):
         engine.attach()
-    assert engine.core.why_not_resume()
+    assert engine.core.state.why_not_resume()
     assert not engine.host.running
     assert [one.toy.state() for one in engine.workers] == before
 

@@ -157,8 +157,8 @@ class Stubborn(ToyHost):
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FieldEngine:
     monkeypatch.setattr(place_model, "attach_model", attach_model)  # vLLM's loader is another test's
     engine = FieldEngine(tmp_path / "e").ready()
-    engine.host = engine.core.host = Stubborn()
-    engine.host.guard = engine.core.why_not_resume
+    engine.host = engine.core.state.host = Stubborn()
+    engine.host.guard = engine.core.state.why_not_resume
     return engine
 
 
@@ -193,7 +193,7 @@ def test_caches_are_handled_before_every_version_that_is_new_to_the_engine(engin
         for name, bits in zip([s.name for s in engine.layout], engine.lanes[fresh], strict=True):
             one.toy.load_one(name, _tensor(engine, name, bits))
     engine.attach()
-    assert engine.core.why_not_resume()
+    assert engine.core.state.why_not_resume()
     assert engine.host.rests == rests + 2
     engine.ask(messages.Prove, version=fresh, vector=engine.vector_file(fresh), label="v3")
     assert engine.host.rests == rests + 3, "somebody else's weights, and the caches of ours"
@@ -222,7 +222,7 @@ def test_weights_that_a_reload_brought_back_are_not_taken_for_those_on_disk(engi
     engine.attach()
     with pytest.raises(EngineRefused, match="not version 2"):
         engine.ask(messages.Prove, version=fresh, vector=engine.vector_file(fresh), label="v2")
-    assert engine.core.why_not_resume(), "whoever wrote may have written what the caches do not know"
+    assert engine.core.state.why_not_resume(), "whoever wrote may have written what the caches do not know"
     assert not engine.host.running
     engine.ask(messages.Prove, version=1, vector=engine.vector_file(1), label="v1")
     engine.ask(messages.Serve)

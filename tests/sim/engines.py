@@ -136,7 +136,7 @@ class SimEngine:
         self.host = Host(self)
         self.core = Core(self.host, WorkerGroup(self.wire), Settings(stage_cap=self.world.stage_cap))
         self.core.coordinator._reader = InlineReader()  # type: ignore[assignment]
-        self.host.guard = self.core.why_not_resume
+        self.host.guard = self.core.state.why_not_resume
         self.host.busy = self.world.rng.random() < 0.5
         self.tokens = 0
         self.foreign = None
@@ -183,7 +183,7 @@ class SimEngine:
     def write_foreign(self) -> None:
         """Somebody reloads other weights behind the plugin's back, through an entry point of vLLM."""
         worker = self.workers[self.world.rng.randrange(RANKS)]
-        self.foreign = (self.core.proved,)
+        self.foreign = (self.core.state.proved,)
         worker.reload_weights()
         worker.flip("norm")
 

@@ -291,25 +291,25 @@ class Watch:
         core, world = engine.core, self.world
         was, self._running[engine] = self._running.get(engine, False), engine.serving
         self._noticed(engine)
-        if core.proved is not None and not engine.foreign and core.begun is None:
-            if core.proved >= len(self.versions):
-                world.fail("mixture", f"{engine.role} says it is at version {core.proved}, which nobody sealed")
-            elif not self._is(engine, core.proved):
-                world.fail("mixture", f"{engine.role} is not at version {core.proved}, as it reports")
+        if core.state.proved is not None and not engine.foreign and core.state.begun is None:
+            if core.state.proved >= len(self.versions):
+                world.fail("mixture", f"{engine.role} says it is at version {core.state.proved}, which nobody sealed")
+            elif not self._is(engine, core.state.proved):
+                world.fail("mixture", f"{engine.role} is not at version {core.state.proved}, as it reports")
         if not engine.serving:
             return
-        if core.begun is not None or any(worker._dcr_session.dirty for worker in engine.workers):
-            world.fail("mixture", f"{engine.role} serves while {core.begun} is begun or a rank is dirty")
-        if core.proved is None:
+        if core.state.begun is not None or any(worker._dcr_session.dirty for worker in engine.workers):
+            world.fail("mixture", f"{engine.role} serves while {core.state.begun} is begun or a rank is dirty")
+        if core.state.proved is None:
             if not engine.foreign:
                 world.fail("mixture", f"{engine.role} serves unproved weights")
             return
-        if core.proved < engine.served:
-            world.fail("served", f"{engine.role} fell from version {engine.served} to {core.proved}")
+        if core.state.proved < engine.served:
+            world.fail("served", f"{engine.role} fell from version {engine.served} to {core.state.proved}")
         if not was and engine.process.name not in self._were_ready:
             self._were_ready.add(engine.process.name)
-            self._ready(engine, core.proved)
-        engine.served = max(engine.served, core.proved)
+            self._ready(engine, core.state.proved)
+        engine.served = max(engine.served, core.state.proved)
 
     def _noticed(self, engine: SimEngine) -> None:
         """What others did to the weights excuses them until the engine says anything new of itself.
@@ -317,9 +317,9 @@ class Watch:
         A bit that flipped excuses them until an attach has summed everything: one that flips between that and the
         proof is for the scrub to find.
         """
-        if engine.foreign and engine.core.proved != engine.foreign[0]:
+        if engine.foreign and engine.core.state.proved != engine.foreign[0]:
             engine.foreign = None
-        if engine.core.proved is None:
+        if engine.core.state.proved is None:
             engine.forget_flips(engine.summed)
 
     def _is(self, engine: SimEngine, version: int) -> bool:

@@ -131,7 +131,7 @@ class ScenarioRun:
         """The version that it serves now, -1 for none."""
         engine = replica.engine
         if engine is not None:
-            proved = engine.core.proved
+            proved = engine.core.state.proved
             return proved if engine.serving and proved is not None else -1
         return self.watch.serving.get(replica.process.name, -1) if replica.process and replica.alive else -1
 

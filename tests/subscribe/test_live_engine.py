@@ -345,7 +345,7 @@ async def test_a_change_left_begun_by_a_dead_subscriber_is_ended_by_the_next(mak
     break_op(live.server, "commit", 2)
     await live.stream.publish(1)
     task = asyncio.ensure_future(live.run())
-    await live.until(lambda: live.server.engine.core.begun, task)
+    await live.until(lambda: live.server.engine.core.state.begun, task)
     task.cancel()
     await asyncio.wait([task])
     await live.once()

@@ -77,7 +77,7 @@ def test_a_swap_waits_for_the_engine_to_come_to_rest(engine: ToyEngine) -> None:
     call = engine.make(messages.Swap, txn="txn")
     answer = engine.send(call)
     assert isinstance(answer, Future)
-    assert engine.core.why_not_resume() == "a swap is under way"
+    assert engine.core.state.why_not_resume() == "a swap is under way"
     assert engine.holds(0)
     engine.host.rest()
     done = messages.result_of(messages.decode_answer(messages.encode(answer.result(1))), Swapped)
@@ -93,7 +93,7 @@ def test_an_engine_that_does_not_come_to_rest_goes_on_as_before(engine: ToyEngin
     with pytest.raises(RuntimeError, match="connector"):
         answer.result(1)
     assert engine.host.running
-    assert engine.core.why_not_resume() == ""
+    assert engine.core.state.why_not_resume() == ""
 
 
 def test_a_swap_whose_owner_was_fenced_while_it_waited_writes_nothing(engine: ToyEngine) -> None:
@@ -122,7 +122,7 @@ def test_one_failure_on_one_rank_never_leaves_a_mixture(engine: ToyEngine, op: s
         assert swapped.verdict is (Verdict.COMMITTED if op == "apply" else Verdict.ROLLED_BACK)
         assert engine.holds(version if op == "apply" else 0)
     assert engine.host.running
-    assert engine.core.why_not_resume() == ""
+    assert engine.core.state.why_not_resume() == ""
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -169,7 +169,7 @@ def test_a_rank_that_cannot_commit_is_settled_forward_by_the_next_owner(engine: 
     swapped = engine.swap()
     assert (swapped.verdict, swapped.serving) == (Verdict.BEGUN, False)
     del engine.workers[1].dcr_call
-    assert engine.core.why_not_resume()
+    assert engine.core.state.why_not_resume()
     attached = engine.attach()
     assert attached.adopted == "txn"
     settled = engine.ask(messages.FinishAdopted, Swapped, txn="txn")
@@ -192,7 +192,7 @@ def test_what_was_begun_is_adopted_and_settled_forward(engine: ToyEngine) -> Non
     version = leave_begun(engine)
     status = engine.status()
     assert (status.begun, status.version) == ("txn", None)
-    assert "begun" in engine.core.why_not_resume()
+    assert "begun" in engine.core.state.why_not_resume()
     attached = engine.attach()
     assert (attached.adopted, attached.vector, attached.version) == ("txn", b"", None)
     for kind, fields in ((messages.Serve, {}), (messages.Inspect, {}), (messages.Drop, {})):

@@ -389,7 +389,7 @@ async def test_an_engine_that_refuses_a_swap_takes_the_others_back(
         owner = VllmEngine(path)
         await served(owner, pair[0])
         await owner.prepare(pair[0].transaction(1))
-        pair[bad].core.coordinator.forget_prepared()
+        pair[bad].core.state.forget_prepared()
         swapped = await owner.swap("txn")
         assert (swapped.verdict, swapped.version) == (Verdict.ROLLED_BACK, 0)
         together(pair, 0, serving=True)
@@ -406,7 +406,7 @@ async def test_a_joint_change_whose_judge_died_is_settled_jointly_by_the_next_ow
         await served(owner, pair[0])
         await owner.prepare(pair[0].transaction(1))
         for one in pair:
-            one.owner = {"token": owner._token, "incarnation": one.core.incarnation}
+            one.owner = {"token": owner._token, "incarnation": one.core.state.incarnation}
             held = one.ask(messages.Swap, Swapped, txn="txn", hold=True)
             assert (held.verdict, held.serving) == (Verdict.BEGUN, False)
         if bad:
@@ -538,7 +538,7 @@ async def test_health_follows_proof_and_death_but_not_a_pause(tmp_path: Path, en
     engine.host.halt()  # an operator's pause, or a swap
     await asyncio.sleep(0.4)
     assert await server.status() == 200
-    engine.core.unprove("a test says so")
+    engine.core.state.unprove("a test says so")
     assert await server.becomes(503)
     engine.ready()
     assert await server.becomes(200)

@@ -33,9 +33,9 @@ def engine(fresh: ToyEngine) -> ToyEngine:
 
 def test_an_engine_is_born_paused_and_resumed_by_nobody(fresh: ToyEngine) -> None:
     assert not fresh.host.running
-    assert "not proved" in fresh.core.why_not_resume()
+    assert "not proved" in fresh.core.state.why_not_resume()
     fresh.attach()
-    assert "not proved" in fresh.core.why_not_resume()
+    assert "not proved" in fresh.core.state.why_not_resume()
     with pytest.raises(EngineRefused, match="not proved"):
         fresh.ask(messages.Serve)
     assert not fresh.host.running
@@ -188,9 +188,9 @@ def test_a_write_by_somebody_else_ends_proof_and_service_until_attach(engine: To
         engine.swap()
     status = engine.status()
     assert (status.version, status.serving, status.prepared) == (None, False, None)
-    assert engine.core.why_not_resume()
+    assert engine.core.state.why_not_resume()
     engine.attach()  # the weights turn out to be the same, but what they are must be said anew
-    assert engine.core.why_not_resume()
+    assert engine.core.state.why_not_resume()
     engine.ask(messages.Prove, version=0, vector=engine.vector_file(0), label="v0")
     engine.ask(messages.Serve)
     assert engine.refit(version).verdict is Verdict.COMMITTED
@@ -200,12 +200,12 @@ def test_a_write_by_somebody_else_ends_proof_and_service_until_attach(engine: To
 def test_the_guard_sees_a_write_that_nobody_told_it_of(engine: ToyEngine) -> None:
     engine.host.halt()
     engine.workers[1].add_lora(None)
-    assert "somebody else" in engine.core.why_not_resume()
+    assert "external writer" in engine.core.state.why_not_resume()
 
 
 def test_the_guard_refuses_while_a_rank_is_dirty(engine: ToyEngine) -> None:
     engine.workers[1]._dcr_session.dirty = True
-    assert "dirty" in engine.core.why_not_resume()
+    assert "dirty" in engine.core.state.why_not_resume()
 
 
 def test_an_inspection_finds_what_no_wrap_can_see(engine: ToyEngine) -> None:

@@ -58,9 +58,9 @@ def test_resume_asks_the_core_whoever_calls_it() -> None:
     with pytest.raises(RuntimeError, match="no dcr core"):
         resume(SimpleNamespace())
     with pytest.raises(RuntimeError, match="resume refused: it is Tuesday"):
-        resume(SimpleNamespace(dcr=SimpleNamespace(why_not_resume=lambda: "it is Tuesday")))
+        resume(SimpleNamespace(dcr=SimpleNamespace(state=SimpleNamespace(why_not_resume=lambda: "it is Tuesday"))))
     assert resumed == []
-    resume(SimpleNamespace(dcr=SimpleNamespace(why_not_resume=lambda: "")))
+    resume(SimpleNamespace(dcr=SimpleNamespace(state=SimpleNamespace(why_not_resume=lambda: ""))))
     assert len(resumed) == 1
 
 
@@ -154,7 +154,8 @@ def test_whoever_tells_the_workers_to_write_is_noticed_at_once(fails: bool) -> N
             raise RuntimeError("half done")
         return f"{method} {options}"
 
-    call = hooks._detecting_writes(collective_rpc, SimpleNamespace(poll_external_writes=lambda: looks.append("looked")))  # type: ignore[arg-type]
+    core = SimpleNamespace(state=SimpleNamespace(poll_external_writes=lambda: looks.append("looked")))
+    call = hooks._detecting_writes(collective_rpc, core)  # type: ignore[arg-type]
     for method in ("reload_weights", "sleep", "execute_model", "dcr_call"):
         if fails:
             with pytest.raises(RuntimeError, match="half done"):

@@ -175,13 +175,13 @@ def everybody_rewrites(engine: ToyEngine) -> None:
     for one in engine.workers:
         one.reload_weights()
         one.flip("norm")
-    engine.core.poll_external_writes()  # as the wrapped executor does
+    engine.core.state.poll_external_writes()  # as the wrapped executor does
 
 
 def one_rewrites(engine: ToyEngine) -> None:
     engine.workers[1].add_lora(None)
     engine.workers[1].flip("o")
-    engine.core.poll_external_writes()
+    engine.core.state.poll_external_writes()
 
 
 def storage_moves(engine: ToyEngine) -> None:
@@ -191,7 +191,7 @@ def storage_moves(engine: ToyEngine) -> None:
     one = engine.workers[0]
     one.reload_weights()
     one.toy.o.data = torch.zeros_like(one.toy.o.data)
-    engine.core.poll_external_writes()
+    engine.core.state.poll_external_writes()
 
 
 def owner_goes_on(engine: ToyEngine) -> None:
@@ -243,7 +243,7 @@ def sound(engine: ToyEngine) -> None:
         assert version is not None
         assert engine.holds(version)
     if any(one._dcr_session.dirty for one in engine.workers):
-        assert engine.core.why_not_resume()
+        assert engine.core.state.why_not_resume()
 
 
 def recover(engine: ToyEngine) -> None:

@@ -17,8 +17,8 @@ import logging
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 import msgspec
 
@@ -43,62 +43,27 @@ from dcr_daemon.vllm_plugin.calls import (
 from dcr_daemon.vllm_plugin.core import staged_summary, verify_sums
 from dcr_daemon.vllm_plugin.core.data_parallel import AWAITING_VERDICT
 from dcr_daemon.vllm_plugin.core.operations import JobSteps, Steps
-from dcr_daemon.vllm_plugin.core.verify_sums import LiveSums
+from dcr_daemon.vllm_plugin.core.state import DeltaTransaction, EngineState, LoadTransaction
 from dcr_daemon.wording import shorten
-
-if TYPE_CHECKING:
-    from dcr_daemon.vllm_plugin.core.engine_core import Core
 
 log = logging.getLogger("vllm.dcr")
 PEER_FAILED = "another engine could not go forward"
 TRIES = 2  #: applies before a rollback, and complete dense loads before the engine process ends
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _DeltaTransaction:
-    """A transaction that was judged: what each rank must find before and after, and the version it leads to."""
-
-    txn: str
-    base: int
-    version: int
-    label: str
-    ranks: list[PreparedRank]
-    after: LiveSums
-
-
-@dataclass(frozen=True, slots=True)
-class _LoadTransaction:
-    """A dense load that has begun, or that is about to: whoever finds it unfinished can go on with its files."""
-
-    txn: str
-    start: Start
-    version: int
-    label: str
-
-
 class TransactionCoordinator:
     """At most one prepared and one begun transaction of one engine."""
 
-    def __init__(self, core: Core) -> None:
-        self._core = core
+    def __init__(self, state: EngineState) -> None:
+        self._state = state
         self._reader = staged_summary.SummaryReader()
-        self._prepared: _DeltaTransaction | None = None
-        self._begun: _DeltaTransaction | _LoadTransaction | None = None
         self._verified_after = 0  #: tries after which the begun transaction was judged good, 0 if it was not
         self._pause_state_before: Any = None  #: the scheduler's pause state before the begun transaction
         self._loads = 0
 
-    @property
-    def prepared_id(self) -> str | None:
-        return self._prepared.txn if self._prepared else None
-
-    def forget_prepared(self) -> None:
-        """Our record only; the workers forget theirs at attach, at drop and when weights are written."""
-        self._prepared = None
-
     def drop(self) -> None:
-        self._prepared = None
-        self._core.workers.ask(Op.DROP, Status)
+        self._state.prepared = None
+        self._state.workers.ask(Op.DROP, Status)
 
     # -- prove ----------------------------------------------------------------------------------------------------
 
@@ -106,8 +71,8 @@ class TransactionCoordinator:
         """Declare the version that the live weights are: exact tensors by their sums, loaded ones by what the loader
         makes of the bytes given. If they hold something else they are fed once, as a load of nothing but them. An
         engine that was at no known version is brought to rest, and its caches handled, as for a change."""
-        core = self._core
-        placement, live = core.require_live()
+        state = self._state
+        placement, live = state.require_live()
         if wrong := verify_sums.differing(placement, live.vector, read_vector(call.vector, placement.layout)):
             raise EngineRefused(
                 f"the live weights are not version {call.version}: {shorten(wrong)}",
@@ -118,35 +83,35 @@ class TransactionCoordinator:
                 names = shorten(placement.computed)
                 raise EngineRefused(f"the loader computes with {names}: their bytes are needed to prove a version")
             start = Start(id=call.id, kind=JobKind.COMPARE, loaded=call.loaded, vector=call.vector)
-            ranks = yield from core.job(start, ComparedRank)
-            core.require_live()
+            ranks = yield from state.job(start, ComparedRank)
+            state.require_live()
             if differ := sorted({name for rank in ranks for name in rank.differ}):
                 log.warning("dcr: version %s is loaded into %s", call.version, shorten(differ))
                 start = Start(id=f"{call.id}-feed", kind=JobKind.LOAD, loaded=call.loaded, vector=call.vector)
                 ended: Swapped = yield from self._load(
-                    _LoadTransaction(f"load-{call.id}", start, call.version, call.label)
+                    LoadTransaction(f"load-{call.id}", start, call.version, call.label)
                 )
                 if ended.verdict is not Verdict.COMMITTED:
                     raise EngineRefused(f"version {call.version} was not proved: {ended.reason}", hint="load an anchor")
                 return
-        if core.proved is None:
+        if state.proved is None:
             # The caches are of whatever was live before: what somebody else wrote since, they do not know.
             with self._paused("proof") as (_, resting):
                 if resting is not None:
                     yield resting
-                core.require_live()
-            core.paused_for = ""
-        core.proved = call.version
-        core.host.label(call.label)
+                state.require_live()
+            state.paused_for = ""
+        state.proved = call.version
+        state.host.label(call.label)
 
     # -- prepare --------------------------------------------------------------------------------------------------
 
     def prepare(self, call: messages.Prepare) -> Steps:
         """Decode and sum on all ranks while generation goes on, then judge; nothing is written (must E4)."""
-        core, txn = self._core, call.txn
-        placement, live = core.require_live()
+        state, txn = self._state, call.txn
+        placement, live = state.require_live()
         self._require_chain(txn)
-        self._prepared = None
+        self._state.prepared = None
         reading = self._reader.start(txn.hops, placement.layout)
         try:
             ranks, hops = yield from self._prepare_on_all(txn)
@@ -154,26 +119,26 @@ class TransactionCoordinator:
                 yield None
             fits = len(hops)
             staged = reading.result()[:fits]
-            core.require_live()
+            state.require_live()
             deltas.check_chain(placement.layout, staged, live.vector, exact=placement.exact)
             for number, summary in enumerate(staged):
                 verify_sums.verify_hop(placement, summary, [rank.hops[number] for rank in ranks])
             changed = verify_sums.verify_composed(placement, staged, ranks)
-            core.workers.ask(Op.APPROVE, Status, TxnRef(txn=txn.id))
+            state.workers.ask(Op.APPROVE, Status, TxnRef(txn=txn.id))
         except DcrError:
             self._forget_everywhere()
             raise
         label = txn.label if fits == len(txn.hops) else str(hops[-1].version)
         reached = live.after(placement, ranks, staged[-1].after)
-        self._prepared = _DeltaTransaction(txn.id, txn.base, hops[-1].version, label, ranks, reached)
+        self._state.prepared = DeltaTransaction(txn.id, txn.base, hops[-1].version, label, ranks, reached)
         return Prepared(txn=txn.id, changed=changed, fits=fits)
 
     def _prepare_on_all(self, txn: Transaction) -> JobSteps[tuple[list[PreparedRank], list[VersionDelta]]]:
         """Every rank holds the same number of hops: as many as fit on the fullest."""
-        core, hops = self._core, list(txn.hops)
+        state, hops = self._state, list(txn.hops)
         while True:
             start = Start(id=txn.id, kind=JobKind.PREPARE, hops=[_files(hop) for hop in hops])
-            ranks = yield from core.job(start, PreparedRank)
+            ranks = yield from state.job(start, PreparedRank)
             fits = min(rank.fits for rank in ranks)
             if all(rank.fits == fits and len(rank.hops) == fits for rank in ranks):
                 return ranks, hops[:fits]
@@ -181,12 +146,12 @@ class TransactionCoordinator:
             hops = hops[:fits]
 
     def _require_chain(self, txn: Transaction) -> None:
-        core = self._core
+        state = self._state
         if not txn.hops:
             raise EngineRefused(f"transaction {txn.id} has no versions")
-        if core.proved is None:
+        if state.proved is None:
             raise EngineRefused("the engine is at no known version", hint="prove it, or load an anchor")
-        for hop, base in zip(txn.hops, [core.proved, *(hop.version for hop in txn.hops)], strict=False):
+        for hop, base in zip(txn.hops, [state.proved, *(hop.version for hop in txn.hops)], strict=False):
             if hop.base != base:
                 raise EngineRefused(
                     f"version {hop.version} is made from {hop.base}, not from {base}", hint="plan again"
@@ -194,31 +159,31 @@ class TransactionCoordinator:
 
     def _forget_everywhere(self) -> None:
         """Best effort: a rank that refuses to forget has begun, and says so at the next attach."""
-        self._prepared = None
-        self._core.workers.replies(Op.DROP)
+        self._state.prepared = None
+        self._state.workers.replies(Op.DROP)
 
     # -- swap -----------------------------------------------------------------------------------------------------
 
     def swap(self, txn: str, *, hold: bool = False) -> Steps:
         """Pause, write, judge, commit, resume; or, to `hold`, stop before the commit. A second call for a transaction
         that ended gets its outcome."""
-        core = self._core
-        if txn in core.outcomes:
-            return core.outcomes[txn]
-        change = self._prepared
+        state = self._state
+        if txn in state.outcomes:
+            return state.outcomes[txn]
+        change = self._state.prepared
         if change is None or change.txn != txn:
             raise EngineRefused(f"transaction {txn} is not prepared", hint="prepare it again")
-        core.require_live()
-        core.workers.ask(Op.CHECK, Status, TxnRef(txn=txn))
+        state.require_live()
+        state.workers.ask(Op.CHECK, Status, TxnRef(txn=txn))
         started = time.monotonic()
         with self._paused("swap") as (was, resting):
             if resting is not None:
                 yield resting
-            core.require_live()  # while it came to rest, others had their turn
-            core.workers.ask(Op.CHECK, Status, TxnRef(txn=txn))
-        self._prepared, self._begun, self._pause_state_before, self._verified_after = None, change, was, 0
-        core.begun, core.proved = txn, None
-        if fault := _failures(core.workers.replies(Op.BEGIN, Begin(txn=txn))):
+            state.require_live()  # while it came to rest, others had their turn
+            state.workers.ask(Op.CHECK, Status, TxnRef(txn=txn))
+        state.prepared, state.begun_record, self._pause_state_before, self._verified_after = None, change, was, 0
+        state.begun, state.proved = txn, None
+        if fault := _failures(state.workers.replies(Op.BEGIN, Begin(txn=txn))):
             # Not every rank is dirty, so none has written and none may.
             return self._roll_back(change, f"begin: {fault}", 0, started)
         return self._apply_or_roll_back(change, started, hold=hold)
@@ -226,28 +191,28 @@ class TransactionCoordinator:
     @contextlib.contextmanager
     def _paused(self, what: str) -> Iterator[tuple[Any, Future[Any] | None]]:
         """Pause; if anything fails before the change begins, the pause state is as it was."""
-        core = self._core
-        was = core.host.state()
-        core.paused_for = what
+        state = self._state
+        was = state.host.state()
+        state.paused_for = what
         try:
-            yield was, core.host.pause()
+            yield was, state.host.pause()
         except BaseException:
-            core.paused_for = ""
-            if core.proved is not None and core.begun is None:
-                core.host.restore(was)
+            state.paused_for = ""
+            if state.proved is not None and state.begun is None:
+                state.host.restore(was)
             else:
-                core.host.halt()
+                state.host.halt()
             raise
 
     def finish_adopted(self, call: messages.FinishAdopted) -> Steps:
         """End what somebody left begun, as swap would have: forward, else back (must E6)."""
-        core, change, txn = self._core, self._begun, call.txn
-        if txn in core.outcomes:
-            return core.outcomes[txn]
-        if core.begun != txn:
+        state, change, txn = self._state, self._state.begun_record, call.txn
+        if txn in state.outcomes:
+            return state.outcomes[txn]
+        if state.begun != txn:
             raise EngineRefused(f"transaction {txn} is not begun", hint="ask for its outcome")
         started = time.monotonic()
-        if isinstance(change, _LoadTransaction):
+        if isinstance(change, LoadTransaction):
             start = msgspec.structs.replace(change.start, id=call.id)
             try:
                 return (yield from self._load(replace(change, start=start)))
@@ -256,10 +221,10 @@ class TransactionCoordinator:
                 return self._still_begun(txn, why, 0, started)
         if change is None or change.txn != txn:
             return self._still_begun(txn, "it can go neither forward nor back: load an anchor", 0, started)
-        states = core.workers.ask(Op.STATUS, Status)
-        core.note_external_writes()
-        committed = any(state.outcomes.get(txn) == Verdict.COMMITTED for state in states)
-        if core.live is None:
+        statuses = state.workers.ask(Op.STATUS, Status)
+        state.note_external_writes()
+        committed = any(status.outcomes.get(txn) == Verdict.COMMITTED for status in statuses)
+        if state.live is None:
             # Only the changed elements would be judged, and anything else may have been written meanwhile.
             why = "somebody else wrote the weights while it was begun"
             if committed:
@@ -273,7 +238,7 @@ class TransactionCoordinator:
             return self._commit(change, self._verified_after, started)
         return self._apply_or_roll_back(change, started, hold=call.hold)
 
-    def _apply_or_roll_back(self, change: _DeltaTransaction, started: float, *, hold: bool = False) -> Swapped:
+    def _apply_or_roll_back(self, change: DeltaTransaction, started: float, *, hold: bool = False) -> Swapped:
         """Apply and judge, twice at most; commit (or hold), or roll back."""
         fault = ""
         for tries in range(1, TRIES + 1):
@@ -286,30 +251,30 @@ class TransactionCoordinator:
             log.warning("dcr: transaction %s, apply %d: %s", change.txn, tries, fault)
         return self._roll_back(change, fault, TRIES, started)
 
-    def _apply_and_verify(self, change: _DeltaTransaction) -> str:
+    def _apply_and_verify(self, change: DeltaTransaction) -> str:
         """Write on all ranks and judge what the weights sum to now. Empty if all is as it must be."""
-        core = self._core
-        replies = core.workers.replies(Op.APPLY, TxnRef(txn=change.txn))
+        state = self._state
+        replies = state.workers.replies(Op.APPLY, TxnRef(txn=change.txn))
         if fault := _failures(replies):
             return fault
         found = [calls.parse(reply.result, Sums) for reply in replies]
-        return verify_sums.compare_written(core.placed, [rank.after for rank in change.ranks], found)
+        return verify_sums.compare_written(state.placed, [rank.after for rank in change.ranks], found)
 
-    def _commit(self, change: _DeltaTransaction, tries: int, started: float) -> Swapped:
+    def _commit(self, change: DeltaTransaction, tries: int, started: float) -> Swapped:
         """All ranks were judged good: from the first commit on only forward, so a rank that fails is asked again."""
-        core = self._core
+        state = self._state
         fault = ""
         for _ in range(TRIES):
-            fault = _failures(core.workers.replies(Op.COMMIT, TxnRef(txn=change.txn)))
+            fault = _failures(state.workers.replies(Op.COMMIT, TxnRef(txn=change.txn)))
             if not fault:
-                core.accept(change.version, change.after)
-                core.host.label(change.label)
+                state.accept(change.version, change.after)
+                state.host.label(change.label)
                 return self._finish(change.txn, Verdict.COMMITTED, "", tries, started)
         return self._still_begun(change.txn, f"commit: {fault}", tries, started)
 
-    def _roll_back(self, change: _DeltaTransaction, why: str, tries: int, started: float) -> Swapped:
+    def _roll_back(self, change: DeltaTransaction, why: str, tries: int, started: float) -> Swapped:
         """Old values back on every rank that began, judged by the sums they had before."""
-        core = self._core
+        state = self._state
         fault = ""
         for _ in range(TRIES):
             fault = self._restore_and_verify(change)
@@ -317,44 +282,44 @@ class TransactionCoordinator:
                 break
             log.warning("dcr: transaction %s, rollback: %s", change.txn, fault)
         if not fault:
-            core.workers.replies(Op.CLOSE, TxnRef(txn=change.txn))
-            dirty = [status.rank for status in core.workers.ask(Op.STATUS, Status) if status.dirty]
+            state.workers.replies(Op.CLOSE, TxnRef(txn=change.txn))
+            dirty = [status.rank for status in state.workers.ask(Op.STATUS, Status) if status.dirty]
             fault = f"ranks {dirty} stay dirty" if dirty else ""
         if fault:
             return self._still_begun(change.txn, f"{why}; rollback: {fault}", tries, started)
-        core.proved = change.base if core.live is not None else None  # None: somebody else has written since
+        state.proved = change.base if state.live is not None else None  # None: somebody else has written since
         return self._finish(change.txn, Verdict.ROLLED_BACK, why, tries, started)
 
-    def _restore_and_verify(self, change: _DeltaTransaction) -> str:
+    def _restore_and_verify(self, change: DeltaTransaction) -> str:
         """Roll back and judge. A rank that never began has nothing to give back, and may say so."""
-        core = self._core
-        replies = core.workers.replies(Op.ROLLBACK, TxnRef(txn=change.txn))
-        states = core.workers.ask(Op.STATUS, Status)
+        state = self._state
+        replies = state.workers.replies(Op.ROLLBACK, TxnRef(txn=change.txn))
+        statuses = state.workers.ask(Op.STATUS, Status)
         found = []
-        for reply, state, rank in zip(replies, states, change.ranks, strict=True):
-            untouched = not state.dirty and state.state not in (TxnState.BEGUN, TxnState.ROLLED_BACK)
+        for reply, status, rank in zip(replies, statuses, change.ranks, strict=True):
+            untouched = not status.dirty and status.state not in (TxnState.BEGUN, TxnState.ROLLED_BACK)
             if not reply.ok and not untouched:
                 return _failures([reply])
             found.append(calls.parse(reply.result, Sums) if reply.ok else rank.before)
-        return verify_sums.compare_written(core.placed, [rank.before for rank in change.ranks], found)
+        return verify_sums.compare_written(state.placed, [rank.before for rank in change.ranks], found)
 
     def _finish(self, txn: str, verdict: Verdict, why: str, tries: int, started: float) -> Swapped:
         """Clean on all ranks: back to the pause state from before, and the outcome is kept."""
-        core = self._core
-        self._begun, core.begun, self._loads = None, None, 0
-        core.paused_for = ""
-        core.note_external_writes()  # somebody may have written while it was begun: then nobody knows what is live now
-        if core.proved is None:
-            core.host.halt()
+        state = self._state
+        self._state.begun_record, state.begun, self._loads = None, None, 0
+        state.paused_for = ""
+        state.note_external_writes()  # somebody may have written while it was begun: then nobody knows what is live now
+        if state.proved is None:
+            state.host.halt()
         else:
-            core.host.restore(self._pause_state_before)
-        log.info("dcr: transaction %s %s; version %s", txn, verdict, core.proved)
-        return core.remember(
+            state.host.restore(self._pause_state_before)
+        log.info("dcr: transaction %s %s; version %s", txn, verdict, state.proved)
+        return state.remember(
             Swapped(
                 txn=txn,
                 verdict=verdict,
-                version=core.proved,
-                serving=core.host.running,
+                version=state.proved,
+                serving=state.host.running,
                 pause=time.monotonic() - started,
                 tries=tries,
                 reason=why,
@@ -379,53 +344,49 @@ class TransactionCoordinator:
     def load(self, call: messages.Load) -> Steps:
         """Write everything from files, as `_load` does."""
         start = Start(id=call.id, kind=JobKind.LOAD, files=call.files, vector=call.vector)
-        return self._load(_LoadTransaction(f"load-{call.id}", start, call.version, call.label))
+        return self._load(LoadTransaction(f"load-{call.id}", start, call.version, call.label))
 
-    def _load(self, load: _LoadTransaction) -> Steps:
+    def _load(self, load: LoadTransaction) -> Steps:
         """Write from files, sum everything, commit. Supersedes whatever is begun; goes forward only.
 
         Files that are damaged, or that this engine cannot hold, are refused with nothing paused or written. Weights
         that do not sum to the version after a complete load, and ranks that cannot even begin one while they are
         between versions, end the engine process the second time: there is nothing further to try (must E5).
         """
-        core, placement, start = self._core, self._core.placed, load.start
+        state, placement, start = self._state, self._state.placed, load.start
         vector = read_vector(start.vector, placement.layout)
         if start.files:
             check = msgspec.structs.replace(start, id=f"{start.id}-check", kind=JobKind.CHECK)
-            yield from core.job(check, calls.JobStatus)
+            yield from state.job(check, calls.JobStatus)
         txn, version, started = load.txn, load.version, time.monotonic()
-        between = core.begun is not None
+        between = state.begun is not None
         with self._paused("load") as (was, resting):
             if resting is not None:
                 yield resting
             self._forget_everywhere()
         self._pause_state_before = self._pause_state_before if between else was
-        self._begun, core.begun, core.proved, core.live = load, txn, None, None
-        if fault := _failures(core.workers.replies(Op.BEGIN, Begin(txn=txn, kind="load"))):
+        self._state.begun_record, state.begun, state.proved, state.live = load, txn, None, None
+        if fault := _failures(state.workers.replies(Op.BEGIN, Begin(txn=txn, kind="load"))):
             self._count_failed_load(f"a load of version {version} cannot begin: {fault}", give_up=between)
             raise EngineRefused(f"begin: {fault}", hint="attach again")
-        yield from core.job(start, calls.JobStatus)
-        live = yield from core.fingerprint(f"{start.id}-sums", placement)
+        yield from state.job(start, calls.JobStatus)
+        live = yield from state.fingerprint(f"{start.id}-sums", placement)
         if wrong := verify_sums.differing(placement, live.vector, vector):
             reason = f"the loaded weights are not version {version}: {shorten(wrong)}"
-            self._begun = None  # these files do not serve
+            self._state.begun_record = None  # these files do not serve
             self._count_failed_load(reason)
             return self._still_begun(txn, reason, 1, started)
-        if fault := _failures(core.workers.replies(Op.COMMIT, TxnRef(txn=txn))):
+        if fault := _failures(state.workers.replies(Op.COMMIT, TxnRef(txn=txn))):
             return self._still_begun(txn, f"commit: {fault}", 1, started)
-        core.accept(version, live)
-        core.host.label(load.label)
+        state.accept(version, live)
+        state.host.label(load.label)
         return self._finish(txn, Verdict.COMMITTED, "", 1, started)
 
     def _count_failed_load(self, reason: str, *, give_up: bool = True) -> None:
         """Count what only a new process can cure, and end this one when it has happened often enough (must E5)."""
         self._loads += give_up
         if self._loads >= TRIES:
-            self._core.host.end(f"{reason}, {self._loads} times")
-
-    def forget_begun(self) -> None:
-        """No rank has anything begun (any more): none ever did, or the core lost the last answer."""
-        self._begun = None
+            self._state.host.end(f"{reason}, {self._loads} times")
 
 
 def _files(hop: VersionDelta) -> calls.HopFiles:

@@ -56,7 +56,11 @@ def _starting_paused(run_busy_loop: Callable[[Any], Any]) -> Callable[[Any], Any
 def _guarded(resume_scheduler: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def resume(engine: Any) -> Any:
         core: Core | None = getattr(engine, "dcr", None)
-        reason = core.why_not_resume() if core else "this engine has no dcr core (in-process engines are not supported)"
+        reason = (
+            core.state.why_not_resume()
+            if core
+            else "this engine has no dcr core (in-process engines are not supported)"
+        )
         if reason:
             raise RuntimeError(f"dcr: resume refused: {reason}")
         return resume_scheduler(engine)
@@ -110,7 +114,7 @@ def _detecting_writes(collective_rpc: Callable[..., Any], core: Core) -> Callabl
             return collective_rpc(method, *args, **kwargs)
         finally:
             if method in calls.WRITERS:
-                core.poll_external_writes()
+                core.state.poll_external_writes()
 
     return call
 

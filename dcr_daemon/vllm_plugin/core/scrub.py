@@ -18,8 +18,8 @@ from dcr_daemon.engine.port import Difference, Scrubbed
 from dcr_daemon.errors import EngineRefused
 from dcr_daemon.vllm_plugin.calls import FingerprintRank, JobKind, Start
 from dcr_daemon.vllm_plugin.core import verify_sums
-from dcr_daemon.vllm_plugin.core.engine_core import Core
 from dcr_daemon.vllm_plugin.core.operations import JobSteps, Steps
+from dcr_daemon.vllm_plugin.core.state import EngineState
 from dcr_daemon.wording import shorten
 
 BATCH = 256 << 20  #: bytes of one job at most, if it has more than one tensor
@@ -30,10 +30,10 @@ LEG = 30.0  #: seconds of one call, about
 class ScrubPass:
     """One call. `so_far` may be asked for at any time, also after its steps were closed."""
 
-    def __init__(self, core: Core, call: messages.Scrub) -> None:
-        self._core = core
+    def __init__(self, state: EngineState, call: messages.Scrub) -> None:
+        self._state = state
         self._call = call
-        self._version = core.proved
+        self._version = state.proved
         self._at = call.first
         self._tensors = self._bytes = self._jobs = 0
         self._done = False
@@ -49,10 +49,10 @@ class ScrubPass:
 
     def steps(self) -> Steps:
         """Raises `EngineRefused` if the engine is at no known version, or somebody else writes meanwhile."""
-        core, began = self._core, time.monotonic()
+        state, began = self._state, time.monotonic()
         while self._tensors == 0 or time.monotonic() - began < LEG:
-            placement, live = core.require_live()
-            if core.proved is None:
+            placement, live = state.require_live()
+            if state.proved is None:
                 raise EngineRefused("the engine is at no known version", hint="prove it, or load an anchor")
             batch = self._batch(placement)
             if not batch:
@@ -60,7 +60,7 @@ class ScrubPass:
                 break
             if differing := (yield from self._look(placement, live, batch)):
                 self._done = True
-                core.unprove(f"the live weights changed by themselves: {_described(differing)}")
+                state.unprove(f"the live weights changed by themselves: {_described(differing)}")
                 return self.so_far(differing)
             self._at = batch.stop
         return self.so_far()
@@ -93,9 +93,9 @@ class ScrubPass:
         job = f"{self._call.id}-{self._jobs}"
         start = Start(id=job, kind=JobKind.SCRUB, tensors=(batch.start, batch.stop), rate=self._call.rate)
         try:
-            return (yield from self._core.job(start, FingerprintRank))
+            return (yield from self._state.job(start, FingerprintRank))
         except EngineRefused:
-            self._core.require_live()  # says so if somebody else's write has ended the job
+            self._state.require_live()  # says so if somebody else's write has ended the job
             raise
 
 

@@ -14,6 +14,7 @@ from dcr_daemon.vllm_plugin.calls import Op, TxnRef, TxnState
 from dcr_daemon.vllm_plugin.core import coordinator, engine_core, verify_sums
 from dcr_daemon.vllm_plugin.core.coordinator import TransactionCoordinator
 from dcr_daemon.vllm_plugin.core.engine_core import Core
+from dcr_daemon.vllm_plugin.core.state import EngineState
 from dcr_daemon.vllm_plugin.weights.memory import ValueSet
 from dcr_daemon.vllm_plugin.worker.session import WorkerSession
 from dcr_daemon.vllm_plugin.worker.transaction import Transaction
@@ -25,8 +26,8 @@ def anybody_may_resume(put: Put) -> None:
     right = TransactionCoordinator._still_begun
 
     def still_begun(self: TransactionCoordinator, *arguments: Any) -> Any:
-        self._core.paused_for = ""
-        self._core.host.paused = "no"  # type: ignore[attr-defined]
+        self._state.paused_for = ""
+        self._state.host.paused = "no"  # type: ignore[attr-defined]
         return right(self, *arguments)
 
     put(TransactionCoordinator, "_still_begun", still_begun)
@@ -37,7 +38,7 @@ def born_running(put: Put) -> None:
     """An engine takes requests before anybody has looked at its weights."""
 
     def start_paused(self: Core) -> None:
-        self.workers.ask(engine_core.Op.HELLO, engine_core.calls.Status)
+        self.state.workers.ask(engine_core.Op.HELLO, engine_core.calls.Status)
 
     put(Core, "start_paused", start_paused)
 
@@ -79,7 +80,7 @@ def nobody_looks_after_the_write(put: Put) -> None:
     put(
         TransactionCoordinator,
         "_apply_and_verify",
-        lambda self, change: self._core.workers.replies(Op.APPLY, TxnRef(txn=change.txn)) and "",
+        lambda self, change: self._state.workers.replies(Op.APPLY, TxnRef(txn=change.txn)) and "",
     )
 
 
@@ -91,7 +92,7 @@ def failed_change_raises_the_version(put: Put) -> None:
     def roll_back(self: TransactionCoordinator, change: Any, *arguments: Any) -> Any:
         ended = right(self, change, *arguments)
         if ended.verdict is Verdict.ROLLED_BACK:
-            self._core.proved = change.version
+            self._state.proved = change.version
         return ended
 
     put(TransactionCoordinator, "_roll_back", roll_back)
@@ -114,26 +115,26 @@ def old_values_are_not_kept(put: Put) -> None:
 )
 def begun_is_forgotten_at_attach(put: Put) -> None:
     """The next owner finds a change that was begun, and goes on as if the weights were what they summed to before."""
-    right_attach, right_sum = WorkerSession.attach, Core.fingerprint
+    right_attach, right_sum = WorkerSession.attach, EngineState.fingerprint
 
     def attach(self: WorkerSession, token: int, arg: Any) -> Any:
         self._state, self.dirty, self._txn, self._txn_id = TxnState.NONE, False, None, None
         return right_attach(self, token, arg)
 
-    def fingerprint(self: Core, job_id: str, placement: Any) -> Any:
+    def fingerprint(self: EngineState, job_id: str, placement: Any) -> Any:
         live = self.live
         if live is None:
             live = yield from right_sum(self, job_id, placement)
         return live
 
     put(WorkerSession, "attach", attach)
-    put(Core, "fingerprint", fingerprint)
+    put(EngineState, "fingerprint", fingerprint)
 
 
 @bug("E6", "two_subscribers", "subscriber_dies")
 def prepared_outlives_its_base(put: Put) -> None:
     """What was prepared once may be swapped in later, whatever the weights are by then."""
-    put(TransactionCoordinator, "forget_prepared", lambda self: None)
+    put(EngineState, "forget_prepared", lambda self: None)
     put(WorkerSession, "_forget", lambda self: None)
 
 
@@ -158,7 +159,7 @@ def change_is_applied_as_a_difference(put: Put) -> None:
 @bug("F1 (elsewhere: a reload brought back cached weights)", "foreign_write")
 def foreign_writes_are_not_noticed(put: Put) -> None:
     """Somebody reloads other weights, and the engine goes on as if they were its own."""
-    put(Core, "note_external_writes", lambda self: None)
+    put(EngineState, "note_external_writes", lambda self: None)
     put(WorkerSession, "note_external_write", lambda self, name: None)
 
 

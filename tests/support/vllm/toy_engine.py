@@ -152,7 +152,7 @@ class ToyEngine:
         self.wire = ToyTransport(self.workers)
         self.host = ToyHost()
         self.core = Core(self.host, WorkerGroup(self.wire), Settings(stage_cap=cap))
-        self.host.guard = self.core.why_not_resume
+        self.host.guard = self.core.state.why_not_resume
         self.core.start_paused()
         self.owner = {"token": 0, "incarnation": ""}
         self._calls = 0

@@ -78,7 +78,7 @@ class ToyServer:
 
     @property
     def proved(self) -> int | None:
-        return self.engine.core.proved if self.engine else None
+        return self.engine.core.state.proved if self.engine else None
 
     def holds(self, version: int) -> bool:
         """Every byte of every rank is that of a fresh load of the version."""
