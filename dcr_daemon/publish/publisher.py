@@ -24,9 +24,8 @@ from dcr_daemon.errors import DcrError, Fenced, StoreUnavailable, UsageError
 from dcr_daemon.events import Degraded, Emit, Retrying, Rounded, Waiting
 from dcr_daemon.publish.event_log import EventLog
 from dcr_daemon.publish.group import update_steps
-from dcr_daemon.publish.group.leader import CLOSE_PATIENCE, Leader
-from dcr_daemon.publish.group.member import Member
-from dcr_daemon.publish.group.opening import open_leader, open_member
+from dcr_daemon.publish.group.coordinator import CLOSE_PATIENCE, Coordinator
+from dcr_daemon.publish.group.opening import open_coordinator
 from dcr_daemon.publish.group.projected import Projected, Trainer
 from dcr_daemon.publish.inputs.sources import Source, TensorSource, synchronize_sources
 from dcr_daemon.publish.inputs.tensors import as_stream, as_table, check_kind, needs_projection
@@ -128,26 +127,23 @@ class Publisher:
         self._projected: Projected | None = None
         self._calls = 0
         self._emit = EventLog() if emit is None else emit
-        self._update: Update | None = None
-        self._unknown: Update | None = None
-        self._behind: Future[None] | None = None
+        self._update: Update | None = None  #: of the call before, until its error was raised
+        self._background: Future[None] | None = None  #: what runs behind that call
         self._sealing: asyncio.Task[Any] | None = None
         self._idle_checks: asyncio.Task[None] | None = None
-        self._told: set[tuple[str, str]] = set()
+        self._rounded: set[tuple[str, str]] = set()  #: pairs of dtypes of which an event was emitted
         self._loop: LoopThread | None = LoopThread("dcr-publisher")
 
-        async def open_all() -> tuple[Store, Leader | Member]:
+        async def open_all() -> tuple[Store, Coordinator]:
             store = await open_store(stream, endpoint_url=endpoint_url, region=region, profile=profile, emit=self._emit)
             try:
-                if self._rank.leads:
-                    return store, await open_leader(self._options, store, self._emit, self._rank)
-                return store, await open_member(self._options, store, self._emit, self._rank)
+                return store, await open_coordinator(self._options, store, self._emit, self._rank)
             except BaseException:
                 await store.close()
                 raise
 
         try:
-            self._store, self._session = self._loop.call(open_all())
+            self._store, self._coordinator = self._loop.call(open_all())
             self._loop.call(self._start_idle_checks())
         except BaseException:
             self._loop.close()
@@ -156,7 +152,7 @@ class Publisher:
     @property
     def version(self) -> int:
         """The newest version that this publisher knows to be sealed."""
-        return self._session.head
+        return self._coordinator.head
 
     def publish(
         self,
@@ -184,80 +180,73 @@ class Publisher:
         try:
             check_kind(weights)
             step, data = checked_step(step), checked_metadata(metadata)
-            self._session.start_lag_timer()
-            self._wait_behind()
+            self._coordinator.start_lag_timer()
+            self._wait_background()
             self._running.call(self._stop_idle_checks())
-            self._settle_unknown()
+            self._running.call(self._coordinator.abort_unless_sealed("the next update began"))
         except Exception as error:
             self._skip(error)
             raise
-        session = self._session
-        if isinstance(session, Leader) and not self._in_shards(weights, session):
-            attempt = self._publish_whole(session, weights, step)
-        else:
-            attempt = self._publish_shards(weights, step)
-        self._update = update = Update(attempt.version, lambda: self._loop is None or self._loop.here)
-        self._behind = self._running.start(self._complete(attempt, update, data))
-        self._behind.add_done_callback(update.ended)
+        attempt = (
+            self._publish_shards(weights, step) if self._in_shards(weights) else self._publish_whole(weights, step)
+        )
+        self._update = update = Update(attempt.fate, lambda: self._loop is None or self._loop.here)
+        self._background = self._running.start(self._complete(attempt, data))
+        self._background.add_done_callback(update.background_ended)
         return update
 
     def _skip(self, error: Exception) -> None:
-        """This call comes to nothing before it began: other ranks must not wait for it."""
+        """This call has failed before it opened an attempt: other ranks must not wait for it (must P2)."""
         with contextlib.suppress(DcrError):
-            self._running.call(self._session.skip(call=self._calls, reason=f"{type(error).__name__}: {error}"))
+            self._running.call(self._coordinator.skip(call=self._calls, reason=f"{type(error).__name__}: {error}"))
 
-    def _in_shards(self, weights: Any, session: Leader) -> bool:
+    def _in_shards(self, weights: Any) -> bool:
         """Whether these weights have to be projected: there are several ranks, or names are not the checkpoint's."""
         if self._rank.world > 1 or self._trainer.says or self._projected:
             return True
-        return needs_projection(weights, session.layout)
+        return needs_projection(weights, self._coordinator.layout)
 
     def _publish_shards(self, weights: Any, step: int | None) -> Attempt:
         """Project what this rank holds."""
-        session = self._session
+        coordinator = self._coordinator
         projected = self._projected = self._projected or Projected(
-            self._trainer, self._rank, session.layout, self._options.ignore, block_bytes(self._options.chunk_bytes),
+            self._trainer, self._rank, coordinator.layout, self._options.ignore, block_bytes(self._options.chunk_bytes),
             self._emit,
         )  # fmt: skip
         try:
-            steps = update_steps.steps(session, projected, weights, step=step, call=self._calls)
+            steps = update_steps.steps(coordinator, projected, weights, step=step, call=self._calls)
             return update_steps.drive(steps, self._running.call)
         except BaseException as error:
             self._abort(error)
             raise
 
-    def _publish_whole(self, session: Leader, weights: Any, step: int | None) -> Attempt:
-        intake = UpdateValidator(
-            f"step {step}" if step is not None else "the update", session.layout, self._options.ignore
-        )
-        table = as_table(weights, session.layout)
+    def _publish_whole(self, weights: Any, step: int | None) -> Attempt:
+        layout = self._coordinator.layout
+        intake = UpdateValidator(f"step {step}" if step is not None else "the update", layout, self._options.ignore)
+        table = as_table(weights, layout)
         if table is not None:
-            attempt = self._diff_table(session, table, intake, step)
+            attempt = self._diff_table(table, intake, step)
         else:
-            attempt = self._diff_stream(session, as_stream(weights, session.layout), intake, step)
+            attempt = self._diff_stream(as_stream(weights, layout), intake, step)
         self._tell_rounded(intake)
         return attempt
 
-    def _diff_table(
-        self, session: Leader, table: list[TensorSource], intake: UpdateValidator, step: int | None
-    ) -> Attempt:
+    def _diff_table(self, table: list[TensorSource], intake: UpdateValidator, step: int | None) -> Attempt:
         """Everything is at hand: judge it before an attempt is opened."""
         synchronize_sources(table)
         inputs = {index: source for source in table if (index := intake.accept(source.given, source)) is not None}
-        layout = session.layout
+        layout = self._coordinator.layout
         intake.finish(
             lambda i, start, count: inputs[i].read(start, count, layout[i].dtype),
             lambda extra, i: i in inputs and isinstance(extra, TensorSource) and extra.aliases(inputs[i]),
         )
-        attempt = self._running.call(session.begin(step=step, call=self._calls))
+        attempt = self._running.call(self._coordinator.begin(step=step, call=self._calls))
         self._guard(attempt, self._diff_all(attempt, ((i, source.contiguous()) for i, source in inputs.items())))
         return attempt
 
-    def _diff_stream(
-        self, session: Leader, stream: Iterable[TensorSource], intake: UpdateValidator, step: int | None
-    ) -> Attempt:
+    def _diff_stream(self, stream: Iterable[TensorSource], intake: UpdateValidator, step: int | None) -> Attempt:
         """Tensors come one by one: each is diffed before the next is asked for."""
-        attempt = self._running.call(session.begin(step=step, call=self._calls))
+        attempt = self._running.call(self._coordinator.begin(step=step, call=self._calls))
         try:
             for source in stream:
                 index = intake.accept(source.given, source)
@@ -265,7 +254,7 @@ class Publisher:
                 if index is not None:
                     synchronize_sources([source])
                     self._running.call(attempt.diff([(index, source.contiguous())]))
-            intake.finish(session.read)
+            intake.finish(self._coordinator.read)
         except BaseException as error:
             self._abort(error)
             raise
@@ -285,26 +274,26 @@ class Publisher:
 
     def _abort(self, error: BaseException) -> None:
         """The update failed: abort and undo now if the bucket answers, else before the next one begins."""
-        patience = None if isinstance(error, Exception) else CLOSE_PATIENCE  # somebody wants to be out of here
+        patience = None if isinstance(error, Exception) else CLOSE_PATIENCE  # Ctrl-C or an exit: end soon
         try:
-            self._running.call(self._session.settle(f"{type(error).__name__}: {error}", patience=patience))
+            self._running.call(self._coordinator.abort_unless_sealed(error, patience=patience))
         except Fenced:
             if isinstance(error, DcrError):
                 raise
         except DcrError as later:
             self._emit(Retrying(what=f"the abort, before the next update begins: {later.message}"))
 
-    async def _complete(self, attempt: Attempt, update: Update, metadata: dict[str, Any]) -> None:
-        """Behind `publish`: seal, then an anchor if one is due."""
+    async def _complete(self, attempt: Attempt, metadata: dict[str, Any]) -> None:
+        """Behind `publish`: seal, then an anchor if one is due. The attempt's fate has the outcome."""
         self._sealing = asyncio.current_task()
         try:
-            sealed = await self._session.seal(attempt, metadata=metadata)
+            await self._coordinator.seal(attempt, metadata=metadata)
         except DcrError as error:
-            await self._settle_failed(update, error)
+            with contextlib.suppress(DcrError):  # the ledger alone says whether this is a failure (must L1)
+                await self._coordinator.abort_unless_sealed(error)
         else:
-            update.found(sealed)
             try:
-                await self._session.anchor_if_due()
+                await self._coordinator.anchor_if_due()
             except StoreUnavailable as error:
                 self._emit(
                     Degraded(
@@ -313,25 +302,6 @@ class Publisher:
                 )
         await self._start_idle_checks()
 
-    async def _settle_failed(self, update: Update, error: DcrError) -> None:
-        """Tell a failure only when the ledger says that it is one (must L1)."""
-        sealed = None
-        try:
-            sealed = await self._session.settle(f"{type(error).__name__}: {error}")
-        except Fenced as fenced:
-            error = fenced
-        except DcrError:
-            if self._session.in_doubt(update.version):
-                self._unknown = update
-                error = type(error)(
-                    f"whether version {update.version} exists is not known: {error.message}",
-                    hint="the next publish finds out before it begins; nothing is lost",
-                )
-        if sealed:
-            update.found(sealed)
-        else:
-            update.failed(error)
-
     async def _start_idle_checks(self) -> None:
         self._idle_checks = asyncio.create_task(self._run_idle_checks())
 
@@ -339,8 +309,8 @@ class Publisher:
         """Until the next update begins, or until there is something that only the next update can deal with."""
         try:
             while True:
-                await self._session.run_idle_checks()
-                await self._session.repair()
+                await self._coordinator.run_idle_checks()
+                await self._coordinator.repair()
         except Fenced:
             pass  # said by an event; the next call raises it
         except DcrError as error:
@@ -354,23 +324,16 @@ class Publisher:
             if not ended.cancelled() and (error := ended.exception()):
                 raise error
 
-    def _settle_unknown(self) -> None:
-        """Learn the fate of an update that nobody could tell so far."""
-        if self._unknown:
-            if sealed := self._running.call(self._session.settle("the next update began")):
-                self._unknown.found(sealed)
-            self._unknown = None
-
-    def _wait_behind(self, timeout: float | None = None) -> None:
-        """Wait for the fate of the update before, and raise what nobody was told yet."""
-        if self._behind:
-            behind, update = self._behind, self._update
-            if not behind.done() and update:
+    def _wait_background(self, timeout: float | None = None) -> None:
+        """Wait for the fate of the call before, and raise its error unless it was raised."""
+        if self._background:
+            background, update = self._background, self._update
+            if not background.done() and update:
                 self._running.start(self._say(f"version {update.version}: its seal, or the anchor after it"))
-            error = behind.exception(timeout)
-            self._behind = self._update = None
+            error = background.exception(timeout)
+            self._background = self._update = None
             if update:
-                update.raise_untold()
+                update.raise_once()
             if error:
                 raise error
 
@@ -379,8 +342,8 @@ class Publisher:
 
     def _tell_rounded(self, intake: UpdateValidator) -> None:
         for (given, canonical), tensors in intake.rounded.items():
-            if (given, canonical) not in self._told:
-                self._told.add((given, canonical))
+            if (given, canonical) not in self._rounded:
+                self._rounded.add((given, canonical))
                 self._emit(Rounded(tensors=tensors, given=given, canonical=canonical))
 
     @property
@@ -408,9 +371,9 @@ class Publisher:
         if self._loop is None or not self._loop.here:
             return
         try:
-            self._session.start_lag_timer()
+            self._coordinator.start_lag_timer()
             with contextlib.suppress(TimeoutError):
-                self._wait_behind(timeout)
+                self._wait_background(timeout)
         finally:
             loop, self._loop = self._loop, None
             try:
@@ -419,7 +382,7 @@ class Publisher:
                 loop.close()
 
     async def _close_all(self) -> None:
-        """What is still under way ends first: a session is used by one task at a time."""
+        """What is still under way ends first: a coordinator is used by one task at a time."""
         try:
             if self._sealing:
                 self._sealing.cancel()
@@ -427,7 +390,7 @@ class Publisher:
             await self._stop_idle_checks()
         finally:
             try:
-                await self._session.close()
+                await self._coordinator.close()
             finally:
                 await self._store.close()
 

@@ -24,7 +24,7 @@ async def life(world: SmallWorld, store: SpoiltStore, versions: list[int], **mor
             assert await world.proved(session)
             await session.anchor_if_due()
         await world.diff(session, world.draw(99))
-        await session.settle("given up")
+        await session.abort_unless_sealed("given up")
         assert await world.proved(session)
         await session.close()
     except BaseException:

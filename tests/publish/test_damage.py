@@ -70,7 +70,7 @@ def test_a_scrub_of_a_sound_baseline_finds_nothing_whatever_was_published_or_und
         for seed in range(1, 6):
             await world.publish(session, world.draw(seed))
             await world.diff(session, world.draw(90 + seed))
-            await session.settle("given up")
+            await session.abort_unless_sealed("given up")
             assert all([await session.context.baseline.intact(n) for n in range(len(session.context.baseline.blocks))])
         await session.close()
         assert alarms(world) == []
@@ -134,7 +134,7 @@ def test_an_abort_finds_damage_by_the_fingerprint_and_rebuilds(small_world: Smal
         await world.publish(session, world.draw(1))
         session.context.baseline[0][7] ^= 0x40
         await world.diff(session, world.draw(2))
-        await session.settle("given up")
+        await session.abort_unless_sealed("given up")
         assert alarms(world) == ["P7"]
         assert session.context.baseline.version is None
         await world.publish(session, world.draw(3))

@@ -50,11 +50,11 @@ async def start(world: PublishWorld, store: MemoryStore, state: Path) -> int:
     store.requests.clear()
     options = PublishOptions(state=state, name="trainer", workers=1)
     session = await open_leader(options, store, world.events)
-    await read_published(session.ledger, session.state.path / "published.json", world.root / "watched")
+    await read_published(session.ledger, session.context.state.path / "published.json", world.root / "watched")
     await session.begin()
     asked = sum(store.requests.values())
     assert session.head == HEAD
-    await session.settle("test")
+    await session.abort_unless_sealed("test")
     await session.close()
     return asked
 

@@ -51,7 +51,7 @@ def test_a_model_in_training_is_published_step_by_step(world: PublishWorld) -> N
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     wanted = []
     with publisher(world, base=world.root / "qwen") as target:
-        names = [spec.name for spec in target._session.layout]
+        names = [spec.name for spec in target._coordinator.layout]
         assert "lm_head.weight" not in names
         base = bits_of(model, names)
         for step in range(3):
@@ -347,7 +347,7 @@ def test_a_failure_is_told_only_when_it_is_one(
 
     monkeypatch.setattr(module, "open_store", open_store)
     monkeypatch.setattr(ledger_module, "TRIES", 2)
-    monkeypatch.setattr(session_module, "SETTLE_PAUSE", 0.01)
+    monkeypatch.setattr(session_module, "RESOLVE_PAUSE", 0.01)
     weights = [step_weights(world.weights, seed=n) for n in range(2)]
     with publisher(world, patience=0.1) as target:
         first = target.publish(world.tensors(weights[0]))
@@ -468,11 +468,12 @@ def test_a_publisher_without_its_state_is_told_about_names(world: PublishWorld) 
 
 def test_a_fork_does_not_wait_for_a_fate_that_nobody_will_tell_it(world: PublishWorld) -> None:
     """Data loaders fork in the middle of an update; the copy of it in the child is never told anything."""
+    from dcr_daemon.publish.version.fate import AttemptFate
     from dcr_daemon.publish.version.update import Update
 
-    parent = os.getpid()
-    told, untold = Update(1, lambda: os.getpid() == parent), Update(2, lambda: os.getpid() == parent)
-    told.failed(StoreUnavailable("down"))
+    parent, failed = os.getpid(), AttemptFate(1)
+    told, untold = (Update(fate, lambda: os.getpid() == parent) for fate in (failed, AttemptFate(2)))
+    failed.set_aborted(StoreUnavailable("down"))
     child = os.fork()
     if child == 0:
         signal.alarm(60)

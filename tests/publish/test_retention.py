@@ -113,7 +113,7 @@ def test_what_a_dead_publisher_left_goes_with_the_first_seal_of_the_next(world: 
         place = names.anchor(0, session.ledger.tip.seq)
         await session.ledger.store.create(f"{place}model.safetensors", b"half an anchor")
         await session.ledger.store.create("probe/0123abcd/twice", b"?")
-        session.state.close()  # no close of the session: it was killed
+        session.context.state.close()  # no close of the session: it was killed
 
     async def go_on() -> None:
         session = await opened(world)

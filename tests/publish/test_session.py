@@ -107,7 +107,7 @@ def test_an_abort_brings_the_baseline_back_exactly(world: PublishWorld, codec: s
             assert not np.array_equal(await baseline.fingerprint(), before)
             if finished:
                 await attempt.upload(1.0)
-            await session.settle("test")
+            await session.abort_unless_sealed("test")
             assert baseline.version == 0
             assert np.array_equal(await baseline.fingerprint(), before)
             assert np.array_equal(baseline.vector, before)
@@ -288,7 +288,7 @@ def test_a_second_publisher_waits_for_release_or_takes_over(world: PublishWorld)
         with pytest.raises(Fenced):
             await first.seal(attempt)
         with pytest.raises(Fenced):
-            await first.settle("fenced")
+            await first.abort_unless_sealed("fenced")
         assert np.array_equal(await first.context.baseline.fingerprint(), before)
         await publish(second, two, world)
         await first.close()
@@ -307,7 +307,7 @@ def test_a_crashed_publisher_claims_again_under_its_name_and_voids_its_attempt(w
     async def run() -> None:
         first = await opened(world)
         await diff(first, make_weights(world.layout, seed=3), world)
-        first.state.close()  # what the kernel does for a process that is killed
+        first.context.state.close()  # what the kernel does for a process that is killed
         second = await opened(world)
         assert second.head == 0
         await publish(second, one, world)
@@ -383,7 +383,7 @@ def test_a_bucket_that_fails_for_a_while_costs_an_attempt_not_the_publisher(worl
         with pytest.raises(StoreUnavailable):
             await session.seal(attempt)
         with pytest.raises(StoreUnavailable):
-            await session.settle("the bucket is down")
+            await session.abort_unless_sealed("the bucket is down")
         with pytest.raises(StoreUnavailable):
             await session.begin()
         store.down = False
@@ -415,7 +415,7 @@ def test_a_full_disk_of_the_spool_ends_the_attempt_and_undoes_it(
         monkeypatch.setattr(session.context._spool, "_write", full)
         with pytest.raises(ResourceExhausted, match="no space"):
             await diff_into(attempt, session, make_weights(world.layout, seed=3), world)
-        await session.settle("disk full")
+        await session.abort_unless_sealed("disk full")
         assert session.context.baseline.version == 0
         assert np.array_equal(await session.context.baseline.fingerprint(), before)
         monkeypatch.undo()
@@ -442,7 +442,7 @@ def test_a_foreign_object_under_a_chunks_name_aborts_the_attempt(world: PublishW
         session = await opened(world, store)
         with pytest.raises(Corrupt, match="other bytes"):
             await publish(session, one, world)
-        await session.settle("squatted")
+        await session.abort_unless_sealed("squatted")
         store.squat = False
         await publish(session, one, world)
         await session.close()

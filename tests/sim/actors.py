@@ -159,7 +159,7 @@ class SimPublisher(Actor):
             await attempt.finish()
         except DcrError as error:
             with contextlib.suppress(StoreUnavailable):
-                await session.settle(f"{type(error).__name__}: {error}")
+                await session.abort_unless_sealed(error)
             if isinstance(error, Fenced):
                 raise
             return
@@ -178,7 +178,7 @@ class SimPublisher(Actor):
         if isinstance(error, Fenced):
             raise error
         try:
-            return await session.settle(str(error)) is not None
+            return await session.abort_unless_sealed(error) is not None
         except StoreUnavailable:
             return False
 

@@ -24,8 +24,8 @@ from dcr_daemon.events import Aborted, Committed, Event, Serving
 from dcr_daemon.ledger import records
 from dcr_daemon.ledger.fold import Tip, begin, fold
 from dcr_daemon.ledger.records import Anchor, AnyRecord, ObjectRef, Seal
+from dcr_daemon.publish.group.coordinator import Coordinator
 from dcr_daemon.publish.group.leader import Leader
-from dcr_daemon.publish.group.member import Member
 
 if TYPE_CHECKING:
     from sim.actors import Actor, Replica, SimPublisher
@@ -85,11 +85,12 @@ class Watch:
         if not same(bits, self.versions[head]):
             self.world.fail("baseline", f"{process} holds other weights than version {head}")
 
-    def holds(self, process: Process, session: Leader | Member, *, newest: bool) -> None:
+    def holds(self, process: Process, session: Coordinator, *, newest: bool) -> None:
         """A rank has nothing under way: what it keeps is its share of a version; of the newest that it has read, unless
         others may publish without it."""
         context = session.context
-        if context.attempt or not context.holds or session.in_doubt(session.head + 1):
+        answered = getattr(session, "_answered", None)  # a member's, from its open on
+        if context.attempt or not context.holds or session.ledger.undecided or answered:
             return
         baseline = context.baseline
         if baseline.version is None or baseline.unverified_base:

@@ -30,9 +30,8 @@ from dcr_daemon.events import Event, Sealed
 from dcr_daemon.projection.region_map import Map, shards_of
 from dcr_daemon.publish.baseline.baseline import Baseline
 from dcr_daemon.publish.group import update_steps
-from dcr_daemon.publish.group.leader import Leader
-from dcr_daemon.publish.group.member import Member
-from dcr_daemon.publish.group.opening import open_leader, open_member
+from dcr_daemon.publish.group.coordinator import Coordinator
+from dcr_daemon.publish.group.opening import open_coordinator
 from dcr_daemon.publish.group.projected import Projected
 from dcr_daemon.publish.group.projected import Trainer as Laid
 from dcr_daemon.publish.options import PublishOptions
@@ -142,7 +141,7 @@ class SimRank(Actor):
     def __init__(self, group: Group, of: Incarnation, number: int, machine: str) -> None:
         super().__init__(group.world, group.watch, f"rank{number}", machine)
         self.group, self.of, self.number = group, of, number
-        self.session: Leader | Member | None = None
+        self.session: Coordinator | None = None
         self.calls = self.failures = 0
         self.skipped: set[int] = set()  #: calls that its trainer leaves out
         self.broken: set[int] = set()  #: calls for which it has not all of its tensors
@@ -158,8 +157,7 @@ class SimRank(Actor):
         rank = Rank(self.of.id, self.number, self.of.ranks)
         store = SimStore(world, process, emit=emit)
         options = PublishOptions(**self.group.publish_options(self.machine))
-        opening = open_leader if rank.leads else open_member
-        session = self.session = await opening(options, store, emit, rank)
+        session = self.session = await open_coordinator(options, store, emit, rank)
         mapped, export = self.of.cut.map(self.number), self._export if self.of.cut.residual else None
         projected = Projected(
             Laid(mapped=mapped, export=export), rank, session.layout, (), block_bytes(CHUNK), emit
@@ -178,7 +176,7 @@ class SimRank(Actor):
         finally:
             await self._close(session)
 
-    async def _run_idle_checks(self, session: Leader | Member) -> None:
+    async def _run_idle_checks(self, session: Coordinator) -> None:
         """Between updates; what goes wrong is met again by the next one."""
         with contextlib.suppress(DcrError):
             if self._behind:
@@ -213,7 +211,7 @@ class SimRank(Actor):
     def _export(self, names: Sequence[str]) -> Iterable[tuple[str, Any]]:
         return ((name, _tensor(name, self._lanes)) for name in names)
 
-    async def _publish(self, process: Process, session: Leader | Member, projected: Projected) -> None:
+    async def _publish(self, process: Process, session: Coordinator, projected: Projected) -> None:
         """One call of `publish`; the seal goes on behind, as it does there."""
         call = self.calls
         try:
@@ -243,7 +241,7 @@ class SimRank(Actor):
             self.watch.gave(attempt.id, self._lanes)
         self._behind = asyncio.ensure_future(self._complete(process, session, attempt))
 
-    async def _complete(self, process: Process, session: Leader | Member, attempt: Attempt) -> None:
+    async def _complete(self, process: Process, session: Coordinator, attempt: Attempt) -> None:
         try:
             await session.seal(attempt, metadata={"n": self.calls})
         except DcrError as error:
@@ -264,15 +262,15 @@ class SimRank(Actor):
             self.world.note(f"no anchor: {error}", process)
         self._holds(process, session)
 
-    def _holds(self, process: Process, session: Leader | Member) -> None:
+    def _holds(self, process: Process, session: Coordinator) -> None:
         ours = self in self.group.ranks and not self.group.twins and not self.group.down
         self.watch.holds(process, session, newest=ours)
 
-    async def _settle(self, session: Leader | Member, error: DcrError) -> bool:
+    async def _settle(self, session: Coordinator, error: DcrError) -> bool:
         """Whether it was sealed after all; being fenced ends the trainer."""
         sealed = None
         try:
-            sealed = await session.settle(f"{type(error).__name__}: {error}")
+            sealed = await session.abort_unless_sealed(error)
         except Fenced:
             raise
         except DcrError as later:
@@ -294,7 +292,7 @@ class SimRank(Actor):
         if self.failures > TIRED:
             raise error
 
-    async def _close(self, session: Leader | Member) -> None:
+    async def _close(self, session: Coordinator) -> None:
         if self._behind:
             self._behind.cancel()
             await asyncio.wait([self._behind])

@@ -14,6 +14,7 @@ from dcr_daemon import runtime
 from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.blocks import BlockSet
+from dcr_daemon.checkpoint.directory import read_side_files
 from dcr_daemon.errors import UpdateAborted, UsageError
 from dcr_daemon.events import Aborted, Alarm, Emit, Sealed
 from dcr_daemon.ledger.ledger import Ledger
@@ -26,6 +27,7 @@ from dcr_daemon.publish.options import PublishOptions
 from dcr_daemon.publish.rank import Rank
 from dcr_daemon.publish.state import StateDirectory
 from dcr_daemon.publish.version.attempt import Attempt
+from dcr_daemon.publish.version.fate import Cause, reason_of
 from dcr_daemon.publish.version.spool import Spool
 from dcr_daemon.publish.version.uploads import Uploads
 from dcr_daemon.publish.version.versions import SealedVersion
@@ -53,7 +55,7 @@ class RankContext:
         emit: Emit,
     ) -> None:
         self.options, self.ledger, self.objects, self.layout, self.rank = options, ledger, objects, layout, rank
-        self.state, self.workers, self._emit = state, workers, emit
+        self.state, self.workers, self.emit = state, workers, emit
         self.attempt: Attempt | None = None
         self.owes_anchor = self.committed = False
         self._spool = Spool(state.spool, options.spool_memory, workers)
@@ -94,7 +96,7 @@ class RankContext:
             baseline = Baseline(self.state.path, blocks, self.ledger.stream.stream, self.workers)
         self._baseline = baseline
         self._restorer = Restorer(
-            self.ledger, self.objects, baseline, self.options.base, self.workers, self._emit
+            self.ledger, self.objects, baseline, self.options.base, self.workers, self.emit
         )  # fmt: skip
         self._scrub = Scrub(baseline, self.options.scrub_rate)
 
@@ -125,7 +127,7 @@ class RankContext:
         options = self.options
         uploads = Uploads(
             self.ledger.store, version=record.version, attempt=record.seq, backlog=options.upload_backlog,
-            concurrency=options.uploads, patience=options.patience, emit=self._emit,
+            concurrency=options.uploads, patience=options.patience, emit=self.emit,
         )  # fmt: skip
         self.attempt = Attempt(
             record, self.rank, self.baseline, self._spool, uploads, self.workers, options.codec, options.chunk_bytes
@@ -142,25 +144,33 @@ class RankContext:
         self.restorer.mismatches = 0
         runtime.failpoint("publish.baseline.committed")
         attempt.forget()
-        self._emit(
+        self.emit(
             Sealed(
                 version=seal.version, attempt=seal.attempt, step=seal.step, seq=seal.seq, changed=seal.changed,
                 elements=seal.elements, bytes=seal.bytes, dense_bytes=seal.dense_bytes,
                 seconds=runtime.monotonic() - attempt.started,
             )
         )  # fmt: skip
-        return SealedVersion.of(seal)
+        sealed = SealedVersion.of(seal)
+        attempt.fate.set_sealed(sealed)
+        return sealed
 
-    async def undo(self, reason: str) -> None:
-        """The attempt is known not to be a version, and never to become one."""
+    async def undo(self, cause: Cause, *, reason: str = "") -> None:
+        """The attempt is known not to be a version, and never to become one.
+
+        Args:
+            cause: why; its fate gets it.
+            reason: what the event says; by default the cause.
+        """
         attempt, self.attempt = self.attempt, None
         if attempt:
             if not await attempt.undo():
-                self._emit(
+                self.emit(
                     Alarm(must="P7", what=f"the undo of version {attempt.version} failed: the baseline is rebuilt")
                 )
             runtime.failpoint("publish.baseline.undone")
-            self._emit(Aborted(version=attempt.version, attempt=attempt.id, reason=reason))
+            self.emit(Aborted(version=attempt.version, attempt=attempt.id, reason=reason or reason_of(cause)))
+            attempt.fate.set_aborted(cause)
 
     def mark_suspect(self) -> None:
         """What the ranks hold does not add up: the baseline is built anew, from the bucket and not from its cache."""
@@ -170,7 +180,7 @@ class RankContext:
     def damaged(self, where: str) -> None:
         """The baseline is not what it should be: rebuilt before anything is diffed from it, and anchored (must P4)."""
         version = self.ledger.state.seal.version
-        self._emit(Alarm(must="P4", what=f"the baseline of version {version} is damaged {where}; rebuilding"))
+        self.emit(Alarm(must="P4", what=f"the baseline of version {version} is damaged {where}; rebuilding"))
         self.baseline.invalidate()
         self.owes_anchor = True
 
@@ -181,6 +191,13 @@ class RankContext:
                 return
             self.damaged("before an anchor")
         await self.restorer.restore()
+
+    async def side_files(self) -> dict[str, bytes]:
+        """Side files for an anchor: the base's, else those of the anchor before."""
+        base = self.options.base
+        if base and base.is_dir():
+            return read_side_files(base)
+        return await self.restorer.side_files()
 
     @property
     def _scrub_due(self) -> float:

@@ -22,10 +22,10 @@ from dcr_daemon.ledger.records import Abort, AnyRecord, Epoch, Fail, Open, Relea
 from dcr_daemon.publish.group.anchors import write_share
 from dcr_daemon.publish.group.collect import read_listed
 from dcr_daemon.publish.group.context import RankContext
-from dcr_daemon.publish.group.leader import CLOSE_PATIENCE
-from dcr_daemon.publish.options import PublishOptions
+from dcr_daemon.publish.group.coordinator import CLOSE_PATIENCE, Coordinator, Judge
 from dcr_daemon.publish.timeouts import with_timeout
 from dcr_daemon.publish.version.attempt import Attempt, put
+from dcr_daemon.publish.version.fate import Cause, reason_of
 from dcr_daemon.publish.version.versions import SealedVersion
 from dcr_daemon.store.poller import Poller
 
@@ -37,12 +37,12 @@ CATCH_UP = 64  #: records read back at the start
 _FIRST, _LAST = 0.05, 1.0  #: seconds between two looks at the ledger
 
 
-class Member:
-    """Made by `open_member`. Used by one task at a time; it has the surface of `Leader`."""
+class Member(Coordinator):
+    """Made by `opening.open_member`."""
 
-    def __init__(self, options: PublishOptions, context: RankContext, emit: Emit) -> None:
+    def __init__(self, context: RankContext, emit: Emit) -> None:
         self.context, self.ledger, self.layout = context, context.ledger, context.layout
-        self._options, self._emit = options, emit
+        self._options, self._emit = context.options, emit
         self._records = context.ledger.follow()
         self._call = 0
         self._epoch: int | None = None  #: of rank 0 of this group, known from its first open
@@ -52,26 +52,10 @@ class Member:
         self._answered: Open | None = None
         self._fates: dict[int, Seal | Abort] = {}  #: of what is answered, and of what was opened last
         self._failed = 0  #: the newest attempt that was told to fail; the reason told first stands
-        self._sharing: Seal | None = None
-
-    @property
-    def head(self) -> int:
-        """The newest sealed version, as far as the ledger was read."""
-        return self.ledger.state.seal.version
+        self._to_anchor: Seal | None = None
 
     async def open(self, *, step: int | None = None, call: int | None = None) -> Open:
-        """Wait for rank 0 to open this call of `publish`.
-
-        Args:
-            call: its number (must P2); one more than the last by default.
-
-        Raises:
-            Fenced: another publisher, or another start of this group, owns the stream.
-            UpdateAborted: rank 0 gave this call up, or is in a later one.
-            StoreUnavailable: nothing moved for as long as the patience lasts.
-            UsageError: rank 0 publishes another step.
-        """
-        await self.settle("the next update began")
+        await self.abort_unless_sealed("the next update began")
         self._call = self._call + 1 if call is None else call
         if self.context.holds:
             with contextlib.suppress(DcrError):  # `start` meets it again, when rank 0 can be told
@@ -98,14 +82,12 @@ class Member:
         return opened
 
     async def start(self, record: Open) -> Attempt:
-        """Begin to diff, from exactly the base of what rank 0 opened (must P3)."""
         self._check_open(record)
         attempt = await self.context.start(record)
         self._emit(Opened(version=record.version, attempt=record.seq, step=record.step))
         return attempt
 
-    async def agree(self, record: Open, round_: int, declared: bytes, judge: Callable[[list[bytes]], bytes]) -> bytes:
-        """Declare what this rank holds, and wait for rank 0's verdict."""
+    async def agree(self, record: Open, round_: int, declared: bytes, judge: Judge) -> bytes:
         rank, store, limit = self.context.rank, self.ledger.store, self._options.declaration_limit
         key = names.declaration(record.version, record.seq, record.group, rank.number, rank.nonce, round_)
         await put(store, key, declared, self._options.patience)
@@ -132,22 +114,26 @@ class Member:
             raise UpdateAborted(f"rank 0 gave the update up: {fate.reason}")
         self._check_ours()
 
-    async def seal(self, attempt: Attempt, *, metadata: dict[str, Any] | None = None) -> SealedVersion:
-        """Put this rank's part, and wait for the fate. `metadata` is rank 0's to give.
-
-        Raises:
-            UpdateAborted: the version was given up; the baseline is what it was.
-            Fenced, StoreUnavailable: as `open`.
-        """
+    async def seal(
+        self,
+        attempt: Attempt,
+        *,
+        source: dict[str, Any] | None = None,
+        metadata: dict[str, Any] | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> SealedVersion:
+        check()
         await attempt.upload(self._options.patience, anchor=self.context.owes_anchor)
         runtime.failpoint("publish.uploaded")
         fate = await self._fate(attempt.record)
         if isinstance(fate, Seal):
             return await self._commit(attempt, fate)
-        await self._undo(fate)
+        reason = fate.reason if fate else "rank 0 ended"
+        error: DcrError = UpdateAborted(f"version {attempt.version} was given up: {reason}")
         if fate is None or self._ousted:
-            self._check_ours()
-        raise UpdateAborted(f"version {attempt.version} was given up: {fate.reason if fate else 'rank 0 ended'}")
+            error = self._why_not_ours() or error
+        await self._undo(fate, error)
+        raise error
 
     async def _fate(self, record: Open) -> Seal | Abort | None:
         """What became of an attempt; None if a newer claim or a release voided it."""
@@ -167,49 +153,48 @@ class Member:
         rank = self.context.rank
         part = names.part(seal.version, seal.attempt, rank.group, rank.number, rank.nonce)
         if all(ref.key != part for ref in seal.parts):
-            await self._undo(None)
-            self.context.baseline.invalidate()
-            raise Corrupt(
+            error = Corrupt(
                 f"version {seal.version} was sealed with the part of another process that is {rank}",
                 hint="end all processes of the group and start it anew",
             )
+            await self._undo(None, error)
+            self.context.baseline.invalidate()
+            raise error
         self._answered = None
-        self._sharing = seal if seal.anchor else None
+        self._to_anchor = seal if seal.anchor else None
         if seal.anchor:
             self.context.owes_anchor = False
         return self.context.commit(seal)
 
-    async def _undo(self, fate: Abort | None) -> None:
+    async def _undo(self, fate: Abort | None, cause: Cause) -> None:
         self._answered = None
-        await self.context.undo(fate.reason if fate else "rank 0 ended, or was fenced")
+        await self.context.undo(cause, reason=fate.reason if fate else "rank 0 ended, or was fenced")
         if fate and fate.rebuild and self.context.holds:
             self.context.mark_suspect()
 
-    async def settle(self, reason: str, *, patience: float | None = None) -> SealedVersion | None:
-        """Give up an update that is not known to be sealed: say so to rank 0, and wait for the fate (must P7).
-
-        Args:
-            patience: seconds that rank 0 may take; as long as it takes by default.
-
-        Raises:
-            Fenced, StoreUnavailable: as `open`.
-        """
+    async def abort_unless_sealed(self, cause: Cause, *, patience: float | None = None) -> SealedVersion | None:
+        """See `Coordinator.abort_unless_sealed`: a member tells rank 0 that it fails, and waits (must P7)."""
         record, attempt = self._answered, self.context.attempt
         if record is None:
             return None
         if attempt:
             await attempt.cancel()
-        await self._read()
-        if record.seq not in self._fates and not self._ousted and not self._released:
-            await self._fail(record, reason[:500])
-        if patience is None:
-            fate = await self._fate(record)
-        else:
-            what = f"rank 0's abort of version {record.version}"
-            fate = await with_timeout(patience, self._fate(record), what=what, emit=self._emit)
+        try:
+            await self._read()
+            if record.seq not in self._fates and not self._ousted and not self._released:
+                await self._fail(record, reason_of(cause)[:500])
+            if patience is None:
+                fate = await self._fate(record)
+            else:
+                what = f"rank 0's abort of version {record.version}"
+                fate = await with_timeout(patience, self._fate(record), what=what, emit=self._emit)
+        except DcrError:
+            if attempt:
+                attempt.fate.set_unknown(cause)
+            raise
         if isinstance(fate, Seal) and attempt:
             return await self._commit(attempt, fate)
-        await self._undo(fate if isinstance(fate, Abort) else None)
+        await self._undo(fate if isinstance(fate, Abort) else None, cause)
         return None
 
     async def _refuse_missed(self) -> None:
@@ -219,12 +204,8 @@ class Member:
         if opened and missed and opened.seq not in self._fates:
             await self._fail(opened, f"it has passed update {opened.call} without taking part in it")
 
-    def in_doubt(self, version: int) -> bool:
-        """See `Leader.in_doubt`."""
-        return self._answered is not None
-
     async def skip(self, *, call: int, reason: str) -> None:
-        """This call comes to nothing here: what rank 0 opens for it is refused when it is seen."""
+        """See `Coordinator.skip`: what rank 0 opens for this call is refused when it is seen."""
         self._call = call + 1
 
     async def _fail(self, record: Open, reason: str, patience: float = FAIL_PATIENCE) -> None:
@@ -326,16 +307,20 @@ class Member:
 
     def _check_ours(self) -> None:
         """Raise if rank 0 of this group does not hold the stream any more."""
+        if error := self._why_not_ours():
+            raise error
+
+    def _why_not_ours(self) -> DcrError | None:
         if self._ousted:
-            raise Fenced(
+            return Fenced(
                 f"publisher {self._ousted} has claimed {self.ledger.store.url} since this group began",
                 hint="this group must stay down; only one publishes to a stream",
             )
         if self._released:
-            raise UpdateAborted("rank 0 has closed its publisher", hint="close it on every rank, or on none")
+            return UpdateAborted("rank 0 has closed its publisher", hint="close it on every rank, or on none")
+        return None
 
     async def run_idle_checks(self) -> None:
-        """Between updates, until cancelled: look for a newer claim, and for damage, as `Leader` does."""
         await self.context.run_idle_checks(self._look, lambda: self._check_ours() if self._ousted else None)
 
     async def _look(self) -> None:
@@ -344,12 +329,12 @@ class Member:
             await self._refuse_missed()
 
     async def repair(self) -> None:
-        """Build a damaged baseline anew; the next part asks for an anchor (must P4)."""
+        """See `Coordinator.repair`: the next part asks for the anchor (must P4)."""
         await self.context.restore()
 
-    async def anchor_if_due(self) -> None:
-        """Write this rank's share of the anchor that the newest seal announces."""
-        seal, self._sharing = self._sharing, None
+    async def anchor_if_due(self, *, at_once: bool = False) -> None:
+        """See `Coordinator.anchor_if_due`: a member writes its share of the anchor that the newest seal announces."""
+        seal, self._to_anchor = self._to_anchor, None
         if seal is not None and seal.version == self.context.baseline.version:
             await self.context.prove()
             try:
@@ -358,10 +343,10 @@ class Member:
                 self.context.damaged(f"while its share of an anchor was written: {error.message}")
 
     def start_lag_timer(self) -> None:
-        """Rank 0 alone gives others up."""
+        """Rank 0 alone gives other ranks up."""
 
     async def close(self) -> None:
-        """Give up what is undecided, and everything back. Safe to call after any error, and soon over."""
+        """See `Coordinator.close`."""
         try:
             if self._answered:
                 await self._read()

@@ -19,7 +19,8 @@ from dcr_daemon.ledger.records import show_u64
 from dcr_daemon.publish.baseline.baseline import Baseline
 from dcr_daemon.publish.group.anchors import write_whole
 from dcr_daemon.publish.group.context import RankContext
-from dcr_daemon.publish.group.leader import CLOSE_PATIENCE, Leader
+from dcr_daemon.publish.group.coordinator import CLOSE_PATIENCE, Coordinator
+from dcr_daemon.publish.group.leader import Leader
 from dcr_daemon.publish.group.member import Member
 from dcr_daemon.publish.inputs.validator import differences
 from dcr_daemon.publish.options import PublishOptions, stream_state
@@ -32,6 +33,13 @@ from dcr_daemon.store.port import Store
 from dcr_daemon.store.probe import probe
 
 CREATION = 7200.0  #: seconds that members wait for a stream: rank 0 reads the whole base before it creates one
+
+
+async def open_coordinator(options: PublishOptions, store: Store, emit: Emit, rank: Rank) -> Coordinator:
+    """`open_leader` on rank 0, `open_member` on every other rank."""
+    if rank.leads:
+        return await open_leader(options, store, emit, rank)
+    return await open_member(options, store, emit, rank)
 
 
 async def open_leader(options: PublishOptions, store: Store, emit: Emit, rank: Rank | None = None) -> Leader:
@@ -58,7 +66,7 @@ async def open_leader(options: PublishOptions, store: Store, emit: Emit, rank: R
             await _create(opening)
         context = await opening.context()
         await _claim(ledger, opening.state, options)
-        session = Leader(options, context, emit)
+        session = Leader(context, emit)
         if rank.world == 1:
             context.hold(opening.baseline or BlockSet.whole(context.layout, block_bytes(options.chunk_bytes)))
             await context.restore()
@@ -92,7 +100,7 @@ async def open_member(options: PublishOptions, store: Store, emit: Emit, rank: R
             if poller.report_due():
                 emit(Waiting(what=f"the stream at {store.url}, which rank 0 creates"))
             await poller.pause()
-        member = Member(options, await opening.context(), emit)
+        member = Member(await opening.context(), emit)
         await member.catch_up()
         return member
 

@@ -19,8 +19,7 @@ from dcr_daemon.checkpoint.blocks import BlockSet
 from dcr_daemon.codec.chunk import Codec
 from dcr_daemon.ledger import names
 from dcr_daemon.projection import host
-from dcr_daemon.publish.group.leader import Leader
-from dcr_daemon.publish.group.member import Member
+from dcr_daemon.publish.group.coordinator import Coordinator
 from dcr_daemon.publish.group.projected import Projected
 from dcr_daemon.publish.inputs.sources import TensorSource, synchronize_sources
 from dcr_daemon.publish.inputs.tensors import as_shards
@@ -32,35 +31,35 @@ _READY = b"ready"
 Steps = Generator[Coroutine[Any, Any, Any], Any, Attempt]
 
 
-def steps(session: Leader | Member, projected: Projected, weights: Any, *, step: int | None, call: int) -> Steps:
+def steps(coordinator: Coordinator, projected: Projected, weights: Any, *, step: int | None, call: int) -> Steps:
     """Diff what this rank holds of `weights`; ends with the finished attempt, which is to be sealed.
 
-    Each value is work for the session's loop; its result is to be sent in, what it raises to be thrown in.
+    Each value is work for the coordinator's loop; its result is to be sent in, what it raises to be thrown in.
     """
-    record = yield session.open(step=step, call=call)
+    record = yield coordinator.open(step=step, call=call)
     weights = as_shards(weights)
-    if projected.agreed and session.context.committed:
+    if projected.agreed and coordinator.context.committed:
         projected.bind(weights)
     else:  # until a version is sealed: only that is known to all ranks alike
-        projected.hear((yield session.agree(record, 1, projected.declare(weights, record), projected.judge)))
-        projected.hear((yield session.agree(record, 2, projected.probe(record), projected.judge)))
-        yield _hold(session, projected.settle())
+        projected.hear((yield coordinator.agree(record, 1, projected.declare(weights, record), projected.judge)))
+        projected.hear((yield coordinator.agree(record, 2, projected.probe(record), projected.judge)))
+        yield _hold(coordinator, projected.settle())
     host.synchronize_devices(projected.devices())
-    attempt: Attempt = yield session.start(record)
+    attempt: Attempt = yield coordinator.start(record)
     yield attempt.diff_blocks(projected.blocks())
     if projected.exports:
-        yield session.agree(record, EXPORT, _READY, lambda declared: _READY)
+        yield coordinator.agree(record, EXPORT, _READY, lambda declared: _READY)
     with contextlib.closing(projected.residual()) as residual:
         for index, tensor, overwrite in residual:
-            source = TensorSource(session.layout[index].name, tensor)
+            source = TensorSource(coordinator.layout[index].name, tensor)
             synchronize_sources([source])
             yield attempt.diff([(index, source)], Codec.OVERWRITE if overwrite else None)
     yield attempt.finish()
     return attempt
 
 
-async def _hold(session: Leader | Member, blocks: BlockSet) -> None:
-    session.context.hold(blocks)
+async def _hold(coordinator: Coordinator, blocks: BlockSet) -> None:
+    coordinator.context.hold(blocks)
 
 
 def drive(taken: Steps, call: Callable[[Coroutine[Any, Any, Any]], Any]) -> Attempt:

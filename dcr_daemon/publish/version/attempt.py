@@ -1,6 +1,6 @@
 """One try at building a version: diff as tensors come, encode, spool, upload; then a part that a seal can name.
 
-    diff ... diff ─► finish ─► upload ─► (the session seals) ─► forget
+    diff ... diff ─► finish ─► upload ─► (the leader seals) ─► forget
        └───────────────┴─────────┴────────► cancel ─► undo
 
 Diffing runs on all workers, one encoder each, and full chunks leave while later tensors are still being written.
@@ -33,6 +33,7 @@ from dcr_daemon.ledger.records import ChunkRef, ObjectRef, Open, Part
 from dcr_daemon.publish.baseline.baseline import Baseline
 from dcr_daemon.publish.inputs.sources import Source
 from dcr_daemon.publish.rank import Rank
+from dcr_daemon.publish.version.fate import AttemptFate
 from dcr_daemon.publish.version.spool import Spool
 from dcr_daemon.publish.version.uploads import Uploads
 from dcr_daemon.runtime import Workers
@@ -58,7 +59,15 @@ class Contribution:
 
 
 class Attempt:
-    """The attempt that `record` opened. One at a time; owned by one session."""
+    """The attempt that `record` opened. One at a time; owned by one `RankContext`.
+
+    Attributes:
+        id: the seq of its `open` record.
+        fate: what becomes of it; written by the coordinator.
+        segments: of the chunks that were made so far.
+        changed: elements that differ from the base, so far.
+        started: when it began, on `runtime.monotonic`.
+    """
 
     def __init__(
         self,
@@ -74,6 +83,7 @@ class Attempt:
         self.record = record
         self.id = record.seq
         self.version = record.version
+        self.fate = AttemptFate(record.version)
         self.started = runtime.monotonic()
         self._rank, self._baseline, self._spool = rank, baseline, spool
         self._uploads, self._workers = uploads, workers

@@ -99,7 +99,7 @@ class CheckpointIngest:
             SourceChanged: as `check`.
         """
         await self._attempt.finish()
-        await self._leader.workers.run(self._validator.finish, self._leader.read)
+        await self._leader.context.workers.run(self._validator.finish, self._leader.read)
         for (given, canonical), tensors in self._validator.rounded.items():
             self._emit(Rounded(tensors=tensors, given=given, canonical=canonical))
         source: dict[str, Any] = msgspec.to_builtins(PublishedCheckpoint(self.relative, sorted(self.identity)))

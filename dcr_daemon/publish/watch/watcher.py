@@ -79,7 +79,7 @@ async def run_watch(options: WatchOptions, store: Store, emit: Emit) -> None:
         await Watcher(options, leader, emit).run()
     except DcrError as error:
         with contextlib.suppress(DcrError):
-            await leader.settle(f"{type(error).__name__}: {error.message}")
+            await leader.abort_unless_sealed(error)
         raise
     finally:
         await leader.close()
@@ -111,7 +111,7 @@ class Watcher:
     async def run(self) -> None:
         """Publish until cancelled; with `once`, until what was complete at the start is published."""
         self._scanner = self._new_scanner(await read_config(self._leader.ledger, self._options.base))
-        cache = self._leader.state.path / "published.json"
+        cache = self._leader.context.state.path / "published.json"
         for source in await read_published(self._leader.ledger, cache, self._options.watch):
             self._mark_published(source.path, source.identity)
         if self._options.once:
@@ -172,7 +172,7 @@ class Watcher:
         timed = now - self._last_timed_scan >= self._interval
         if timed:
             self._last_timed_scan = now
-        return await self._leader.workers.run(self._scanner.scan, self._leader.layout, timed)
+        return await self._leader.context.workers.run(self._scanner.scan, self._leader.layout, timed)
 
     async def _advance(self, found: Candidates) -> bool:
         """Take the attempt under way, or a new one, one step further; False if everything waits for files."""
@@ -233,7 +233,7 @@ class Watcher:
 
     async def _abort_current(self, reason: str) -> None:
         """Abort the attempt under way. If it turns out to be sealed after all, it is a version like any other."""
-        sealed = await self._leader.settle(reason)
+        sealed = await self._leader.abort_unless_sealed(reason)
         current, self._current, self._abort_reason = self._current, None, None
         if current is None:
             return

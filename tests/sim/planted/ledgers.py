@@ -49,15 +49,15 @@ def writer_appends_without_reading(put: Put) -> None:
 def no_answer_is_taken_for_a_failure(put: Put) -> None:
     """A seal whose answer is lost is given up and its update undone, though it may still arrive; and the baseline is
     then believed to be whatever the ledger says."""
-    right = Leader.settle
+    right = Leader.abort_unless_sealed
 
-    async def settle(self: Leader, reason: str, **options: Any) -> Any:
+    async def abort_unless_sealed(self: Leader, cause: Any, **options: Any) -> Any:
         if self.ledger.undecided and self.context.attempt:
             attempt, self.ledger._sent = self.context.attempt, None
             await attempt.cancel()
-            await self._undo(reason)
+            await self._undo(cause)
             return None
-        return await right(self, reason, **options)
+        return await right(self, cause, **options)
 
     async def restore(self: Restorer) -> None:
         head = self._ledger.state.seal.version
@@ -68,7 +68,7 @@ def no_answer_is_taken_for_a_failure(put: Put) -> None:
 
     right_restore = Restorer.restore
     put(ledgers, "TRIES", 1)
-    put(Leader, "settle", settle)
+    put(Leader, "abort_unless_sealed", abort_unless_sealed)
     put(Restorer, "restore", restore)
 
 

@@ -10,7 +10,7 @@ from dcr_daemon.errors import KeyNotFound, UsageError
 from dcr_daemon.ledger import names
 from dcr_daemon.ledger.records import Open
 from dcr_daemon.publish.baseline.baseline import Baseline
-from dcr_daemon.publish.group import anchors, join, leader
+from dcr_daemon.publish.group import anchors, join, peers
 from dcr_daemon.publish.group.collect import ObjectCollector
 from dcr_daemon.publish.group.context import RankContext
 from dcr_daemon.publish.group.join import Joined
@@ -139,10 +139,10 @@ def a_rank_commits_with_its_part(put: Put) -> None:
 def a_rank_undoes_before_the_abort(put: Put) -> None:
     """A rank in trouble takes its update back and goes on, though rank 0 may have all that it needs to seal it."""
 
-    async def settle(self: Member, reason: str, **_: Any) -> None:
-        await self._undo(None)
+    async def abort_unless_sealed(self: Member, cause: Any, **_: Any) -> None:
+        await self._undo(None, cause)
 
-    put(Member, "settle", settle)
+    put(Member, "abort_unless_sealed", abort_unless_sealed)
 
 
 @bug("P7", "rank_disagrees")
@@ -193,7 +193,7 @@ def anchor_without_a_share(put: Put) -> None:
         return await right(context, seal, own, dict(list(keys.items())[:-1]), *arguments)
 
     right = anchors.join_anchor
-    put(leader, "join_anchor", join_anchor)
+    put(peers, "join_anchor", join_anchor)
     put(anchors, "check_vector", lambda *_, **__: None)
 
 

@@ -182,7 +182,7 @@ class SmallWorld:
     async def settle(self, session: Leader) -> Any:
         for _ in range(20):
             try:
-                return await session.settle("the bucket did not answer")
+                return await session.abort_unless_sealed("the bucket did not answer")
             except StoreUnavailable:
                 pass
         raise AssertionError("it was not settled in 20 tries")
@@ -248,7 +248,7 @@ def same(a: Weights, b: Weights) -> bool:
 
 def kill(session: Leader) -> None:
     """What the kernel does for a process that is killed: its lock goes."""
-    session.state.close()
+    session.context.state.close()
 
 
 @pytest.fixture

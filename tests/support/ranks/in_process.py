@@ -20,9 +20,8 @@ from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.blocks import Block, BlockSet
 from dcr_daemon.events import Emit
 from dcr_daemon.ledger.records import Open
-from dcr_daemon.publish.group.leader import Leader
-from dcr_daemon.publish.group.member import Member
-from dcr_daemon.publish.group.opening import open_leader, open_member
+from dcr_daemon.publish.group.coordinator import Coordinator
+from dcr_daemon.publish.group.opening import open_coordinator
 from dcr_daemon.publish.options import PublishOptions
 from dcr_daemon.publish.rank import Rank
 from dcr_daemon.publish.version.versions import SealedVersion
@@ -53,13 +52,12 @@ class RankOf:
 
     def __init__(self, options: PublishOptions, store: Store, emit: Emit, rank: Rank) -> None:
         self.options, self.store, self.emit, self.rank = options, store, emit, rank
-        self.session: Leader | Member
+        self.session: Coordinator
         self.deal = dealt
         self.calls = 0
 
     async def open(self) -> RankOf:
-        make = open_leader if self.rank.leads else open_member
-        self.session = await make(self.options, self.store, self.emit, self.rank)
+        self.session = await open_coordinator(self.options, self.store, self.emit, self.rank)
         return self
 
     async def start(self, weights: Weights, step: int | None = None) -> Any:
@@ -90,7 +88,7 @@ class RankOf:
             attempt = await self.start(weights, step)
             sealed = await self.session.seal(attempt)
         except Exception as error:
-            await self.session.settle(f"{type(error).__name__}: {error}")
+            await self.session.abort_unless_sealed(error)
             raise
         await self.session.anchor_if_due()
         return sealed

@@ -1,0 +1,104 @@
+"""`AttemptFate`: what becomes of one attempt, kept in this one place (musts L1, P7).
+
+    open ─┬─────────────► sealed    the version exists
+          ├─────────────► aborted   it does not exist and never will; the abort record or the undo may still be due
+          └─► unknown ──► sealed | aborted    the ledger did not answer; the next call finds out
+
+The coordinator writes it on its event loop, as it learns the fate from the ledger. The watcher, the publisher and
+`Update` read it, from any thread.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+from dcr_daemon.errors import DcrError, StoreUnavailable, UpdateAborted
+from dcr_daemon.publish.version.versions import SealedVersion
+
+Cause = BaseException | str  #: why an attempt ends: an error, or a sentence
+
+
+def reason_of(cause: Cause) -> str:
+    """The text for the abort record and for events."""
+    return cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}"
+
+
+class AttemptFate:
+    """The fate of the attempt at `version`."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self._answer: Future[SealedVersion] = Future()
+        self._unknown = False
+
+    @property
+    def open(self) -> bool:
+        """Whether nothing is known yet, not even that it cannot be learnt now."""
+        return not self._answer.done()
+
+    @property
+    def sealed(self) -> SealedVersion | None:
+        """The version, if it exists."""
+        answer = self._answer  # the coordinator may put another one in its place at any time
+        return answer.result() if answer.done() and not answer.exception() else None
+
+    @property
+    def unknown(self) -> bool:
+        """Whether the ledger was asked and did not answer."""
+        return self._unknown
+
+    @property
+    def aborted(self) -> bool:
+        """Whether it is no version and never will be."""
+        return self.error is not None and not self._unknown
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why it is aborted or unknown; None while it is open or sealed."""
+        answer = self._answer
+        return answer.exception() if answer.done() else None
+
+    def wait(self, timeout: float | None = None) -> SealedVersion:
+        """Wait until it is not open any more, in a thread other than the coordinator's.
+
+        Raises:
+            TimeoutError: it is still open after `timeout` seconds.
+            BaseException: `error`.
+        """
+        return self._answer.result(timeout)
+
+    def set_sealed(self, sealed: SealedVersion) -> None:
+        """The ledger has its seal."""
+        self._reopen()
+        if self.open:
+            self._answer.set_result(sealed)
+
+    def set_aborted(self, cause: Cause) -> None:
+        """The ledger has no seal of it, and nothing can become one. The cause that is given first stands."""
+        self._reopen()
+        if self.open:
+            if not isinstance(cause, DcrError):
+                cause = UpdateAborted(f"version {self.version} was given up: {reason_of(cause)}")
+            self._answer.set_exception(cause)
+
+    def set_unknown(self, cause: Cause) -> None:
+        """The attempt failed by `cause`, and the ledger does not say now whether it was sealed all the same."""
+        kind = type(cause) if isinstance(cause, DcrError) else StoreUnavailable
+        reason = cause.message if isinstance(cause, DcrError) else reason_of(cause)
+        self.set_lost(
+            kind(
+                f"whether version {self.version} exists is not known: {reason}",
+                hint="the next publish finds out before it begins; nothing is lost",
+            )
+        )
+
+    def set_lost(self, error: BaseException) -> None:
+        """Unknown, because whoever was to learn it has ended by `error`."""
+        if self.open:
+            self._unknown = True
+            self._answer.set_exception(error)
+
+    def _reopen(self) -> None:
+        """What was unknown is decided now."""
+        if self._unknown:
+            self._unknown, self._answer = False, Future()
