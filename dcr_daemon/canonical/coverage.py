@@ -1,9 +1,13 @@
-"""Does every canonical element have exactly one source? Answered by arithmetic on strided boxes, element counts of a
-trillion included: nothing is allocated per element.
+"""Whether every canonical element has exactly one source.
 
-A tensor's boxes are swept by address. Where boxes with axes interlock, all are folded over the largest stride: the
-blocks of that length see the same few boxes over long stretches, and each stretch is one smaller question. Column
-shards of 64 ranks fold once into 64 intervals. Tensors cut alike (all experts of all layers) are judged once.
+Regions of all ranks come in; findings go out, none if all is well. The gate's `agreement.coverage`, `dcr plan`, the
+reader and the probes ask. The answer is computed from strided boxes, without anything per element, so a tensor may have
+a trillion of them.
+
+The boxes of a tensor are swept by address. Where strided boxes interlock, all of them are folded over the largest
+stride: the blocks of that length hold the same few boxes over long stretches, and each stretch is one smaller problem.
+The column shards of 64 ranks fold once into 64 intervals. Tensors that are cut alike (all experts of all layers) are
+checked once.
 """
 
 from __future__ import annotations
@@ -11,22 +15,22 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.canonical.region import Region, intersect_dst, merge
 
 Kind = Literal["missing", "double", "outside", "unknown"]
-Steps = tuple[tuple[int, int], ...]  #: axes as (extent, stride), by falling stride
+Steps = tuple[tuple[int, int], ...]  #: axes as (extent, stride), by falling stride, merged, none of extent 1
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
     """Canonical elements that no region holds (missing) or several do (double), as one strided box of them.
 
-    `outside`: a region reaches beyond its tensor. `unknown`: no tensor is called so. `holders` are the numbers of the
-    regions concerned, in the order in which `exactly_once` was given them.
+    `outside`: a region reaches beyond its tensor. `unknown`: no tensor has this name. `holders` are the numbers of the
+    regions concerned, in the order in which they were given.
     """
 
     kind: Kind
@@ -48,9 +52,59 @@ class Finding:
         return f"{self.name}: {what}{times}: {self.kind}"
 
 
+def exactly_once(regions: Iterable[Region], tensors: Layout | Mapping[str, Sequence[int]]) -> list[Finding]:
+    """What keeps `regions` from covering every element of `tensors` exactly once; empty if they do.
+
+    Args:
+        regions: of all owners together; only their canonical side counts.
+        tensors: a layout, or shapes by name.
+    """
+    shapes = {spec.name: spec.shape for spec in tensors} if isinstance(tensors, Layout) else dict(tensors)
+    by_name: dict[str, list[tuple[int, Steps, int]]] = {name: [] for name in shapes}
+    findings: list[Finding] = []
+    for number, region in enumerate(regions):
+        axes = _steps(region)
+        if region.name in by_name:
+            by_name[region.name].append((region.dst, axes, number))
+        else:
+            findings.append(Finding("unknown", region.name, region.dst, axes, (number,)))
+    known: dict[tuple[int, tuple[tuple[int, Steps], ...]], list[Finding]] = {}
+    for name, shape in shapes.items():
+        held = sorted(by_name[name])
+        pattern = math.prod(shape), tuple((start, axes) for start, axes, _ in held)
+        if pattern not in known:
+            known[pattern] = check_boxes(pattern[1], pattern[0])
+        findings += [
+            replace(finding, name=name, holders=tuple(held[n][2] for n in finding.holders))
+            for finding in known[pattern]
+        ]
+    # What no tensor can hold comes first, in the order of the regions: it tends to explain the rest.
+    findings.sort(key=lambda finding: (1,) if finding.kind in ("missing", "double") else (0, finding.holders))
+    return findings
+
+
+def check_boxes(boxes: Sequence[tuple[int, Steps]], elements: int) -> list[Finding]:
+    """What keeps `boxes` (first element, axes) from covering one tensor of `elements` exactly once.
+
+    The findings have no name; their holders number the boxes.
+    """
+    sides = [_Side(start, axes, number) for number, (start, axes) in enumerate(boxes)]
+    outside = [side for side in sides if side.last >= elements]
+    inside = [side for side in sides if side.last < elements] if outside else sides
+    found = [Finding("outside", "", side.start, side.axes, (side.holder,)) for side in outside]
+    return found + [
+        Finding(kind, "", first, axes, holders) for kind, first, axes, holders in _sweep(inside, 0, elements)
+    ]
+
+
+def _steps(region: Region) -> Steps:
+    merged = merge((n, stride, stride) for n, stride in zip(region.shape, region.dst_strides, strict=True))
+    return tuple((n, stride) for n, stride, _ in merged)
+
+
 @dataclass(frozen=True, slots=True)
-class _Held:
-    """One region's canonical side: `axes` by falling stride, merged, none of one place."""
+class _Side:
+    """The canonical side of one region; `holder` is its number."""
 
     start: int
     axes: Steps
@@ -64,66 +118,29 @@ class _Held:
     def dense(self) -> bool:
         return not self.axes or (len(self.axes) == 1 and self.axes[0][1] == 1)
 
-    def at(self, offset: int) -> _Held:
-        return _Held(self.start + offset, self.axes, self.holder)
+    def at(self, offset: int) -> _Side:
+        return _Side(self.start + offset, self.axes, self.holder)
 
-    def within(self, lo: int, hi: int) -> list[_Held]:
-        """What lies at [lo, hi)."""
+    def within(self, lo: int, hi: int) -> list[_Side]:
+        """The parts that lie at [lo, hi)."""
         if lo <= self.start and self.last < hi:
             return [self]
         strides = tuple(stride for _, stride in self.axes)
-        side = Region("", tuple(n for n, _ in self.axes), self.start, strides, self.start, strides)
-        return [_held(piece, self.holder) for piece in intersect_dst(side, lo, hi)]
+        region = Region("", tuple(n for n, _ in self.axes), self.start, strides, self.start, strides)
+        return [_Side(piece.dst, _steps(piece), self.holder) for piece in intersect_dst(region, lo, hi)]
 
 
-_Found = tuple[Kind, int, Steps, tuple[int, ...]]
+_Gap = tuple[Kind, int, Steps, tuple[int, ...]]  #: the fields of a finding without its name
 
 
-def exactly_once(regions: Iterable[Region], tensors: Layout | Mapping[str, Sequence[int]]) -> list[Finding]:
-    """What keeps `regions` from covering every element of `tensors` exactly once; empty when nothing does.
-
-    Args:
-        regions: of all owners together; their local side plays no part.
-        tensors: a layout, or shapes by name.
-    """
-    shapes = {spec.name: spec.shape for spec in tensors} if isinstance(tensors, Layout) else dict(tensors)
-    held: dict[str, list[_Held]] = {name: [] for name in shapes}
-    findings: list[Finding] = []
-    for number, region in enumerate(regions):
-        one = _held(region, number)
-        if region.name not in shapes:
-            findings.append(Finding("unknown", region.name, one.start, one.axes, (number,)))
-        elif one.last >= math.prod(shapes[region.name]):
-            findings.append(Finding("outside", region.name, one.start, one.axes, (number,)))
-        else:
-            held[region.name].append(one)
-    seen: dict[tuple[int, tuple[tuple[int, Steps], ...]], list[_Found]] = {}
-    for name, shape in shapes.items():
-        ones = sorted(held[name], key=lambda one: (one.start, one.axes))
-        pattern = math.prod(shape), tuple((one.start, one.axes) for one in ones)
-        if pattern not in seen:
-            numbered = [_Held(one.start, one.axes, place) for place, one in enumerate(ones)]
-            seen[pattern] = list(_sweep(numbered, 0, pattern[0]))
-        findings += [
-            Finding(kind, name, first, axes, tuple(ones[place].holder for place in places))
-            for kind, first, axes, places in seen[pattern]
-        ]
-    return findings
-
-
-def _held(region: Region, holder: int) -> _Held:
-    axes = merge((n, stride, stride) for n, stride in zip(region.shape, region.dst_strides, strict=True))
-    return _Held(region.dst, tuple((n, stride) for n, stride, _ in axes), holder)
-
-
-def _sweep(ones: list[_Held], lo: int, hi: int) -> Iterator[_Found]:
-    """Judge [lo, hi), in which all of `ones` lie."""
-    groups = list(_groups(ones))
+def _sweep(sides: list[_Side], lo: int, hi: int) -> Iterator[_Gap]:
+    """Check the elements [lo, hi), in which all of `sides` lie."""
+    groups = list(_groups(sides))
     limits = [*(group[0].start for group in groups[1:]), hi]
     at = lo
     for group, limit in zip(groups, limits, strict=False):
-        start, stop = group[0].start, max(one.last for one in group) + 1
-        interlocked = [axes[0][1] for axes in (one.axes for one in group if not one.dense)]
+        start, stop = group[0].start, max(side.last for side in group) + 1
+        interlocked = [axes[0][1] for axes in (side.axes for side in group if not side.dense)]
         stride = max(interlocked, default=1)
         # Whole blocks where there is room, so that a hole in every block is one finding and not two.
         start, stop = max(at, start - start % stride), min(limit, -(-stop // stride) * stride)
@@ -139,23 +156,25 @@ def _along(places: int, stride: int = 1) -> Steps:
     return ((places, stride),) if places > 1 else ()
 
 
-def _groups(ones: list[_Held]) -> Iterator[list[_Held]]:
-    """Boxes whose address ranges overlap belong together."""
-    group: list[_Held] = []
+def _groups(sides: list[_Side]) -> Iterator[list[_Side]]:
+    """Sides whose address ranges overlap, together."""
+    group: list[_Side] = []
     reach = -1
-    for one in sorted(ones, key=lambda one: one.start):
-        if group and one.start > reach:
+    for side in sorted(sides, key=lambda side: side.start):
+        if group and side.start > reach:
             yield group
             group = []
-        group.append(one)
-        reach = max(reach, one.last)
+        group.append(side)
+        reach = max(reach, side.last)
     if group:
         yield group
 
 
-def _intervals(ones: list[_Held]) -> Iterator[_Found]:
-    """Overlapping intervals: where two or more run at once is double. Nothing is missing inside a group."""
-    edges = sorted([(one.start, 1, one.holder) for one in ones] + [(one.last + 1, 0, one.holder) for one in ones])
+def _intervals(sides: list[_Side]) -> Iterator[_Gap]:
+    """The places where two or more of overlapping intervals lie. Nothing is missing inside a group."""
+    edges = sorted(
+        [(side.start, 1, side.holder) for side in sides] + [(side.last + 1, 0, side.holder) for side in sides]
+    )
     running: list[int] = []
     for (at, opens, holder), (then, _, _) in zip(edges, [*edges[1:], (edges[-1][0], 0, 0)], strict=True):
         if opens:
@@ -166,47 +185,47 @@ def _intervals(ones: list[_Held]) -> Iterator[_Found]:
             yield "double", at, _along(then - at), tuple(sorted(running))
 
 
-def _fold(ones: list[_Held], lo: int, hi: int, stride: int) -> Iterator[_Found]:
-    """Fold [lo, hi) over the largest stride: stretches of equal blocks are judged once each, in one block."""
-    rows = [row for one in ones for row in _rows(one, stride)]
+def _fold(sides: list[_Side], lo: int, hi: int, stride: int) -> Iterator[_Gap]:
+    """Fold [lo, hi) over the largest stride: stretches of equal blocks are checked once each, in one block."""
+    parts = [part for side in sides for part in _in_blocks(side, stride)]
     # A first or last block that is seen in part only stands alone.
     edges = {lo // stride, -(-lo // stride), hi // stride, -(-hi // stride)}
-    edges.update(edge for start, stop, _ in rows for edge in (start, stop))
+    edges.update(edge for start, stop, _ in parts for edge in (start, stop))
     marks = sorted(edges)
     for start, stop in itertools.pairwise(marks):
         base = start * stride
-        inside = [one for first, last, one in rows if first <= start < last]
+        inside = [side for first, last, side in parts if first <= start < last]
         for kind, at, axes, holders in _sweep(inside, max(lo - base, 0), min(hi - base, stride)):
             yield kind, base + at, (*_along(stop - start, stride), *axes), holders
 
 
-_Row = tuple[int, int, _Held]  #: in blocks [first, last) lies this, counted from the block's start
+_InBlocks = tuple[int, int, _Side]  #: a side in each of the blocks [first, last), counted from a block's start
 
 
-def _rows(one: _Held, stride: int) -> Iterator[_Row]:
-    """One box as boxes inside blocks of `stride` elements; no stride of it is larger."""
-    block = one.start // stride
-    if one.last // stride == block:
-        yield block, block + 1, one.at(-block * stride)
+def _in_blocks(side: _Side, stride: int) -> Iterator[_InBlocks]:
+    """One side as sides inside blocks of `stride` elements; none of its own strides is larger."""
+    block = side.start // stride
+    if side.last // stride == block:
+        yield block, block + 1, side.at(-block * stride)
         return
-    (n, step), *rest = one.axes
-    inner = _Held(one.start, tuple(rest), one.holder)
+    (n, step), *rest = side.axes
+    inner = _Side(side.start, tuple(rest), side.holder)
     if step == stride:
         for b in range(block, inner.last // stride + 1):
             for part in inner.within(b * stride, (b + 1) * stride):
                 yield b, b + n, part.at(-b * stride)
         return
     by, left = divmod(stride, step)
-    head = min(n, -(-((block + 1) * stride - one.start) // step)) if one.start % stride else 0
+    head = min(n, -(-((block + 1) * stride - side.start) // step)) if side.start % stride else 0
     groups = 0 if left else (n - head) // by
     if groups < 2:
-        for b in range(block, one.last // stride + 1):
-            for part in one.within(b * stride, (b + 1) * stride):
+        for b in range(block, side.last // stride + 1):
+            for part in side.within(b * stride, (b + 1) * stride):
                 yield b, b + 1, part.at(-b * stride)
         return
     if head:
-        yield from _rows(_Held(one.start, (*_along(head, step), *rest), one.holder), stride)
-    middle = one.start + head * step
-    yield from _rows(_Held(middle, ((groups, stride), (by, step), *rest), one.holder), stride)
+        yield from _in_blocks(_Side(side.start, (*_along(head, step), *rest), side.holder), stride)
+    middle = side.start + head * step
+    yield from _in_blocks(_Side(middle, ((groups, stride), (by, step), *rest), side.holder), stride)
     if tail := n - head - groups * by:
-        yield from _rows(_Held(middle + groups * stride, (*_along(tail, step), *rest), one.holder), stride)
+        yield from _in_blocks(_Side(middle + groups * stride, (*_along(tail, step), *rest), side.holder), stride)

@@ -192,7 +192,7 @@ def test_the_count_by_columns_is_exactly_once(regions: list[Region], world: int)
     others = [*whole("a", (7,)), *whole("z", (3,))]
     ranks = [declared(r, [*regions[r::world], *(others if r == 0 else [])], world, layout=layout) for r in range(world)]
     found = exactly_once(regions, {"t": (size,)})
-    faults = coverage.count(ranks, layout, np.zeros(3, np.bool_)).faults
+    faults = coverage.check(ranks, layout, np.zeros(3, np.bool_)).faults
     if not found:
         assert faults == ()
         return
@@ -210,11 +210,11 @@ def test_stripes_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
                  layout=layout)
         for r in range(2)
     ]  # fmt: skip
-    expected = coverage.count(ranks, layout, np.zeros(9, np.bool_))
+    expected = coverage.check(ranks, layout, np.zeros(9, np.bool_))
     assert [fault.tensor for fault in expected.faults] == [4]
     for stripe in (1, 3, 7):
         monkeypatch.setattr(coverage, "STRIPE", stripe)
-        assert coverage.count(ranks, layout, np.zeros(9, np.bool_)) == expected
+        assert coverage.check(ranks, layout, np.zeros(9, np.bool_)) == expected
 
 
 def test_a_thousand_ranks_are_judged_by_columns() -> None:

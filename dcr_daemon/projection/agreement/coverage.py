@@ -1,25 +1,25 @@
-"""Is every canonical element declared exactly once? `coverage.exactly_once` for the boxes of a thousand ranks.
+"""Whether the declarations of all ranks name every canonical element exactly once; called by the gate.
 
-Ten million boxes are too many for objects, so they stay columns (declaration.py). Tensors whose boxes are all runs, as
-most are, are judged together by one sort; of the others those cut alike (all layers, all experts) are judged once.
-Memory is bounded: tensors go through in stripes of a million boxes.
+The ten million boxes of a thousand ranks are too many for objects, so they stay columns (declaration.py). Tensors whose
+boxes are all runs, as most are, are checked together by one sort. The others go through `canonical.coverage`, once for
+all that are cut alike (all layers, all experts). Memory is bounded: tensors are checked in stripes of a million boxes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from dcr_daemon.canonical.coverage import Finding, exactly_once
+from dcr_daemon.canonical.coverage import Finding, check_boxes
 from dcr_daemon.canonical.layout import Layout
-from dcr_daemon.canonical.region import Region
+from dcr_daemon.canonical.region import merge
 from dcr_daemon.projection.agreement.declaration import Declaration, Form
 from dcr_daemon.wording import shorten_ranks
 
-STRIPE = 1 << 20  #: boxes judged at a time
+STRIPE = 1 << 20  #: boxes checked at a time
 _START_BITS = 46  #: of a canonical element; 17 are left for the number of a tensor within its stripe
 _TENSORS = 1 << 17
 
@@ -60,8 +60,8 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class Census:
-    """What is declared of the tensors that were judged: faults in layout order, boxes and elements' bytes."""
+class Coverage:
+    """What the ranks declare of the tensors that were checked: faults in layout order, boxes, and bytes of elements."""
 
     faults: tuple[Fault, ...]
     boxes: int
@@ -70,7 +70,10 @@ class Census:
 
 @dataclass(frozen=True, slots=True)
 class _Forms:
-    """The forms of all declarations, each once."""
+    """The forms of all declarations, each once.
+
+    `all` has their axes merged: a declaration may spell one form in several ways.
+    """
 
     all: list[Form]
     of_rank: list[Ints]  #: for each declaration, its number of a form -> the number here
@@ -89,29 +92,28 @@ class _Stripe:
     ranks: Ints
 
 
-def count(declarations: Sequence[Declaration], layout: Layout, skip: Bools) -> Census:
-    """Judge all tensors but those of `skip` (a flag for each, in layout order).
+def check(declarations: Sequence[Declaration], layout: Layout, skip: Bools) -> Coverage:
+    """Check all tensors but those of `skip` (a flag for each, in layout order).
 
     Every declaration's layout indices must be below `len(layout)`.
     """
-    forms = _gather(declarations)
-    sizes = np.array([spec.elements for spec in layout], np.int64)
+    forms = _forms(declarations)
+    checker = _Checker(forms, np.array([spec.elements for spec in layout], np.int64), skip)
     widths = np.array([spec.width for spec in layout], np.int64)
     per_tensor = np.zeros(len(layout), np.int64)
     for declaration in declarations:
         per_tensor += np.bincount(declaration.columns()[0], minlength=len(layout))
     faults: list[Fault] = []
-    seen: dict[tuple[int, bytes, bytes], list[Finding]] = {}
     boxes = nbytes = 0
     for lo, hi in _stripes(per_tensor):
         stripe = _sorted(declarations, forms, lo, hi, skip)
         boxes += stripe.tensors.size
         nbytes += int((forms.elements[stripe.kinds] * widths[stripe.tensors]).sum())
-        faults += _judge(stripe, forms, sizes, lo, hi, skip, seen)
-    return Census(tuple(faults), boxes, nbytes)
+        faults += checker.stripe(stripe, lo, hi)
+    return Coverage(tuple(faults), boxes, nbytes)
 
 
-def _gather(declarations: Sequence[Declaration]) -> _Forms:
+def _forms(declarations: Sequence[Declaration]) -> _Forms:
     known: dict[Form, int] = {}
     of_rank = [
         np.array([known.setdefault(form, len(known)) for form in declaration.forms], np.int64)
@@ -119,7 +121,7 @@ def _gather(declarations: Sequence[Declaration]) -> _Forms:
     ]
     forms = list(known)
     return _Forms(
-        forms,
+        [tuple((n, stride) for n, stride, _ in merge((n, s, s) for n, s in form)) for form in forms],
         of_rank,
         np.array([sum((n - 1) * stride for n, stride in form) for form in forms], np.int64),
         np.array([np.prod([n for n, _ in form], dtype=np.int64) for form in forms], np.int64),
@@ -154,67 +156,54 @@ def _sorted(declarations: Sequence[Declaration], forms: _Forms, lo: int, hi: int
     return _Stripe(joined_tensors[order], joined_starts[order], joined_kinds[order], joined_ranks[order])
 
 
-def _judge(
-    stripe: _Stripe,
-    forms: _Forms,
-    sizes: Ints,
-    lo: int,
-    hi: int,
-    skip: Bools,
-    seen: dict[tuple[int, bytes, bytes], list[Finding]],
-) -> Iterator[Fault]:
-    present, firsts = np.unique(stripe.tensors, return_index=True)
-    lasts = np.append(firsts, stripe.tensors.size)[1:]
-    sound = np.zeros(hi - lo, np.bool_)
-    if present.size:
-        sound[present - lo] = _tiled(stripe, forms, firsts, lasts, sizes[present])
-    at = {int(tensor): slice(int(a), int(b)) for tensor, a, b in zip(present, firsts, lasts, strict=True)}
-    for tensor in (np.flatnonzero(~sound & ~skip[lo:hi]) + lo).tolist():
-        if sizes[tensor] or tensor in at:  # an empty tensor needs no source
-            yield from _one(stripe, forms, tensor, int(sizes[tensor]), at.get(tensor, slice(0)), seen)
+@dataclass(frozen=True, slots=True)
+class _Checker:
+    """Checks stripe after stripe; tensors that are cut alike share one answer.
 
+    `skip` and `sizes` (elements) have one entry per tensor of the layout.
+    """
 
-def _tiled(stripe: _Stripe, forms: _Forms, firsts: Ints, lasts: Ints, sizes: Ints) -> Bools:
-    """For each tensor, whether its boxes are runs that follow one another from its first element to its last."""
-    ends = stripe.starts + forms.spans[stripe.kinds] + 1
-    expected = np.concatenate([[0], ends[:-1]])
-    expected[firsts] = 0
-    follows = forms.runs[stripe.kinds] & (stripe.starts == expected)
-    return np.logical_and.reduceat(follows, firsts) & (ends[lasts - 1] == sizes)
+    forms: _Forms
+    sizes: Ints
+    skip: Bools
+    known: dict[tuple[int, bytes, bytes], list[Finding]] = field(default_factory=dict)
 
+    def stripe(self, stripe: _Stripe, lo: int, hi: int) -> Iterator[Fault]:
+        """Faults of the tensors [lo, hi), all of whose boxes are in the stripe."""
+        present, firsts = np.unique(stripe.tensors, return_index=True)
+        lasts = np.append(firsts, stripe.tensors.size)[1:]
+        sound = np.zeros(hi - lo, np.bool_)
+        if present.size:
+            sound[present - lo] = self._tiled(stripe, firsts, lasts, self.sizes[present])
+        at = {int(tensor): slice(int(a), int(b)) for tensor, a, b in zip(present, firsts, lasts, strict=True)}
+        for tensor in (np.flatnonzero(~sound & ~self.skip[lo:hi]) + lo).tolist():
+            if self.sizes[tensor] or tensor in at:  # an empty tensor needs no source
+                yield from self._tensor(stripe, tensor, at.get(tensor, slice(0)))
 
-def _one(
-    stripe: _Stripe,
-    forms: _Forms,
-    tensor: int,
-    size: int,
-    own: slice,
-    seen: dict[tuple[int, bytes, bytes], list[Finding]],
-) -> Iterator[Fault]:
-    """Judge one tensor that is not simply tiled; tensors cut alike share the answer."""
-    starts, kinds, ranks = stripe.starts[own], stripe.kinds[own], stripe.ranks[own]
-    key = size, starts.tobytes(), kinds.tobytes()
-    if key not in seen:
-        seen[key] = exactly_once(
-            (_region(forms.all[kind], int(start)) for start, kind in zip(starts, kinds, strict=True)), {"": (size,)}
-        )
-    found = seen[key]
-    if not found:
-        return
-    missing = sum(finding.elements for finding in found if finding.kind == "missing")
-    double = sum(finding.elements for finding in found if finding.kind == "double")
-    concerned = {int(ranks[i]) for finding in found if finding.kind != "missing" for i in finding.holders}
-    yield Fault(
-        tensor,
-        size,
-        missing,
-        double,
-        any(finding.kind == "outside" for finding in found),
-        tuple(sorted({int(rank) for rank in ranks})),
-        tuple(sorted(concerned)),
-    )
+    def _tiled(self, stripe: _Stripe, firsts: Ints, lasts: Ints, sizes: Ints) -> Bools:
+        """For each tensor, whether its boxes are runs that follow one another from its first element to its last."""
+        ends = stripe.starts + self.forms.spans[stripe.kinds] + 1
+        expected = np.concatenate([[0], ends[:-1]])
+        expected[firsts] = 0
+        follows = self.forms.runs[stripe.kinds] & (stripe.starts == expected)
+        return np.logical_and.reduceat(follows, firsts) & (ends[lasts - 1] == sizes)
 
-
-def _region(form: Form, start: int) -> Region:
-    shape, strides = tuple(n for n, _ in form), tuple(stride for _, stride in form)
-    return Region("", shape, start, strides, start, strides)
+    def _tensor(self, stripe: _Stripe, tensor: int, own: slice) -> Iterator[Fault]:
+        """One tensor that is not simply tiled by runs."""
+        starts, kinds, ranks = stripe.starts[own], stripe.kinds[own], stripe.ranks[own]
+        size = int(self.sizes[tensor])
+        key = size, starts.tobytes(), kinds.tobytes()
+        if key not in self.known:
+            boxes = [(start, self.forms.all[kind]) for start, kind in zip(starts.tolist(), kinds.tolist(), strict=True)]
+            self.known[key] = check_boxes(boxes, size)
+        if found := self.known[key]:
+            concerned = {int(ranks[i]) for finding in found if finding.kind != "missing" for i in finding.holders}
+            yield Fault(
+                tensor,
+                size,
+                missing=sum(finding.elements for finding in found if finding.kind == "missing"),
+                double=sum(finding.elements for finding in found if finding.kind == "double"),
+                outside=any(finding.kind == "outside" for finding in found),
+                holders=tuple(sorted({int(rank) for rank in ranks})),
+                doubles=tuple(sorted(concerned)),
+            )

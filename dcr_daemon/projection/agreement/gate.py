@@ -21,7 +21,7 @@ import zstandard
 
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.errors import Incompatible
-from dcr_daemon.projection.agreement.coverage import Fault, count
+from dcr_daemon.projection.agreement.coverage import Fault, check
 from dcr_daemon.projection.agreement.declaration import (
     MAX_WORLD,
     Declaration,
@@ -143,18 +143,18 @@ def judge(declarations: Iterable[Declaration], layout: Layout) -> Verdict:
     reasons = _reasons(ranks)
     skip = np.zeros(len(layout), np.bool_)
     skip[[layout.index(name) for name in reasons]] = True
-    census = count(ranks, layout, skip)
+    coverage = check(ranks, layout, skip)
     builders = _Builders(ranks, layout)
-    _check_faults([fault for fault in census.faults if not builders.of(fault.tensor).size], layout)
-    if census.faults:
-        reasons |= {layout[fault.tensor].name: str(fault) for fault in census.faults}
-        skip[[fault.tensor for fault in census.faults]] = True
-        census = count(ranks, layout, skip)
+    _check_faults([fault for fault in coverage.faults if not builders.of(fault.tensor).size], layout)
+    if coverage.faults:
+        reasons |= {layout[fault.tensor].name: str(fault) for fault in coverage.faults}
+        skip[[fault.tensor for fault in coverage.faults]] = True
+        coverage = check(ranks, layout, skip)
     _check_buildable(reasons, builders, layout)
     residual_bytes = sum(layout[layout.index(name)].nbytes for name in reasons)
-    if census.faults or census.nbytes + residual_bytes != layout.nbytes:
+    if coverage.faults or coverage.nbytes + residual_bytes != layout.nbytes:
         raise Incompatible(
-            f"the ranks declare {census.nbytes:,} bytes and {residual_bytes:,} are residual; the checkpoint has "
+            f"the ranks declare {coverage.nbytes:,} bytes and {residual_bytes:,} are residual; the checkpoint has "
             f"{layout.nbytes:,}",
             hint="this is a fault of dcr: please report it with the log",
         )
@@ -171,7 +171,7 @@ def judge(declarations: Iterable[Declaration], layout: Layout) -> Verdict:
             name: Residue(reasons[name], owners[name], hook or name in computed)
             for name in sorted(reasons, key=layout.index)
         },
-        direct_bytes=census.nbytes, residual_bytes=residual_bytes, boxes=census.boxes,
+        direct_bytes=coverage.nbytes, residual_bytes=residual_bytes, boxes=coverage.boxes,
     )  # fmt: skip
 
 
