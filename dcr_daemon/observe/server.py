@@ -1,96 +1,89 @@
-"""A tiny HTTP server for probes and Prometheus: GET /metrics, /livez, /readyz.
+"""The HTTP server of a daemon's probes and metrics: GET /metrics, /livez, /readyz.
 
-It runs in the daemon's own loop, so an answer to /livez proves that the loop turns. One request per connection,
-bounded in bytes and seconds; nothing of it is meant for the open internet.
+It runs in the daemon's own event loop, so an answer to /livez proves that the loop runs. Every connection is closed
+after one answer. The server has no access control: bind it to an address that only the machine or its cluster reaches.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import json
+import logging
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from dcr_daemon.errors import UsageError
 from dcr_daemon.observe.health import Health
 from dcr_daemon.observe.metrics import CONTENT_TYPE, Metrics
 
-_HEAD_LIMIT = 8192  #: bytes of a request head
-_PATIENCE = 5.0  #: seconds for a request to arrive
-_REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 503: "Service Unavailable"}
-Page = tuple[int, str, bytes]
+_SHUTDOWN = 1.0  #: seconds for answers under way when the daemon ends
+
+_logger = logging.getLogger(__name__)
+
+
+class _NotFromRequests(logging.Filter):
+    """Drops what aiohttp logs, with a traceback, about requests that are not HTTP: a port scan is no error of ours."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+
+
+_logger.addFilter(_NotFromRequests())
 
 
 class ProbeServer:
-    """Serve until `close`. `listen` is `HOST:PORT`; port 0 takes a free one, `port` tells which."""
+    """Serves from `start` to `close`. `listen` is `HOST:PORT`; with port 0, `port` is the free one that was taken."""
 
     def __init__(self, listen: str, health: Health, metrics: Metrics) -> None:
         self._host, self._wanted = parse_listen(listen)
         self._health, self._metrics = health, metrics
-        self._server: asyncio.Server | None = None
+        self._runner: web.AppRunner | None = None
         self.port = 0
 
     async def start(self) -> None:
         """Raises `UsageError` when the address cannot be bound."""
+        app = web.Application()
+        app.on_response_prepare.append(_close_after)
+        app.router.add_get("/metrics", self._exposition)
+        app.router.add_get("/livez", self._live)
+        app.router.add_get("/readyz", self._ready)
+        app.router.add_get("/{other:.*}", self._unknown)
+        self._runner = web.AppRunner(app, access_log=None, logger=_logger, shutdown_timeout=_SHUTDOWN)
+        await self._runner.setup()
         try:
-            self._server = await asyncio.start_server(self._serve, self._host, self._wanted, limit=_HEAD_LIMIT)
+            await web.TCPSite(self._runner, self._host, self._wanted).start()
         except OSError as error:
+            await self.close()
             raise UsageError(
                 f"cannot listen on {self._host}:{self._wanted}: {error.strerror or error}",
                 hint="choose another --listen",
             ) from error
-        self.port = self._server.sockets[0].getsockname()[1]
+        self.port = self._runner.addresses[0][1]
 
     async def close(self) -> None:
-        if self._server:
-            self._server.close()
-            await self._server.wait_closed()
+        if self._runner:
+            await self._runner.cleanup()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
-            async with asyncio.timeout(_PATIENCE):
-                status, kind, body = self._answer(await _request_line(reader))
-                head = (
-                    f"HTTP/1.1 {status} {_REASONS[status]}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
-                )
-                writer.write(f"{head}Cache-Control: no-store\r\nConnection: close\r\n\r\n".encode() + body)
-                await writer.drain()
-        writer.close()
+    async def _exposition(self, request: web.Request) -> web.Response:
+        return web.Response(body=self._metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
 
-    def _answer(self, line: str) -> Page:
-        match line.split():
-            case ["GET" | "HEAD", target, version] if version.startswith("HTTP/"):
-                return self._page(target.partition("?")[0])
-            case [_, _, version] if version.startswith("HTTP/"):
-                return _text(405, "only GET")
-        return _text(400, "not an HTTP request")
+    async def _live(self, request: web.Request) -> web.Response:
+        return web.Response(text="live\n")
 
-    def _page(self, path: str) -> Page:
-        match path:
-            case "/metrics":
-                return 200, CONTENT_TYPE, self._metrics.exposition()
-            case "/livez":
-                return _text(200, "live")
-            case "/readyz":
-                body = json.dumps({"ready": self._health.ready, "status": self._health.status}).encode() + b"\n"
-                return (200 if self._health.ready else 503), "application/json", body
-        return _text(404, "try /metrics, /livez or /readyz")
+    async def _ready(self, request: web.Request) -> web.Response:
+        state = {"ready": self._health.ready, "status": self._health.status}
+        return web.json_response(state, status=200 if self._health.ready else 503)
+
+    async def _unknown(self, request: web.Request) -> web.Response:
+        return web.Response(text="try /metrics, /livez or /readyz\n", status=404)
 
 
-def _text(status: int, text: str) -> Page:
-    return status, "text/plain; charset=utf-8", text.encode() + b"\n"
-
-
-async def _request_line(reader: asyncio.StreamReader) -> str:
-    """The first line; the rest of the head is read and dropped. Empty when the head is over the limit."""
-    try:
-        head = await reader.readuntil(b"\r\n\r\n")
-    except asyncio.LimitOverrunError:
-        return ""
-    return head.split(b"\r\n", 1)[0].decode("latin-1")
+async def _close_after(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers["Cache-Control"] = "no-store"
+    response.force_close()
 
 
 def parse_listen(listen: str) -> tuple[str, int]:
-    """`HOST:PORT` into its parts; brackets around an IPv6 host. Raises `UsageError`."""
+    """`HOST:PORT` as host and port; an IPv6 host may stand in brackets. Raises `UsageError`."""
     host, colon, port = listen.rpartition(":")
     if not colon or not port.isdigit() or int(port) > 65535:
         raise UsageError(f"--listen {listen} is not HOST:PORT", hint="for example 127.0.0.1:9464")

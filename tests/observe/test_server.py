@@ -62,14 +62,17 @@ def test_metrics_are_exposed() -> None:
 @pytest.mark.parametrize(
     ("request_bytes", "status"),
     [
-        (b"POST /metrics HTTP/1.1\r\n\r\n", 405),
+        (b"POST /metrics HTTP/1.1\r\nHost: x\r\n\r\n", 405),
         (get("/etc/passwd"), 404),
         (b"\x16\x03\x01\x02\r\n\r\n", 400),
         (b"GET / HTTP/1.1\r\nX: " + b"a" * 10000 + b"\r\n\r\n", 400),
     ],
 )
-def test_what_is_not_a_probe_is_refused(request_bytes: bytes, status: int) -> None:
+def test_what_is_not_a_probe_is_refused_and_not_logged(
+    request_bytes: bytes, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
     assert serve(Health("publisher"), request_bytes)[0][0] == status
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("listen", ["9464", "host:", "host:99999", "host:http", ""])
