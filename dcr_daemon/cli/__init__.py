@@ -1,4 +1,4 @@
-"""The `dcr` command: one file per subcommand, options in, `run_*` calls out.
+"""The `dcr` command: one module per subcommand, which parses options and calls the package that does the work.
 
 stdout carries results, stderr everything else. `main` is the console script; it is the one place where errors become
 exit codes.
@@ -14,14 +14,14 @@ DAEMONS = ("publish", "subscribe")
 
 
 class Stopped(SystemExit):
-    """SIGTERM came: 0 for a daemon, which is meant to be ended so; the shell's 143 for what was cut short."""
+    """SIGTERM ended the command. The exit code is 0 for a daemon, which is stopped this way, and 143 for any other."""
 
     def __init__(self) -> None:
         super().__init__(0 if any(name in sys.argv[1:] for name in DAEMONS) else 128 + signal.SIGTERM)
 
 
 def main() -> None:
-    """Console script. SIGTERM ends it in order from the first instant: a daemon's imports take seconds."""
+    """Console script. The SIGTERM handler is installed before the imports, which take seconds."""
 
     def stop(*_: Any) -> None:
         raise Stopped
@@ -32,7 +32,7 @@ def main() -> None:
 
         code = run(sys.argv[1:])
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is on its way out already
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the process is ending already
     sys.exit(code)
 
 

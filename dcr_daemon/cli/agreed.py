@@ -1,4 +1,4 @@
-"""What the ranks that publish a stream agreed on: `dcr plan` of a stream instead of a model."""
+"""What the ranks that publish a stream agreed on: `dcr plan` with a stream instead of a model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ async def read_agreed(store: Store) -> dict[str, Any]:
     layout = await Objects(store, floor=lambda: 0).read_layout(ledger.stream)
     seal = await _first_seal(ledger, state.epoch.seq if state.epoch else ledger.tip.seq)
     if seal is None:
-        raise NotFound(f"nothing was published to {store.url} since its newest claim", hint="ask again after a version")
+        raise NotFound(
+            f"nothing was published to {store.url} since its newest claim",
+            hint="run this again when a version is published",
+        )
     key = names.verdict(seal.version, seal.attempt, names.ROUNDS)
     try:
         verdict = decode_verdict(await store.get(key, limit=_LIMIT))
@@ -72,7 +75,7 @@ async def _first_seal(ledger: Any, first: int) -> Seal | None:
 
 
 def print_agreed(found: dict[str, Any]) -> None:
-    """For people: as the plan of a model, but for what only a model in memory shows."""
+    """Print it: the lines of a model's plan that the verdict has."""
     total, residual = found["bytes"], found["residual"]
     print_fields(
         {

@@ -1,7 +1,8 @@
-"""Assembles the commands, and turns every end of one into an exit code.
+"""Assembles the commands, and turns every outcome of one into an exit code.
 
 0 done · 1 unexpected · 2 usage or configuration · 10 incompatible · 11 no such stream or version · 12 fenced
-13 corrupt · 14 out of disk or memory · 15 store unavailable · 16 engine refused · 130 interrupted
+13 corrupt · 14 out of disk or memory · 15 store unavailable · 16 engine refused
+130 interrupted · 143 ended by SIGTERM
 """
 
 from __future__ import annotations
@@ -25,15 +26,14 @@ _UsageError: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c._
 app = typer.Typer(
     name="dcr",
     help=(
-        "Moves RL policies from a trainer to vLLM servers through a bucket, as deltas, bit for bit.\n\n"
-        "STREAM is file:///absolute/directory or s3://bucket/prefix. Every option can also be given in a TOML file "
-        "(--config), and in the environment where its help names a DCR_… variable. Results go to stdout, logs to "
-        "stderr."
+        "Moves RL policy weights from a trainer to vLLM servers through a bucket, as deltas, bit for bit.\n\n"
+        "STREAM is file:///absolute/directory or s3://bucket/prefix. Every option can also be set in a TOML file "
+        "(--config), and by the DCR_… variable that its help names. Results go to stdout, logs and errors to stderr."
     ),
     epilog=(
         "Exit codes: 0 done, 1 unexpected, 2 usage or configuration, 10 incompatible store, layout or input, 11 no "
         "such stream or version, 12 fenced, 13 corrupt, 14 resources, 15 store unavailable, 16 engine refused, "
-        "130 interrupted."
+        "130 interrupted, 143 ended by SIGTERM (the daemons: 0)."
     ),
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -54,8 +54,8 @@ for module in (publish, subscribe, log, status, verify, gc, materialize, plan, d
     app.command(name, help=_help(module.command.__doc__ or ""), context_settings=settings)(module.command)
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
+def _show_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"dcr {dcr_daemon.__version__}")
         raise typer.Exit
 
@@ -64,7 +64,7 @@ def _show_version(asked: bool) -> None:
 def options(
     context: typer.Context,
     config: Annotated[
-        Path | None, typer.Option(envvar="DCR_CONFIG", metavar="FILE", help="TOML file with defaults for all options.")
+        Path | None, typer.Option(envvar="DCR_CONFIG", metavar="FILE", help="TOML file with default values of options.")
     ] = None,
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
@@ -78,7 +78,7 @@ def options(
 
 
 def _known(group: Any) -> Known:
-    """Every command's options, read from the commands themselves, so that file and flags cannot drift apart."""
+    """Every command's options, read from the commands themselves, so that file and flags always agree."""
     known = {}
     for name, command in group.commands.items():
         flags = [(p, o) for p in command.params for o in [*p.opts, *p.secondary_opts] if p.name != "help"]

@@ -1,7 +1,7 @@
-"""What both daemons share: logs, metrics, probes, systemd and signals around one coroutine.
+"""Runs a daemon's coroutine with logs, metrics, probes, systemd notifications and signal handling.
 
-SIGTERM and SIGINT cancel the coroutine and wait for it: a publisher releases nothing half done, a subscriber never
-leaves a swap in the middle. SIGTERM then exits 0, SIGINT 130.
+SIGTERM and SIGINT cancel the coroutine and wait until it has ended: it finishes or undoes what is under way (a swap, an
+upload). The exit code is 0 after SIGTERM and 130 after SIGINT.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LONGEST_STATUS = 15.0  #: seconds after which systemd's STATUS is sent again
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """How a daemon is watched: the options of `cli.options`, checked."""
+    """How a daemon reports: its role, and the options of `cli.options` about logs, events and probes."""
 
     role: Role
     listen: str | None = None

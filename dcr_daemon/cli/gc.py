@@ -1,4 +1,4 @@
-"""`dcr gc`: what a stream need not keep is deleted, or listed with the reason."""
+"""`dcr gc`: deletes what a stream need not keep, or lists it with the reason."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 from dcr_daemon.cli.options import EndpointUrl, Json, Profile, Region, StoreOptions, StreamArgument, run_async
 from dcr_daemon.cli.output import print_fields, print_json, print_table, size
-from dcr_daemon.cli.progress import steps
+from dcr_daemon.cli.progress import progress_bar
 from dcr_daemon.errors import UsageError
 
 if TYPE_CHECKING:
@@ -20,23 +20,24 @@ _POLICY = "Policy"
 
 def command(
     stream: StreamArgument,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go and why; write nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List what would be deleted and why; delete nothing.")
+    ] = False,
     keep_versions: Annotated[
         int | None,
-        typer.Option(metavar="VERSIONS", min=1, help="Keep the newest so many versions.", rich_help_panel=_POLICY),
+        typer.Option(metavar="N", min=1, help="Keep the newest N versions.", rich_help_panel=_POLICY),
     ] = None,
     keep_hours: Annotated[
         float | None,
-        typer.Option(
-            metavar="HOURS", min=0, help="Keep the versions of the last so many hours.", rich_help_panel=_POLICY
-        ),
+        typer.Option(metavar="N", min=0, help="Keep the versions of the last N hours.", rich_help_panel=_POLICY),
     ] = None,
     name: Annotated[
         str | None,
         typer.Option(
             envvar="DCR_NAME",
             metavar="NAME",
-            help="Claim as this publisher, which must be down. Default: the one that released the stream last.",
+            help="Claim the stream under the name of this publisher, which must be down. Default: the name that "
+            "released the stream last.",
             rich_help_panel=_POLICY,
         ),
     ] = None,
@@ -44,7 +45,7 @@ def command(
         bool,
         typer.Option(
             "--take-over",
-            help="Claim although a publisher has not released the stream; should it live, it stops.",
+            help="Claim the stream although a publisher has not released it. One that still runs is fenced.",
             rich_help_panel=_POLICY,
         ),
     ] = False,
@@ -53,14 +54,14 @@ def command(
     profile: Profile = None,
     json: Json = False,
 ) -> None:
-    """Delete what lies below the floor, and what attempts that came to nothing left behind.
+    """Delete the objects below the floor, and those that aborted attempts left behind.
 
-    Without a policy that is all, and it may run beside a publisher. With --keep-versions or --keep-hours the floor is
-    raised first, to the newest whole anchor at or below the oldest version to keep. That takes a claim, which is
-    released at once; while a publisher holds the stream, give the policy to the publisher instead.
+    Without --keep-versions and --keep-hours it claims nothing and may run beside a publisher. With one of them the
+    floor is raised first, to the newest whole anchor at or below the oldest version to keep. That claims the stream and
+    releases it at once; while a publisher holds the stream, give these options to the publisher instead.
 
     With --json: stream, head, dry_run, floor_before, floor, oldest (version to keep), held (why the floor is not
-    there), objects and bytes (deleted, or to be), kept, kept_bytes, unknown [key], items [{key, size, version,
+    at oldest), objects and bytes (deleted, or to be), kept, kept_bytes, unknown [key], items [{key, size, version,
     attempt, why}].
     """
     from dcr_daemon.ledger.retention import RetentionPolicy
@@ -73,14 +74,14 @@ def command(
         from dcr_daemon.ledger.collector import Collector, collect
         from dcr_daemon.ledger.ledger import Ledger
 
-        with steps("gc:", quiet=json) as told:
+        with progress_bar("gc:", quiet=json) as progress:
             async with StoreOptions(stream, endpoint_url, region, profile).watched() as store:
                 ledger = Ledger(store)
                 if dry_run:
                     await ledger.read()
-                    plan = await Collector(ledger, progress=told).plan(policy)
+                    plan = await Collector(ledger, progress=progress).plan(policy)
                 else:
-                    plan, _ = await collect(ledger, policy, name=name, take_over=take_over, progress=told)
+                    plan, _ = await collect(ledger, policy, name=name, take_over=take_over, progress=progress)
                 return plan, ledger.state.seal.version
 
     plan, head = run_async(main())
@@ -128,11 +129,11 @@ def _print(stream: str, plan: Plan, head: int, *, dry_run: bool) -> None:
         | ({"held back": plan.floor.held} if plan.floor.held else {})
     )
     for key in plan.unknown:
-        print_fields({"unknown, stays": key})
+        print_fields({"unknown, kept": key})
 
 
 def _rows(items: Sequence[Item]) -> list[tuple[str, int, str, str]]:
-    """One row per reason for what lies below the floor, one per attempt for what came to nothing."""
+    """One row per reason for what is below the floor, one per aborted attempt."""
     groups: dict[tuple[str, str], list[Item]] = {}
     for item in items:
         kind = item.key.partition("/")[0]
@@ -147,7 +148,7 @@ def _rows(items: Sequence[Item]) -> list[tuple[str, int, str, str]]:
 
 
 def _versions(versions: Iterable[int]) -> str:
-    """1, 3 to 7, 9."""
+    """`versions 1, 3 to 7, 9`."""
     runs: list[list[int]] = []
     for version in sorted(versions):
         if runs and version == runs[-1][-1] + 1:

@@ -25,7 +25,7 @@ def command(
     profile: Profile = None,
     json: Json = False,
 ) -> None:
-    """List versions: what changed, what it weighs, where it came from; aborted and open attempts too.
+    """List the versions of a stream: changed elements, payload and source; aborted and open attempts too.
 
     With --json one object per line and version: version, step, state (sealed, open or aborted), seq, attempt, epoch,
     changed (elements), elements, bytes, dense_bytes, source, at, reason.
@@ -72,14 +72,14 @@ async def read_rows(ledger: Ledger, limit: int | None) -> list[Row]:
     rows = [] if first else [_stream_row(ledger.stream)]
     start = (await ledger.history.seal(first)).previous if first else 0
     opened: dict[int, AnyRecord] = {}
-    async for record in counting(ledger, start):
+    async for record in valid_records(ledger, start):
         if not isinstance(record, Stream):
             rows += _rows_of(record, opened)
     return rows + [_row(record, "open") for record in opened.values()]
 
 
-async def counting(ledger: Ledger, start: int) -> Any:
-    """The records that count in the slots after `start`, in order; `start` itself counts."""
+async def valid_records(ledger: Ledger, start: int) -> Any:
+    """The valid records in the slots after `start`, in order. `start` itself must hold a valid record."""
     from dcr_daemon.ledger.fold import begin, fold, tip_before
     from dcr_daemon.ledger.slot import read_slot
     from dcr_daemon.ledger.tail import missing_record
@@ -114,7 +114,10 @@ def _rows_of(record: AnyRecord, opened: dict[int, AnyRecord]) -> list[Row]:
             begun = opened.pop(record.attempt, None)
             return [_row(record, "aborted") | {"step": getattr(begun, "step", None)}]
         case Epoch() | Release():
-            ended, reason = list(opened.values()), f"its publisher ended: {type(record).__name__.lower()} {record.seq}"
+            ended, reason = (
+                list(opened.values()),
+                f"its publisher ended with {type(record).__name__.lower()} {record.seq}",
+            )
             opened.clear()
             return [_row(attempt, "aborted") | {"reason": reason} for attempt in ended]
     return []

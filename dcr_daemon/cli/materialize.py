@@ -1,4 +1,4 @@
-"""`dcr materialize`: a plain Hugging Face checkpoint of one version."""
+"""`dcr materialize`: builds a plain Hugging Face checkpoint of one version."""
 
 from __future__ import annotations
 
@@ -15,21 +15,24 @@ from dcr_daemon.cli.progress import transfer
 def command(
     stream: StreamArgument,
     out: Annotated[
-        Path, typer.Option(metavar="DIR", help="New directory; appears complete and proved, or not at all.")
+        Path,
+        typer.Option(metavar="DIR", help="New directory; it appears when it is complete and verified, or not at all."),
     ],
     version: Annotated[
-        int | None, typer.Option(metavar="N", min=0, help="Version to build; default: the newest sealed.")
+        int | None, typer.Option(metavar="N", min=0, help="Version to build; default: the newest sealed one.")
     ] = None,
     base: Annotated[
         Path | None,
-        typer.Option(envvar="DCR_BASE", metavar="DIR", help="Checkpoint of version 0, where the stream has no anchor."),
+        typer.Option(
+            envvar="DCR_BASE", metavar="DIR", help="Checkpoint of version 0; needed where the stream has no anchor."
+        ),
     ] = None,
     endpoint_url: EndpointUrl = None,
     region: Region = None,
     profile: Profile = None,
     json: Json = False,
 ) -> None:
-    """Build a checkpoint of one version from the stream, and prove it by its fingerprint.
+    """Build a checkpoint of one version from the stream, and verify it against its fingerprint.
 
     Example: dcr materialize s3://bucket/run-42 --version 17 --out /models/v17
     """

@@ -1,4 +1,4 @@
-"""Options that several commands have, and what they open."""
+"""Options that several commands share, the store that they open, and how a command's coroutine is run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ StreamArgument = Annotated[
 ]
 EndpointUrl = Annotated[
     str | None,
-    typer.Option(envvar="DCR_ENDPOINT_URL", metavar="URL", help="S3-compatible service.", rich_help_panel=_STORE),
+    typer.Option(
+        envvar="DCR_ENDPOINT_URL", metavar="URL", help="URL of an S3-compatible service.", rich_help_panel=_STORE
+    ),
 ]
 Region = Annotated[
     str | None, typer.Option(envvar="DCR_REGION", metavar="NAME", help="AWS region.", rich_help_panel=_STORE)
@@ -38,13 +40,13 @@ Region = Annotated[
 Profile = Annotated[
     str | None, typer.Option(envvar="DCR_PROFILE", metavar="NAME", help="AWS profile.", rich_help_panel=_STORE)
 ]
-Json = Annotated[bool, typer.Option("--json", help="Results, errors and logs as JSON.")]
+Json = Annotated[bool, typer.Option("--json", help="Print results, errors and logs as JSON.")]
 State = Annotated[
     Path | None,
     typer.Option(
         envvar="DCR_STATE",
         metavar="DIR",
-        help="Where this daemon remembers; default $STATE_DIRECTORY, else $XDG_STATE_HOME/dcr.",
+        help="State directory of the daemon; default: $STATE_DIRECTORY, else $XDG_STATE_HOME/dcr.",
     ),
 ]
 Listen = Annotated[
@@ -52,7 +54,7 @@ Listen = Annotated[
     typer.Option(
         envvar="DCR_LISTEN",
         metavar="HOST:PORT",
-        help="Serve /metrics, /livez and /readyz there.",
+        help="Serve /metrics, /livez and /readyz at this address.",
         rich_help_panel=_OBSERVE,
     ),
 ]
@@ -68,14 +70,17 @@ Events = Annotated[
 LogLevel = Annotated[
     str,
     typer.Option(
-        envvar="DCR_LOG_LEVEL", metavar="LEVEL", help="debug, info, warning or error.", rich_help_panel=_OBSERVE
+        envvar="DCR_LOG_LEVEL",
+        metavar="LEVEL",
+        help="Lowest level to log: debug, info, warning or error.",
+        rich_help_panel=_OBSERVE,
     ),
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
-    """Where a stream lives, as given on the command line."""
+    """The stream's URL and how to reach its store, as given on the command line."""
 
     url: str
     endpoint_url: str | None = None
@@ -84,11 +89,11 @@ class StoreOptions:
 
     @asynccontextmanager
     async def watched(self, emit: Emit | None = None) -> AsyncIterator[Store]:
-        """The store for a command that somebody waits for: what it waits for is said on stderr."""
-        from dcr_daemon.cli.progress import waits
+        """The store for an interactive command: what the store waits for or retries is printed on stderr."""
+        from dcr_daemon.cli.progress import report_notices
         from dcr_daemon.events import discard
 
-        async with waits(self.url, emit or discard) as told, self.open(told) as store:
+        async with report_notices(self.url, emit or discard) as reporting, self.open(reporting) as store:
             yield store
 
     @asynccontextmanager
@@ -128,7 +133,7 @@ def run_async(main: Coroutine[Any, Any, T]) -> T:
 
 
 async def _until_stopped(main: Coroutine[Any, Any, T]) -> T:
-    """SIGTERM cancels `main`, as Ctrl-C does, so that what it has under way is tidied up. A daemon has its own way."""
+    """SIGTERM cancels `main`, as Ctrl-C does, so that it cleans up. A daemon has its own handler (`cli.daemon`)."""
     task, stopped = asyncio.ensure_future(main), list[int]()
 
     def stop() -> None:

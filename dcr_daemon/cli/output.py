@@ -1,4 +1,4 @@
-"""How commands speak: results on stdout, people's things on stderr, one JSON object per error with --json."""
+"""What commands print: results on stdout; errors on stderr, with --json as one JSON object each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PADDING = re.compile(r"[ ]+((?:\x1b\[[0-9;]*m[ ]*)*)$", re.MULTILINE)  #: at th
 
 
 def wants_json(arguments: Sequence[str]) -> bool:
-    """Whether --json stands among the arguments; asked before they are parsed, for errors in parsing."""
+    """Whether --json is among the arguments. Known before they are parsed, so that a usage error is JSON too."""
     return "--json" in arguments
 
 
@@ -36,11 +36,11 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
         table.add_column(column.strip(), justify="right" if column.endswith(" ") else "left", overflow="fold")
     for row in rows:
         table.add_row(*("" if cell is None else str(cell) for cell in row))
-    # As wide as it comes: a terminal that is narrower wraps a line, and that reads better than every cell folded.
+    # Wider than a terminal: one wrapped line reads better than folded cells.
     console = Console(width=_WIDEST)
     with console.capture() as text:
         console.print(table)
-    # The last column is padded, too: one long cell would put blank lines after every other row.
+    # rich pads the last column too: after one long cell, padded rows would wrap into blank lines.
     _put(_PADDING.sub(r"\1", text.get()))
 
 
@@ -51,7 +51,7 @@ def print_fields(fields: dict[str, Any]) -> None:
 
 
 def _put(text: str) -> None:
-    """Results go out, or to nowhere when whoever asked has stopped reading (`| head`); the exit code stays true."""
+    """Write to stdout. If the reader has closed it (`| head`), the text is dropped; the exit code stays."""
     try:
         put(sys.stdout, text)
     except OSError as error:
@@ -59,13 +59,13 @@ def _put(text: str) -> None:
 
 
 def report_error(message: str, hint: str, kind: str, code: int, *, json: bool) -> int:
-    """Say what went wrong and what to do next, on stderr; returns `code`."""
+    """Print an error and its hint on stderr; returns `code`."""
     if json:
         error = {"error": {"kind": kind, "message": message, "hint": hint, "exit_code": code}}
         text = msgspec.json.encode(error).decode() + "\n"
     else:
         text = f"dcr: {message}\n" + (f"     → {hint}\n" if hint else "")
-    with contextlib.suppress(OSError):  # the code says it too
+    with contextlib.suppress(OSError):  # the exit code reports it too
         put(sys.stderr, text)
     return code
 
@@ -87,5 +87,5 @@ def clock(at: str | None) -> str:
 
 
 def share(part: float, whole: float) -> str:
-    """A percentage, or nothing to divide by."""
+    """`part` of `whole` as a percentage; `-` if `whole` is 0."""
     return f"{part / whole:.3%}" if whole else "-"

@@ -1,4 +1,4 @@
-"""`dcr plan`: how much of a model a trainer's ranks can project directly, before anything runs; or do, in a stream."""
+"""`dcr plan`: how much of a model a trainer's ranks can publish directly; of a stream, what its ranks agreed on."""
 
 from __future__ import annotations
 
@@ -46,39 +46,43 @@ def command(
     config: Annotated[
         str,
         typer.Argument(
-            metavar="CONFIG", help="A model's config.json, its directory, or a name that dcr knows; or a stream's URL."
+            metavar="CONFIG", help="A model's config.json, its directory, the name of a known model, or a stream's URL."
         ),
     ],
-    trainer: Annotated[Trainer, typer.Option(help="What splits the model.")] = Trainer.megatron,
+    trainer: Annotated[Trainer, typer.Option(help="Framework that shards the model.")] = Trainer.megatron,
     tp: Annotated[int, _degree("tp", "Tensor parallel ranks.")] = 1,
     pp: Annotated[int, _degree("pp", "Pipeline stages.")] = 1,
-    vpp: Annotated[int, _degree("vpp", "Virtual stages on each stage.")] = 1,
+    vpp: Annotated[int, _degree("vpp", "Virtual pipeline stages per stage.")] = 1,
     cp: Annotated[int, _degree("cp", "Context parallel ranks.")] = 1,
     ep: Annotated[int, _degree("ep", "Expert parallel ranks.")] = 1,
     etp: Annotated[int, _degree("etp", "Tensor parallel ranks of an expert.")] = 1,
     dp: Annotated[
-        int | None, _degree("dp", "Data parallel ranks, which FSDP2 and ZeRO-3 shard over; default as few as fit.")
+        int | None, _degree("dp", "Data parallel ranks (FSDP2 and ZeRO-3 shard over them); default: as few as fit.")
     ] = None,
     stage_layers: Annotated[
         str | None,
-        typer.Option(metavar="N,N,…", help="Layers of every pipeline chunk, where uneven.", rich_help_panel=_GRID),
+        typer.Option(metavar="N,N,…", help="Layers of each pipeline chunk, where they differ.", rich_help_panel=_GRID),
     ] = None,
     dtype: Annotated[
-        Dtype | None, typer.Option(help="Of the parameters in memory; default fp32 under FSDP2, else the model's own.")
+        Dtype | None,
+        typer.Option(help="Dtype of the parameters in memory; default: fp32 with FSDP2, otherwise the model's."),
     ] = None,
     mtp: Annotated[
-        bool | None, typer.Option("--mtp/--no-mtp", help="Train multi-token prediction; default as CONFIG says.")
+        bool | None,
+        typer.Option("--mtp/--no-mtp", help="Train the multi-token prediction layers; default: as CONFIG says."),
     ] = None,
-    rule: Annotated[Rule, typer.Option(help="paper: leave to residual what the published projection does.")] = Rule.dcr,
+    rule: Annotated[
+        Rule, typer.Option(help="paper: count as residual what the published projection does not map.")
+    ] = Rule.dcr,
     endpoint_url: EndpointUrl = None,
     region: Region = None,
     profile: Profile = None,
     json: Json = False,
 ) -> None:
-    """Say what share of the checkpoint every rank projects by itself, what is residual and why, and what it costs.
+    """Show what share of a checkpoint every rank publishes directly, what is residual and why, and what it costs.
 
-    Reads nothing but CONFIG. Given a stream, it shows what its ranks agreed on instead: every residual tensor by name,
-    with the reason. Docs: docs/PROJECTION.md.
+    Only CONFIG is read. For a stream, show what its ranks agreed on: every residual tensor by name,
+    with the reason. See docs/PROJECTION.md.
 
     With --json: model, family, trainer, rule, world, grid, parameters, tensors, bytes, direct_bytes, direct_share,
     classes {bits, cast, add, residual: bytes}, residual {reason: bytes}, exactly_once, gaps, baseline_bytes {min, max,
@@ -106,7 +110,7 @@ def command(
     if found.gaps:
         raise Incompatible(
             f"{len(found.gaps)} tensors do not have exactly one source each, {found.gaps[0]}",
-            hint="this is a fault of dcr: please report the configuration",
+            hint="this is a bug of dcr: please report the configuration",
         )
 
 
@@ -192,14 +196,14 @@ def _print(config: str, trainer: Trainer, rule: Rule, grid: Grid, found: Preview
             "direct": f"{'█' * filled}{'░' * (_BAR - filled)} {share(found.direct, found.nbytes)}"
             + (", by the published rule" if rule is Rule.paper else ""),
             "residual": residual or "none",
-            "proof": "broken" if found.gaps else "every element has exactly one source",
+            "coverage": "broken" if found.gaps else "every element has exactly one source",
             "baseline": f"{_between(found.baseline, size)} per rank",
             "regions": f"{sum(found.regions):,}; {_between(found.regions, '{:,}'.format)} per rank",
         }
         | {f"note {i + 1}": note for i, note in enumerate(found.architecture.notes)}
     )
     print_table(
-        ("kind", "tensors ", "bytes ", "share ", "direct ", "regions ", "how", "why not"),
+        ("kind", "tensors ", "bytes ", "share ", "direct ", "regions ", "class", "why residual"),
         (
             (
                 row.kind,

@@ -1,4 +1,4 @@
-"""Progress on stderr for commands that take long; silent where stderr is no terminal."""
+"""Progress and notices on stderr for commands that take long. Bars are shown only where stderr is a terminal."""
 
 from __future__ import annotations
 
@@ -14,46 +14,46 @@ from dcr_daemon import runtime
 from dcr_daemon.events import Emit, Event, Notice, StoreRequest, discard, kind_of
 from dcr_daemon.observe.streams import put
 
-SILENCE = 3.0  #: seconds without a first answer that are worth a word
+SILENCE = 3.0  #: seconds without a first answer of the store before a line says so
 
 
 @asynccontextmanager
-async def waits(url: str, emit: Emit = discard) -> AsyncIterator[Emit]:
-    """An `Emit` that passes everything on, and says on stderr what a command waits for: within seconds, once each.
+async def report_notices(url: str, emit: Emit = discard) -> AsyncIterator[Emit]:
+    """An `Emit` that passes every event on to `emit`, and prints each different notice once on stderr.
 
-    A store that swallows requests gives no sign of life for long; so silence is told of as well.
+    A store that swallows requests causes no event for minutes; so a first answer that is late is reported as well.
     """
-    said, answers = set[str](), [0]
+    printed, answers = set[str](), [0]
 
-    def say(text: str) -> None:
-        if text not in said:
-            said.add(text)
+    def report(text: str) -> None:
+        if text not in printed:
+            printed.add(text)
             with suppress(OSError):
                 put(sys.stderr, f"dcr: {text}\n")
 
-    def told(event: Event) -> None:
+    def pass_on(event: Event) -> None:
         match event:
             case StoreRequest():
                 answers[0] += 1
             case Notice():
-                say(f"{kind_of(type(event))}: {event.what}")
+                report(f"{kind_of(type(event))}: {event.what}")
         emit(event)
 
-    async def listen() -> None:
+    async def report_silence() -> None:
         await runtime.sleep(SILENCE)
         if not answers[0]:
-            say(f"waiting: {url} has not answered for {SILENCE:.0f} s")
+            report(f"waiting: {url} has not answered for {SILENCE:.0f} s")
 
-    listening = asyncio.ensure_future(listen())
+    silence = asyncio.ensure_future(report_silence())
     try:
-        yield told
+        yield pass_on
     finally:
-        listening.cancel()
+        silence.cancel()
 
 
 @contextmanager
 def transfer(what: str, *, quiet: bool) -> Iterator[Emit]:
-    """An `Emit` that shows bytes moved and what is waited for, as long as the block lasts."""
+    """An `Emit` that shows the bytes moved and the last notice, as long as the block lasts."""
     if quiet or not sys.stderr.isatty():
         yield discard
         return
@@ -72,8 +72,8 @@ def transfer(what: str, *, quiet: bool) -> Iterator[Emit]:
 
 
 @contextmanager
-def steps(what: str, *, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """A function of (item, done, of how many) that moves a bar, as long as the block lasts."""
+def progress_bar(what: str, *, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
+    """A function of (item, number done, total) that moves a progress bar, as long as the block lasts."""
     if quiet or not sys.stderr.isatty():
         yield lambda item, done, total: None
         return

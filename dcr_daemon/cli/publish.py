@@ -1,4 +1,4 @@
-"""`dcr publish`: checkpoints that appear below a directory become versions of a stream."""
+"""`dcr publish`: publishes the checkpoints that appear below a directory as versions of a stream."""
 
 from __future__ import annotations
 
@@ -28,114 +28,148 @@ _INPUT = "Input"
 _STREAM = "Stream"
 _TUNING = "Tuning"
 
+To = Annotated[str, typer.Option(envvar="DCR_STREAM", metavar="STREAM", help="Stream to publish to.")]
+Watch = Annotated[
+    Path,
+    typer.Option(
+        envvar="DCR_WATCH",
+        metavar="DIR",
+        help="Publish every checkpoint that appears below DIR: safetensors, whole or sharded, and torch DCP.",
+    ),
+]
+Base = Annotated[
+    Path | None,
+    typer.Option(envvar="DCR_BASE", metavar="DIR", help="Checkpoint to publish as version 0; required with --create."),
+]
+Create = Annotated[
+    bool, typer.Option("--create", help="Create the stream if it does not exist.", rich_help_panel=_STREAM)
+]
+Once = Annotated[
+    bool, typer.Option("--once", help="Publish the checkpoints that are complete now, oldest first, and exit.")
+]
+Name = Annotated[
+    str | None,
+    typer.Option(
+        envvar="DCR_NAME",
+        metavar="NAME",
+        help="Name of this publisher. Without --take-over, only a publisher of the same name continues a stream. "
+        "Default: the name of the last run, kept in --state.",
+        rich_help_panel=_STREAM,
+    ),
+]
+TakeOver = Annotated[
+    bool,
+    typer.Option(
+        "--take-over",
+        help="Claim the stream from a publisher of another name; if that is still running, it is fenced and stops.",
+        rich_help_panel=_STREAM,
+    ),
+]
+Marker = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Publish a checkpoint only when its directory holds a file of this name.",
+        rich_help_panel=_INPUT,
+    ),
+]
+Newest = Annotated[
+    bool,
+    typer.Option("--newest", help="Publish only the newest of several finished checkpoints.", rich_help_panel=_INPUT),
+]
+Poll = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SECONDS",
+        min=0.05,
+        help="Scan DIR at this interval instead of using inotify (for network file systems).",
+        rich_help_panel=_INPUT,
+    ),
+]
+Ignore = Annotated[
+    list[str] | None,
+    typer.Option(metavar="GLOB", help="Ignore input tensors with these names; repeatable.", rich_help_panel=_INPUT),
+]
+UploadBase = Annotated[
+    bool,
+    typer.Option(
+        "--upload-base/--no-upload-base",
+        help="With --create, write an anchor of version 0.",
+        rich_help_panel=_STREAM,
+    ),
+]
+AnchorEvery = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=1, help="Write an anchor every N versions.", rich_help_panel=_STREAM),
+]
+AnchorShare = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SHARE",
+        min=0,
+        help="Write an anchor when the versions since the last one weigh more than this share of a whole checkpoint "
+        "(0: never).",
+        rich_help_panel=_STREAM,
+    ),
+]
+KeepVersions = Annotated[
+    int,
+    typer.Option(
+        metavar="N",
+        min=0,
+        help="Keep the newest N versions and delete older ones, as far as anchors allow (0: keep all).",
+        rich_help_panel=_STREAM,
+    ),
+]
+KeepHours = Annotated[
+    float,
+    typer.Option(metavar="N", min=0, help="Also keep the versions of the last N hours.", rich_help_panel=_STREAM),
+]
+Codec = Annotated[
+    str, typer.Option(metavar="CODEC", help="Delta codec: auto, ulp, xor or overwrite.", rich_help_panel=_TUNING)
+]
+Threads = Annotated[
+    int,
+    typer.Option(
+        metavar="THREADS", min=0, help="Threads that compare and encode (0: one per core).", rich_help_panel=_TUNING
+    ),
+]
+Uploads = Annotated[
+    int, typer.Option(metavar="N", min=1, help="Number of concurrent uploads.", rich_help_panel=_TUNING)
+]
+ScrubRate = Annotated[
+    float,
+    typer.Option(
+        metavar="BYTES",
+        min=0,
+        help="Bytes per second of the baseline to verify between updates (0: off).",
+        rich_help_panel=_TUNING,
+    ),
+]
+
 
 def command(
-    to: Annotated[str, typer.Option(envvar="DCR_STREAM", metavar="STREAM", help="Stream to publish to.")],
-    watch: Annotated[
-        Path,
-        typer.Option(
-            envvar="DCR_WATCH",
-            metavar="DIR",
-            help="Publish every checkpoint that appears below DIR: safetensors, whole or sharded, and torch DCP.",
-        ),
-    ],
-    base: Annotated[
-        Path | None,
-        typer.Option(envvar="DCR_BASE", metavar="DIR", help="Checkpoint that is version 0; required with --create."),
-    ] = None,
-    create: Annotated[
-        bool, typer.Option("--create", help="Make the stream if the prefix is empty.", rich_help_panel=_STREAM)
-    ] = False,
-    once: Annotated[bool, typer.Option("--once", help="Publish what is complete now, oldest first, and exit.")] = False,
-    name: Annotated[
-        str | None,
-        typer.Option(
-            envvar="DCR_NAME",
-            metavar="NAME",
-            help="Publisher name: only the same name resumes by itself. Default: as last time (kept in --state).",
-            rich_help_panel=_STREAM,
-        ),
-    ] = None,
-    take_over: Annotated[
-        bool,
-        typer.Option("--take-over", help="Claim the stream from another publisher name.", rich_help_panel=_STREAM),
-    ] = False,
+    to: To,
+    watch: Watch,
+    base: Base = None,
+    create: Create = False,
+    once: Once = False,
+    name: Name = None,
+    take_over: TakeOver = False,
     state: State = None,
-    marker: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="A checkpoint is complete only with this file.", rich_help_panel=_INPUT),
-    ] = None,
-    newest: Annotated[
-        bool, typer.Option("--newest", help="Of a backlog publish only the newest.", rich_help_panel=_INPUT)
-    ] = False,
-    poll: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SECONDS", min=0.05, help="Poll instead of inotify (network file systems).", rich_help_panel=_INPUT
-        ),
-    ] = None,
-    ignore: Annotated[
-        list[str] | None,
-        typer.Option(metavar="GLOB", help="Drop tensors of these names; repeatable.", rich_help_panel=_INPUT),
-    ] = None,
-    upload_base: Annotated[
-        bool,
-        typer.Option(
-            "--upload-base/--no-upload-base",
-            help="Write an anchor of version 0 at --create.",
-            rich_help_panel=_STREAM,
-        ),
-    ] = True,
-    anchor_every: Annotated[
-        int | None,
-        typer.Option(
-            metavar="VERSIONS", min=1, help="Write an anchor every so many versions.", rich_help_panel=_STREAM
-        ),
-    ] = None,
-    anchor_share: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SHARE",
-            min=0,
-            help="Write an anchor when the chain outweighs this share of a dense checkpoint; 0 never.",
-            rich_help_panel=_STREAM,
-        ),
-    ] = 1.0,
-    keep_versions: Annotated[
-        int,
-        typer.Option(
-            metavar="VERSIONS",
-            min=0,
-            help="Keep the newest so many versions, and delete older ones as far as anchors allow; 0: keep all.",
-            rich_help_panel=_STREAM,
-        ),
-    ] = 256,
-    keep_hours: Annotated[
-        float,
-        typer.Option(
-            metavar="HOURS",
-            min=0,
-            help="Keep the versions of the last so many hours, too.",
-            rich_help_panel=_STREAM,
-        ),
-    ] = 0,
-    codec: Annotated[
-        str, typer.Option(metavar="CODEC", help="auto, ulp, xor or overwrite.", rich_help_panel=_TUNING)
-    ] = "auto",
-    workers: Annotated[
-        int,
-        typer.Option(metavar="THREADS", min=0, help="Threads for byte work; 0: one per core.", rich_help_panel=_TUNING),
-    ] = 0,
-    uploads: Annotated[int, typer.Option(metavar="N", min=1, help="Concurrent uploads.", rich_help_panel=_TUNING)] = 8,
-    scrub_rate: Annotated[
-        float,
-        typer.Option(
-            metavar="BYTES",
-            min=0,
-            help="Of the baseline, checked a second between updates; 0: none.",
-            rich_help_panel=_TUNING,
-        ),
-    ] = float(512 << 20),
+    marker: Marker = None,
+    newest: Newest = False,
+    poll: Poll = None,
+    ignore: Ignore = None,
+    upload_base: UploadBase = True,
+    anchor_every: AnchorEvery = None,
+    anchor_share: AnchorShare = 1.0,
+    keep_versions: KeepVersions = 256,
+    keep_hours: KeepHours = 0,
+    codec: Codec = "auto",
+    workers: Threads = 0,
+    uploads: Uploads = 8,
+    scrub_rate: ScrubRate = float(512 << 20),
     endpoint_url: EndpointUrl = None,
     region: Region = None,
     profile: Profile = None,
@@ -147,9 +181,9 @@ def command(
     """Publish checkpoints to a stream as they are written, until told to stop.
 
     A checkpoint is a directory below --watch that directly holds *.safetensors files, as Trainer, TRL, verl, NeMo-RL
-    and prime-rl write them. Each shard is taken up when it is complete, while later ones are still being written.
-    Checkpoints that lie in pieces are published as they lie, once complete: torch's distributed checkpoints (.metadata
-    and *.distcp), and safetensors of its sharded Hugging Face writer.
+    and prime-rl write them. Each shard is read as soon as it is complete, while later ones are still being written.
+    Distributed checkpoints are published once they are complete, without merging their pieces: torch DCP (.metadata and
+    *.distcp), and the safetensors files of torch's sharded Hugging Face writer.
 
     Example: dcr publish --to s3://bucket/run-42 --create --base /models/qwen3 --watch /checkpoints
     """

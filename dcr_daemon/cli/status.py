@@ -1,4 +1,4 @@
-"""`dcr status`: where a stream and its replicas stand."""
+"""`dcr status`: the state of a stream and of its replicas."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def command(
     profile: Profile = None,
     json: Json = False,
 ) -> None:
-    """Show the newest version, who publishes, the anchors, and every replica that reports.
+    """Show the newest version, the publisher, the anchors, and every replica that reports.
 
-    Replica reports are hints: written by the replicas, overwritten, believed by nobody.
+    A replica's report is a hint: the replica overwrites it, and no decision depends on it.
 
     With --json: stream (url, id, layout), head (version, step, seq, at), epoch (seq, name, released), open, floor,
     anchors [{version, bytes, seq}], replicas [{id, …}].
@@ -57,7 +57,7 @@ def command(
 
 
 def _cells(replica: dict[str, Any]) -> list[Any]:
-    """What one replica says; it may say anything (must L7)."""
+    """The cells of one replica's report, which may hold anything (must L7)."""
     times = {key: clock(str(replica[key])) for key in ("at", "scrubbed_at") if replica.get(key)}
     shown = replica | times
     return [shown.get(key) for key in ("id", "version", "state", "at", "scrubbed_at", "scrub", "detail")]

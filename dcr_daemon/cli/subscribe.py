@@ -1,4 +1,4 @@
-"""`dcr subscribe`: one engine kept at a stream's newest version."""
+"""`dcr subscribe`: keeps one engine at a stream's newest version."""
 
 from __future__ import annotations
 
@@ -28,75 +28,97 @@ if TYPE_CHECKING:
 _STAGING = "Staging"
 _SCRUB = "Scrub"
 
+Source = Annotated[str, typer.Option("--from", envvar="DCR_STREAM", metavar="STREAM", help="Stream to follow.")]
+Engine = Annotated[
+    str,
+    typer.Option(
+        envvar="DCR_ENGINE",
+        metavar="URL",
+        help="Engine to update: vllm:///run/dcr/vllm.sock, or dir:///models/current for a checkpoint directory.",
+    ),
+]
+Once = Annotated[bool, typer.Option("--once", help="Bring the engine to the newest sealed version, and exit.")]
+Replica = Annotated[
+    str | None,
+    typer.Option(
+        envvar="DCR_REPLICA",
+        metavar="ID",
+        help="Id of this replica in `dcr status`, of a-z and 0-9; default: the host name.",
+    ),
+]
+Pin = Annotated[int | None, typer.Option(metavar="VERSION", min=0, help="Serve this version and never a newer one.")]
+Base = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Checkpoint that the stream was created from; for engines whose loader computes some tensors.",
+    ),
+]
+Staging = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="DCR_STAGING",
+        metavar="DIR",
+        help="Directory for downloaded chunks; default: /dev/shm/dcr-ID where /dev/shm exists.",
+        rich_help_panel=_STAGING,
+    ),
+]
+StagingLimit = Annotated[
+    int | None,
+    typer.Option(metavar="BYTES", min=1 << 20, help="Most bytes in the staging directory.", rich_help_panel=_STAGING),
+]
+Poll = Annotated[float, typer.Option(metavar="SECONDS", min=0.01, help="Seconds between polls of the ledger.")]
+Patience = Annotated[
+    float,
+    typer.Option(
+        metavar="SECONDS",
+        min=0,
+        help="Seconds to wait for an object that is not there yet, and with --once for an engine that does not answer.",
+    ),
+]
+ReadyWithin = Annotated[
+    int,
+    typer.Option(
+        metavar="N",
+        min=0,
+        help="/readyz reports ready while the engine is at most N versions behind the newest known version.",
+    ),
+]
+ScrubEvery = Annotated[
+    float,
+    typer.Option(
+        metavar="SECONDS",
+        min=0,
+        help="Seconds between two passes that verify the live weights (0: off).",
+        rich_help_panel=_SCRUB,
+    ),
+]
+ScrubRate = Annotated[
+    float,
+    typer.Option(
+        metavar="BYTES",
+        min=0,
+        help="Bytes per second that each rank may read for the scrub (0: unlimited).",
+        rich_help_panel=_SCRUB,
+    ),
+]
+
 
 def command(
-    source: Annotated[str, typer.Option("--from", envvar="DCR_STREAM", metavar="STREAM", help="Stream to follow.")],
-    engine: Annotated[
-        str,
-        typer.Option(
-            envvar="DCR_ENGINE",
-            metavar="URL",
-            help="vllm:///run/dcr/vllm.sock, or dir:///models/current for a checkpoint directory.",
-        ),
-    ],
-    once: Annotated[
-        bool, typer.Option("--once", help="Reach the newest version that is sealed now, and exit.")
-    ] = False,
-    replica: Annotated[
-        str | None,
-        typer.Option(envvar="DCR_REPLICA", metavar="ID", help="Id of this replica; default: the host name."),
-    ] = None,
-    pin: Annotated[
-        int | None, typer.Option(metavar="VERSION", min=0, help="Serve this version and never a newer one.")
-    ] = None,
-    base: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Checkpoint that the stream was created from; for engines that compute with some tensors at load.",
-        ),
-    ] = None,
+    source: Source,
+    engine: Engine,
+    once: Once = False,
+    replica: Replica = None,
+    pin: Pin = None,
+    base: Base = None,
     state: State = None,
-    staging: Annotated[
-        Path | None,
-        typer.Option(
-            envvar="DCR_STAGING",
-            metavar="DIR",
-            help="Where chunks wait; default /dev/shm/dcr-ID where that exists.",
-            rich_help_panel=_STAGING,
-        ),
-    ] = None,
-    staging_limit: Annotated[
-        int | None, typer.Option(metavar="BYTES", min=1 << 20, help="Bytes staged at most.", rich_help_panel=_STAGING)
-    ] = None,
-    poll: Annotated[float, typer.Option(metavar="SECONDS", min=0.01, help="Between looks at the ledger's end.")] = 1.0,
-    patience: Annotated[
-        float,
-        typer.Option(
-            metavar="SECONDS", min=0, help="How long --once waits for an absent engine, and for a missing object."
-        ),
-    ] = 60.0,
-    ready_within: Annotated[
-        int,
-        typer.Option(
-            metavar="N", min=0, help="/readyz: ready while at most N versions behind the newest seal that is known."
-        ),
-    ] = 4,
-    scrub_every: Annotated[
-        float,
-        typer.Option(
-            metavar="SECONDS",
-            min=0,
-            help="Between two passes that sum the live weights again; 0: never.",
-            rich_help_panel=_SCRUB,
-        ),
-    ] = 3600.0,
-    scrub_rate: Annotated[
-        float,
-        typer.Option(
-            metavar="BYTES", min=0, help="Read a second by each rank for it; 0: no limit.", rich_help_panel=_SCRUB
-        ),
-    ] = float(64 << 20),
+    staging: Staging = None,
+    staging_limit: StagingLimit = None,
+    poll: Poll = 1.0,
+    patience: Patience = 60.0,
+    ready_within: ReadyWithin = 4,
+    scrub_every: ScrubEvery = 3600.0,
+    scrub_rate: ScrubRate = float(64 << 20),
     endpoint_url: EndpointUrl = None,
     region: Region = None,
     profile: Profile = None,
@@ -105,7 +127,7 @@ def command(
     log_level: LogLevel = "info",
     json: Json = False,
 ) -> None:
-    """Bring a running engine to every new version of a stream, in place, until told to stop.
+    """Update a running engine in place to every new version of a stream, until told to stop.
 
     Example: dcr subscribe --from s3://bucket/run-42 --engine vllm:///run/dcr/vllm.sock
     """

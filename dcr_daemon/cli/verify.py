@@ -1,4 +1,4 @@
-"""`dcr verify`: read a stream as a sceptic."""
+"""`dcr verify`: checks a whole stream against its digests and fingerprints."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from dcr_daemon.cli.options import EndpointUrl, Json, Profile, Region, StoreOptions, StreamArgument, run_async
 from dcr_daemon.cli.output import print_fields, print_json, size
-from dcr_daemon.cli.progress import steps
+from dcr_daemon.cli.progress import progress_bar
 from dcr_daemon.errors import Corrupt
 
 if TYPE_CHECKING:
@@ -20,9 +20,9 @@ def command(
     profile: Profile = None,
     json: Json = False,
 ) -> None:
-    """Check every record, object, digest and fingerprint of a stream; nothing is written.
+    """Check every record, object, digest and fingerprint of a stream; write nothing.
 
-    Says what is damaged and what can still be done about it. Exit code 13 if anything is.
+    Prints what is damaged and how it can be repaired. The exit code is 13 if anything is damaged.
 
     With --json: stream (id), head, floor, records, void, versions, anchors, objects, bytes, damages [{key, version,
     what, rebuildable, repair}], orphans, orphan_bytes (what `dcr gc` would delete), unknown.
@@ -34,9 +34,9 @@ def command(
 
         workers = Workers()
         try:
-            with steps("verifying", quiet=json) as told:
+            with progress_bar("verifying", quiet=json) as progress:
                 async with StoreOptions(stream, endpoint_url, region, profile).watched() as store:
-                    return await verify(store, progress=told, workers=workers)
+                    return await verify(store, progress=progress, workers=workers)
         finally:
             workers.close()
 
