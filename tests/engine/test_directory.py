@@ -295,9 +295,9 @@ class Flaky(Checkout):
 
 async def flaky(versions, here, **faults) -> DirectoryEngine:
     engine = await proved(versions, here)
-    engine._checkout = Flaky(here)
+    engine._state.checkout = Flaky(here)
     for name, value in faults.items():
-        setattr(engine._checkout, name, value)
+        setattr(engine._state.checkout, name, value)
     await engine.serve()
     await engine.prepare(versions.transaction(1))
     return engine

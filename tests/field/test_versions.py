@@ -35,8 +35,8 @@ class FailingDisk(Checkout):
 class FailingEngine(DirectoryEngine):
     def __init__(self, path: Path, bad: int) -> None:
         super().__init__(path)
-        self._checkout = FailingDisk(path)
-        self._checkout.bad = bad
+        self._state.checkout = FailingDisk(path)
+        self._state.checkout.bad = bad
 
 
 async def test_an_apply_that_fails_raises_no_number_anywhere(make_trainer: Callable[..., Trainer]) -> None:

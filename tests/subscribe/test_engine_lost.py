@@ -101,7 +101,7 @@ class Restarted(DirectoryEngine):
 
     def restart(self):
         self.lives += 1
-        self._nonce, self._facts = f"life-{self.lives}", None
+        self._state.nonce, self._state.facts = f"life-{self.lives}", None
 
 
 async def test_an_engine_that_goes_away_or_comes_back_is_noticed_without_a_new_version(make_stream, make_replica):
