@@ -120,10 +120,19 @@ class History:
             raise BelowFloor(f"the anchor of version {version} of {self._store.url} is below the floor")
         raise NotFound(f"version {version} of {self._store.url} has no anchor")
 
-    async def route(self, have: int | None, target: int, *, avoid: Collection[int] = ()) -> Route:
-        """The cheapest way from `have` (None: from nothing) to `target`, reading no more history than decides it.
+    async def route(
+        self,
+        have: int | None,
+        target: int,
+        *,
+        avoid_anchors: Collection[int] = (),
+        avoid_deltas: Collection[int] = (),
+    ) -> Route:
+        """The cheapest route from `have` (None: from nothing) to `target`, reading no more history than decides it.
 
-        `avoid` names anchors (by version) that turned out to be unusable.
+        Args:
+            avoid_anchors: versions whose anchor is not used.
+            avoid_deltas: versions whose delta (the one that leads to the version) is not used.
 
         Raises:
             NotFound: `target` is not sealed.
@@ -133,7 +142,7 @@ class History:
         if target > self._tip().state.seal.version:
             raise self._unsealed(target)
         seals = self.seals_back(target)
-        anchors = (a async for a in self.anchors_back() if a.version <= target and a.version not in avoid)
+        anchors = (a async for a in self.anchors_back() if a.version <= target and a.version not in avoid_anchors)
         anchor = await anext(anchors, None)
         hops: dict[int, int] = {}
         sizes: dict[int, int] = {}
@@ -142,9 +151,9 @@ class History:
             if anchor is not None and anchor.version == version:
                 sizes[version], best = anchor.bytes, min(best, cost + anchor.bytes)
                 anchor = await anext(anchors, None)
-            # Every other way passes over the hops read so far: once dearer than a whole way, none of them matters.
+            # Every other route passes the deltas read so far: once they cost more than a whole route, none is cheaper.
             end = have if have is not None else anchor.version if anchor else version
-            if version <= end or version < max(floor, 1) or cost > best:
+            if version <= end or version < max(floor, 1) or cost > best or version in avoid_deltas:
                 break
             hops[version] = (await anext(seals)).bytes
             cost, version = cost + hops[version], version - 1

@@ -14,11 +14,19 @@ class NoRoute(NotFound):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Load the anchor of version `anchor` unless it is None, then apply `hops` in order. `bytes` in all."""
+    """Load the anchor of version `anchor` unless it is None, then apply the deltas that lead to the versions `hops`.
+
+    `bytes`: what has to be fetched for it.
+    """
 
     anchor: int | None
     hops: tuple[int, ...]
     bytes: int
+
+    def __str__(self) -> str:
+        if self.anchor is not None:
+            return f"the anchor of version {self.anchor}"
+        return f"the chain from version {self.hops[0] - 1}" if self.hops else "what is held"
 
 
 def plan_route(

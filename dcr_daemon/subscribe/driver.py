@@ -326,16 +326,16 @@ class Driver:
             self._emit(Retrying(what=f"planning the route again: {error.message}"))
 
     async def _route(self, target: int) -> Route:
+        """The cheapest route there; if the chain does not get past a version, the cheapest one round it."""
         history, obstacle, bad = self._at.ledger.history, self._obstacles.blocked, self._obstacles.bad_anchors
         try:
-            route = await history.route(self.version, target, avoid=bad)
+            route = await history.route(self.version, target, avoid_anchors=bad)
         except NoRoute as error:
             raise self._no_way(error) from error
         if obstacle is None or obstacle.version not in route.hops:
             return route
-        below = {anchor.version for anchor in await history.anchors() if anchor.version < obstacle.version}
         try:
-            return await history.route(None, target, avoid=bad | below)
+            return await history.route(self.version, target, avoid_anchors=bad, avoid_deltas={obstacle.version})
         except NoRoute:
             raise obstacle.error from None
 
@@ -453,7 +453,7 @@ class Driver:
         if self._at.options.base is None or self.version is not None or 0 in self._obstacles.bad_anchors:
             return False
         try:
-            await self._at.ledger.history.route(0, target, avoid=self._obstacles.bad_anchors)
+            await self._at.ledger.history.route(0, target, avoid_anchors=self._obstacles.bad_anchors)
         except NoRoute:
             return False
         return True

@@ -9,7 +9,7 @@ or an anchor and the chain, for these tensors alone. An engine without such tens
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -29,6 +29,7 @@ from dcr_daemon.events import Emit, Waiting
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.records import Seal
+from dcr_daemon.ledger.routes import Routes
 from dcr_daemon.subscribe.files import write_staged
 from dcr_daemon.subscribe.locate import record_of
 from dcr_daemon.wording import shorten
@@ -81,9 +82,7 @@ class Loaded:
             kept = await self._workers.run(self._read, path)
             if kept is not None and not await self._workers.run(self._wrong, kept, vector):
                 return str(path)
-        values = await self._rebuild(version)
-        if wrong := await self._workers.run(self._wrong, values, vector):
-            raise Corrupt(f"version {version} does not have the sums of its seal: {wrong}", hint="run `dcr verify`")
+        values = await self._rebuild(version, vector)
         return await self._write(version, values)
 
     async def beside(self, hops: list[VersionDelta], base: int) -> list[VersionDelta]:
@@ -170,18 +169,28 @@ class Loaded:
 
     # What is lost is built again.
 
-    async def _rebuild(self, version: int) -> Values:
-        """From the newest version kept here, the base, or an anchor, whichever way is shortest, along the chain."""
-        have, values = await self._start(version)
-        route = await self._ledger.history.route(have, version)
-        self._emit(Waiting(what=f"the rebuild of {len(self.tensors)} loader-computed tensors of version {version}"))
-        if route.anchor is not None:
-            values = await self._from_anchor(route.anchor)
-        assert values is not None, "a route starts from an anchor or from what we have"
-        if route.hops:
-            for seal in await self._ledger.history.between(route.hops[0], route.hops[-1]):
-                await self._follow_seal(values, seal)
-        return values
+    async def _rebuild(self, version: int, vector: Vector) -> Values:
+        """From the newest version kept here, the base, or an anchor, whichever route is cheapest, along the chain."""
+        have, kept = await self._start(version)
+        routes, failed = Routes(self._ledger.history, version, base=have), list[Corrupt]()
+        async for route in routes:
+            self._emit(
+                Waiting(
+                    what=f"the rebuild of {len(self.tensors)} loader-computed tensors of version {version} from {route}"
+                )
+            )
+            try:
+                values = kept if route.anchor is None else await self._from_anchor(route.anchor)
+                assert values is not None, "a route starts from an anchor or from what is kept"
+                await self._apply_chain(values, route.hops, routes)
+                if wrong := await self._workers.run(self._wrong, values, vector):
+                    raise Corrupt(
+                        f"version {version} does not have the sums of its seal: {wrong}", hint="run `dcr verify`"
+                    )
+                return values
+            except Corrupt as error:
+                failed.append(error)
+        raise failed[0]
 
     async def _start(self, version: int) -> tuple[int | None, Values | None]:
         """What may be started from: a version and its bytes."""
@@ -228,11 +237,21 @@ class Loaded:
         ]
         return SafetensorsBytes(pack_safetensors(mine, file.metadata), name)
 
-    async def _follow_seal(self, values: Values, seal: Seal) -> None:
-        for part in await self._objects.read_parts(seal):
-            for chunk in part.chunks:
-                body = await self._objects.read_chunk(chunk, seal.version)
-                await self._workers.run(self._change, values, [body], (seal.attempt, seal.base, seal.version))
+    async def _apply_chain(self, values: Values, hops: Sequence[int], routes: Routes) -> None:
+        seals = await self._ledger.history.between(hops[0], hops[-1]) if hops else []
+        for seal in seals:
+            async for chunk in self._chunks(seal, routes):
+                await self._workers.run(self._change, values, [chunk], (seal.attempt, seal.base, seal.version))
+
+    async def _chunks(self, seal: Seal, routes: Routes) -> AsyncIterator[bytes]:
+        """The chunks of a version, one in memory at a time."""
+        try:
+            for part in await self._objects.read_parts(seal):
+                for chunk in part.chunks:
+                    yield await self._objects.read_chunk(chunk, seal.version)
+        except Corrupt:
+            routes.damaged_deltas.add(seal.version)
+            raise
 
     def _change(self, values: Values, chunks: Iterable[bytes | str], of: tuple[int, int, int]) -> bool:
         """Apply what chunks (bytes, or paths) say of these tensors, in place; whether they say anything.

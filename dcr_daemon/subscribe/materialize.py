@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import BelowFloor, ObjectPending, Objects
 from dcr_daemon.ledger.records import Seal, Stream
 from dcr_daemon.ledger.route import NoRoute, Route
+from dcr_daemon.ledger.routes import Routes
 from dcr_daemon.store.port import Store
 from dcr_daemon.subscribe.anchors import AnchorFiles
 from dcr_daemon.subscribe.files import write_staged
@@ -121,34 +122,27 @@ def _workshop(out: Path) -> Iterator[Path]:
         shutil.rmtree(shop, ignore_errors=True)
 
 
-@dataclass(frozen=True, slots=True)
-class _Way:
-    """From the checkpoint `base`, which is version `start`, or from an anchor that is none of `avoid`."""
-
-    what: str
-    base: Path | None = None
-    start: int | None = None
-    avoid: Collection[int] = ()
-
-
 class _Builder:
-    """Builds `shop/out` with everything that it needs below `shop`."""
+    """Builds one version in `shop/out`, with everything that it needs below `shop`."""
 
     def __init__(self, ledger: Ledger, shop: Path, workers: runtime.Workers, emit: Emit) -> None:
         self._ledger, self._shop, self._workers, self._emit = ledger, shop, workers, emit
         self._objects = Objects(
             ledger.store, floor=lambda: ledger.state.floor, refresh=ledger.read, emit=emit, workers=workers
         )
+        self._anchors = AnchorFiles(shop, self._objects, workers)
         self._transactions = 0
         self._reached: int | None = None  # the version that the engine holds by now
-        self._tried: list[Route] = []
-        self._damaged: set[int] = set()  # versions whose delta cannot be had
+        # set by `build`
+        self._stage: Stage
+        self._routes: Routes
+        self._base: Path | None
 
     async def build(self, target: int, base: Path | None) -> None:
-        """Build `target` by the cheapest way; where that is damaged, by any other that the bucket still has."""
+        """Build `target` by the cheapest route; where that is damaged, by any other that the bucket still has."""
         layout = await self._objects.read_layout(self._ledger.stream)
         write_staged(self._shop / "layout.json", layout.encoded)
-        stage = Stage(
+        self._stage = Stage(
             self._shop / "staging",
             limit=BUDGET,
             objects=self._objects,
@@ -157,44 +151,37 @@ class _Builder:
             workers=self._workers,
             emit=self._emit,
         )
-        held = None if base is None else await self._version_of(base, stage.layout)
-        start = held if held is not None and held <= target else None
+        found = None if base is None else await self._version_of(base, layout)
+        start = found if found is not None and found <= target else None
+        self._base, self._routes = base, Routes(self._ledger.history, target, base=start)
+        try:
+            await self._try_routes(target)
+        except NoRoute as error:
+            hint = "give --base with the checkpoint that the stream was created from"
+            below = target < self._ledger.state.floor
+            raise NotFound(error.message, hint=error.hint if below else hint) from error
+
+    async def _try_routes(self, target: int) -> None:
         failed: DcrError | None = None
-        async for way in self._ways(_Way("the cheapest way", base, start), target):
+        async for route in self._routes:
             if failed:
-                self._emit(Retrying(what=f"{failed.message}; trying {way.what}"))
+                self._emit(Retrying(what=f"{failed.message}; trying {route}"))
             try:
-                await self._build(stage, target, way)
+                await self._try(route, target)
                 return
             except (Corrupt, NotFound, ObjectPending) as error:
                 failed = failed or error
-        assert failed is not None
+        assert failed is not None, "a route was tried"
         raise failed
 
-    async def _ways(self, cheapest: _Way, target: int) -> AsyncIterator[_Way]:
-        """The cheapest way; then each that is another one, and passes no delta that was found damaged."""
-        yield cheapest
-        anchors = {anchor.version for anchor in await self._ledger.history.anchors() if anchor.version <= target}
-        ways = [
-            _Way(f"the anchor of version {version}", avoid=anchors - {version})
-            for version in sorted(anchors, reverse=True)
-        ]
-        if cheapest.start is not None:
-            ways.append(_Way("the base", cheapest.base, cheapest.start, anchors))
-        for way in ways:
-            with contextlib.suppress(NotFound):
-                route = await self._ledger.history.route(way.start, target, avoid=way.avoid)
-                if route not in self._tried and not self._damaged & set(route.hops):
-                    yield way
-
-    async def _build(self, stage: Stage, target: int, way: _Way) -> None:
-        facts = await stage.facts()
+    async def _try(self, route: Route, target: int) -> None:
+        facts = await self._stage.facts()
         self._reached = None
         shutil.rmtree(self._shop / "out", ignore_errors=True)
         engine = DirectoryEngine(self._shop / "out", budget=BUDGET)
         try:
             await engine.attach(facts)
-            await self._fill(engine, stage, target, way)
+            await self._fill(engine, route)
             if (await engine.attach(facts)).version != target:
                 raise Corrupt(f"what was built does not read back as version {target}", hint="check this disk")
         except EngineRefused as error:
@@ -203,41 +190,63 @@ class _Builder:
             await engine.close()
         shutil.rmtree(self._shop / "out" / ".dcr")
 
-    async def _fill(self, engine: DirectoryEngine, stage: Stage, target: int, way: _Way) -> None:
-        """Bring the engine to `target`; planned again whenever the floor rises over the way (must L6)."""
-        while self._reached != target:
+    async def _fill(self, engine: DirectoryEngine, route: Route) -> None:
+        """Apply a route to an empty engine. When the floor rises over it, what is left is planned again (must L6)."""
+        while True:
             floor = self._ledger.state.floor
             try:
-                await self._go(engine, stage, target, way)
+                await self._apply_route(engine, route)
+                return
             except BelowFloor as error:
-                if self._ledger.state.floor == floor:  # the same way again would end the same way
+                if self._ledger.state.floor == floor:  # the same route again would end the same way
                     raise NotFound(error.message, hint="`dcr verify` tells what is missing") from error
                 self._emit(Retrying(what=f"{error.message}; planning again"))
+            route = await self._routes.cheapest(self._reached)
 
-    async def _go(self, engine: DirectoryEngine, stage: Stage, target: int, way: _Way) -> None:
-        route = await self._route(way.start if self._reached is None else self._reached, target, way.avoid)
-        self._tried.append(route)
+    async def _apply_route(self, engine: DirectoryEngine, route: Route) -> None:
         if route.anchor is not None:
-            await self._load_anchor(engine, stage, route.anchor)
-        elif self._reached is None and way.base is not None and way.start is not None:
-            files = [str(path) for path in tensor_files(way.base)]
-            await self._load(engine, stage, way.start, files, "base")
+            anchor = await self._ledger.history.anchor(route.anchor)
+            await self._load(engine, route.anchor, await self._anchors.fetch(anchor), "anchor")
+            self._anchors.forget()
+        elif self._reached is None:
+            assert self._base is not None, "a chain starts from the base"
+            assert self._routes.base is not None
+            await self._load(engine, self._routes.base, [str(path) for path in tensor_files(self._base)], "base")
         hops = list(route.hops)
         while hops:
             try:
-                done = await self._apply(engine, stage, hops)
+                reached = await self._apply(engine, hops)
             except (Corrupt, ObjectPending):
-                self._damaged.add(hops[0])
+                self._routes.damaged_deltas.add(hops[0])
                 raise
-            hops = [version for version in hops if version > done]
+            hops = [version for version in hops if version > reached]
 
-    async def _route(self, held: int | None, target: int, avoid: Collection[int]) -> Route:
-        try:
-            return await self._ledger.history.route(held, target, avoid=avoid)
-        except NoRoute as error:
-            hint = "give --base with the checkpoint that the stream was created from"
-            below = target < self._ledger.state.floor
-            raise NotFound(error.message, hint=error.hint if below else hint) from error
+    async def _load(self, engine: DirectoryEngine, version: int, files: list[str], how: str) -> None:
+        began = runtime.monotonic()
+        vector = await self._stage.vector(await record_of(self._ledger, version))
+        ended = await engine.load(version, files, vector, str(version))
+        self._committed(version, ended, how, began)
+
+    async def _apply(self, engine: DirectoryEngine, hops: list[int]) -> int:
+        """Apply one transaction of as many of these deltas as fit; returns the version that it leads to."""
+        began = runtime.monotonic()
+        seals = await self._ledger.history.between(hops[0], hops[-1])
+        staged = await self._stage.hops(seals, await record_of(self._ledger, hops[0] - 1))
+        self._transactions += 1
+        txn = Transaction(id=f"build-{self._transactions}", hops=staged, label=str(staged[-1].version))
+        await engine.prepare(txn)
+        ended = await engine.swap(txn.id)
+        if ended.verdict is not Verdict.COMMITTED or ended.version is None:
+            raise EngineRefused(f"version {txn.version} cannot be applied: {ended.reason}")
+        self._stage.forget(ended.version)
+        self._committed(txn.base, ended, "chain", began)
+        return ended.version
+
+    def _committed(self, base: int, ended: Swapped, route: str, began: float) -> None:
+        assert ended.version is not None
+        self._reached = ended.version
+        seconds = runtime.monotonic() - began
+        self._emit(Committed(base=base, version=ended.version, route=route, pause_seconds=ended.pause, seconds=seconds))
 
     async def _version_of(self, base: Path, layout: Layout) -> int:
         """Which version of the stream `base` is, by content."""
@@ -245,14 +254,13 @@ class _Builder:
             if difference := describe_difference(checkpoint.layout, layout):
                 raise Incompatible(f"{base} does not hold the stream's tensors: {difference}")
             vector = await CheckpointReader(checkpoint).fingerprint(self._workers.run)
-        newest = self._ledger.state.seal.version
         found = await locate(
             self._ledger,
             self._objects,
             layout,
             vector,
             [TensorClass.EXACT] * len(layout),
-            highest=newest,
+            highest=self._ledger.state.seal.version,
             thorough=True,
             emit=self._emit,
         )
@@ -262,43 +270,3 @@ class _Builder:
                 hint="give the checkpoint that the stream was created from, or a materialised version",
             )
         return found
-
-    async def _load_anchor(self, engine: DirectoryEngine, stage: Stage, version: int) -> None:
-        anchors = AnchorFiles(self._shop, self._objects, self._workers)
-        anchor = await self._ledger.history.anchor(version)
-        await self._load(engine, stage, version, await anchors.fetch(anchor), "anchor")
-        anchors.forget()
-
-    async def _load(self, engine: DirectoryEngine, stage: Stage, version: int, files: list[str], route: str) -> None:
-        began = runtime.monotonic()
-        vector = await stage.vector(await record_of(self._ledger, version))
-        ended = await engine.load(version, files, vector, str(version))
-        self._tell(version, ended, route, began)
-
-    async def _apply(self, engine: DirectoryEngine, stage: Stage, hops: list[int]) -> int:
-        """One transaction; the version it leads to."""
-        began = runtime.monotonic()
-        seals = await self._ledger.history.between(hops[0], hops[-1])
-        staged = await stage.hops(seals, await record_of(self._ledger, hops[0] - 1))
-        self._transactions += 1
-        txn = Transaction(id=f"build-{self._transactions}", hops=staged, label=str(staged[-1].version))
-        await engine.prepare(txn)
-        ended = await engine.swap(txn.id)
-        if ended.verdict is not Verdict.COMMITTED or ended.version is None:
-            raise EngineRefused(f"version {txn.version} cannot be applied: {ended.reason}")
-        stage.forget(ended.version)
-        self._tell(txn.base, ended, "chain", began)
-        return ended.version
-
-    def _tell(self, base: int, ended: Swapped, route: str, began: float) -> None:
-        assert ended.version is not None
-        self._reached = ended.version
-        self._emit(
-            Committed(
-                base=base,
-                version=ended.version,
-                route=route,
-                pause_seconds=ended.pause,
-                seconds=runtime.monotonic() - began,
-            )
-        )

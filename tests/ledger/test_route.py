@@ -108,18 +108,19 @@ class TestInTheLedger:
         target = data.draw(st.integers(0, len(sizes)))
         have = data.draw(st.none() | st.integers(0, target))
         avoid = data.draw(st.sets(st.sampled_from(sorted(anchors)), max_size=1)) if anchors else set()
+        bad = data.draw(st.sets(st.integers(1, len(sizes)), max_size=1)) if sizes else set()
 
         async def check() -> None:
             reader = await self.stream(MemoryStore(), sizes, anchors, floor)
-            hops = dict(enumerate(sizes, 1))
+            hops = {version: size for version, size in enumerate(sizes, 1) if version not in bad}
             kept = {version: size for version, size in anchors.items() if version not in avoid}
             try:
                 expected = plan_route(have, target, hops=hops, anchors=kept, floor=floor)
             except NoRoute:
                 with pytest.raises(NoRoute):
-                    await reader.history.route(have, target, avoid=avoid)
+                    await reader.history.route(have, target, avoid_anchors=avoid, avoid_deltas=bad)
             else:
-                assert await reader.history.route(have, target, avoid=avoid) == expected
+                assert await reader.history.route(have, target, avoid_anchors=avoid, avoid_deltas=bad) == expected
 
         asyncio.run(check())
 

@@ -149,6 +149,20 @@ async def test_lost_bytes_are_built_again_from_an_anchor_and_the_chain(started, 
     assert (engine.fed, engine.holds(stream.versions.values[4])) == (["loaded-4.safetensors"], True)
 
 
+async def test_lost_bytes_are_rebuilt_on_another_route_if_the_cheapest_is_damaged(started):
+    stream, replica, base = await started(4, publish=2)
+    await replica.run(ComputingEngine(replica.directory), once=True, base=base)
+    await stream.anchor(0)
+    await stream.publish(3, 4)
+    await stream.anchor(4)
+    await replica.run(ComputingEngine(replica.directory), once=True)
+    for path in (*replica.home.glob("state/**/loaded-*"), *stream.home.glob("anchors/4/**/*.safetensors")):
+        path.write_bytes(b"spoilt")
+    engine = ComputingEngine(replica.directory)
+    await replica.run(engine, once=True)
+    assert (engine.fed, engine.holds(stream.versions.values[4])) == (["loaded-4.safetensors"], True)
+
+
 async def test_without_a_way_to_their_bytes_the_engine_is_refused_by_name(started):
     _, replica, _ = await started(2, publish=2)
     with pytest.raises(EngineRefused, match=r"head\.weight") as refused:

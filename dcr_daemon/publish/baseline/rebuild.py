@@ -8,8 +8,9 @@ read. No version is claimed here; `Restorer` proves what comes of it, or has ran
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 from dcr_daemon import runtime
@@ -36,13 +37,13 @@ class Rebuild:
     """Fills one baseline.
 
     Attributes:
-        missing: versions of which an object did not appear.
+        damaged: versions of which an object did not appear, or is not what the ledger says.
         thorough: read everything, whatever is said about what is in it.
     """
 
     def __init__(self, objects: Objects, baseline: Baseline, workers: Workers, emit: Emit) -> None:
         self._objects, self._baseline, self._workers, self._emit = objects, baseline, workers, emit
-        self.missing: set[int] = set()
+        self.damaged: set[int] = set()
         self.thorough = False
 
     async def load_base(self, checkpoint: Checkpoint) -> None:
@@ -123,20 +124,26 @@ class Rebuild:
         next are fetched meanwhile, and wait.
 
         Raises:
-            ObjectPending: a chunk or a part did not appear; `missing` has the version.
+            ObjectPending, Corrupt: a chunk or a part did not appear, or has other bytes; `damaged` has the version.
         """
         self._baseline.invalidate()
         before = asyncio.Event()
         before.set()
         async with TaskLimiter(AT_ONCE, ROOM) as group:
             for version in versions:
-                try:
+                with self._blames(version):
                     seal = await seal_of(version)
                     chunks = await self._chunks(seal)
-                    before = await self._apply(group, seal, chunks, before)
-                except ObjectPending:
-                    self.missing.add(version)
-                    raise
+                before = await self._apply(group, seal, chunks, before)
+
+    @contextlib.contextmanager
+    def _blames(self, version: int) -> Iterator[None]:
+        """Reads only objects of `version`: what fails is damage of that version."""
+        try:
+            yield
+        except (Corrupt, ObjectPending):
+            self.damaged.add(version)
+            raise
 
     async def _apply(
         self, group: TaskLimiter, seal: Seal, chunks: list[ChunkRef], before: asyncio.Event
@@ -151,11 +158,8 @@ class Rebuild:
             done.set()
 
         async def take(ref: ChunkRef) -> None:
-            try:
+            with self._blames(seal.version):
                 chunk = await self._open(ref, seal)
-            except ObjectPending:
-                self.missing.add(seal.version)
-                raise
             await before.wait()
             await self._workers.run_uncancellable(self._baseline.apply, chunk)
             progress.add(ref.size)

@@ -19,6 +19,7 @@ from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import ObjectPending, Objects
 from dcr_daemon.ledger.records import Seal, Stream, show_u64
 from dcr_daemon.ledger.route import NoRoute, Route
+from dcr_daemon.ledger.routes import Routes
 from dcr_daemon.publish.baseline.baseline import Baseline, check_vector
 from dcr_daemon.publish.baseline.rebuild import Rebuild
 from dcr_daemon.runtime import Workers
@@ -54,7 +55,7 @@ class Restorer:
         head = self._ledger.state.seal.version
         if self._baseline.version == head:
             return
-        self._rebuild.missing.clear()
+        self._rebuild.damaged.clear()
         self._rebuild.thorough = self.mismatches > 1
         have = await self._cached(head)
         if have == head:
@@ -62,19 +63,21 @@ class Restorer:
         self._emit(Waiting(what=f"the baseline: building version {head} from {_start(have)}"))
         with contextlib.suppress(Corrupt):
             await self.vector(head)  # as long as it is not there, nothing that is built can be proved
+        routes = Routes(self._ledger.history, head, held=have, base=0 if self._base else None)
         failed: list[DcrError] = []
-        for start, avoid, what in await self._ways(have):
-            try:
-                route = await self._route(start, head, avoid)
-                if self._rebuild.missing & set(route.hops):
-                    continue  # it was waited for once
+        try:
+            async for route in routes:
                 if failed:
-                    self._emit(Retrying(what=f"the baseline: {failed[-1].message}; trying {what}"))
-                await self._build(route, head)
-            except (Corrupt, NotFound, ObjectPending) as error:
-                failed.append(error)
-            else:
-                return
+                    self._emit(Retrying(what=f"the baseline: {failed[-1].message}; trying {route}"))
+                try:
+                    await self._build(route, head)
+                    return
+                except (Corrupt, NotFound, ObjectPending) as error:
+                    failed.append(error)
+                    routes.damaged_deltas |= self._rebuild.damaged
+        except NoRoute as error:
+            hint = "give --base with the checkpoint that the stream was created from"
+            raise NotFound(error.message, hint="" if self._base else hint) from error
         damage = next((error for error in failed if isinstance(error, Corrupt)), None)
         if damage is None:
             raise failed[0]
@@ -86,16 +89,6 @@ class Restorer:
                 "The next version will have an anchor at once; replicas that the chain does not bring wait for it",
             )
         )
-
-    async def _ways(self, have: int | None) -> list[tuple[int | None, set[int], str]]:
-        """Where to start from, anchors to avoid, and words: the cheapest way first, then whatever leads to the head."""
-        anchors = [anchor.version for anchor in await self._ledger.history.anchors()]
-        cheapest = 0 if have is None and self._base else have
-        ways: list[tuple[int | None, set[int], str]] = [(cheapest, set(), "the cheapest way")]
-        ways += [(None, set(anchors) - {version}, f"the anchor of version {version}") for version in anchors]
-        if self._base and anchors:
-            ways.append((0, set(anchors), "the base"))
-        return ways
 
     async def _build(self, route: Route, head: int) -> None:
         try:
@@ -135,13 +128,6 @@ class Restorer:
         if not self._baseline.blocks.complete:
             return True
         return show_u64(total(vector)) == total_of(await self._record(version))
-
-    async def _route(self, have: int | None, head: int, avoid: set[int]) -> Route:
-        try:
-            return await self._ledger.history.route(have, head, avoid=avoid)
-        except NoRoute as error:
-            hint = "give --base with the checkpoint that the stream was created from"
-            raise NotFound(error.message, hint="" if self._base else hint) from error
 
     async def load_base(self) -> None:
         """Version 0 from the base checkpoint, which must have its fingerprint."""
