@@ -13,7 +13,7 @@ from dcr_daemon.cli.progress import progress_bar
 from dcr_daemon.errors import UsageError
 
 if TYPE_CHECKING:
-    from dcr_daemon.ledger.retention import Item, Plan
+    from dcr_daemon.ledger.retention.plan import Item, Plan
 
 _POLICY = "Policy"
 
@@ -64,15 +64,15 @@ def command(
     at oldest), objects and bytes (deleted, or to be), kept, kept_bytes, unknown [key], items [{key, size, version,
     attempt, why}].
     """
-    from dcr_daemon.ledger.retention import RetentionPolicy
+    from dcr_daemon.ledger.retention.plan import RetentionPolicy
 
     policy = RetentionPolicy.of(keep_versions, keep_hours)
     if take_over and not policy.active:
         raise UsageError("nothing is claimed without a policy", hint="add --keep-versions or --keep-hours")
 
     async def main() -> tuple[Plan, int]:
-        from dcr_daemon.ledger.collector import Collector, collect
         from dcr_daemon.ledger.ledger import Ledger
+        from dcr_daemon.ledger.retention.collector import Collector, collect
 
         with progress_bar("gc:", quiet=json) as progress:
             async with StoreOptions(stream, endpoint_url, region, profile).watched() as store:

@@ -10,7 +10,7 @@ from dcr_daemon.cli.progress import progress_bar
 from dcr_daemon.errors import Corrupt
 
 if TYPE_CHECKING:
-    from dcr_daemon.ledger.verify import Report
+    from dcr_daemon.ledger.audit.verify import Report
 
 
 def command(
@@ -29,7 +29,7 @@ def command(
     """
 
     async def main() -> Report:
-        from dcr_daemon.ledger.verify import verify
+        from dcr_daemon.ledger.audit.verify import verify
         from dcr_daemon.runtime import Workers
 
         workers = Workers()

@@ -16,8 +16,8 @@ from support.streams.trainer import Line, Trainer, until
 
 from dcr_daemon.errors import StoreUnavailable
 from dcr_daemon.events import Collected, Serving
+from dcr_daemon.ledger.audit.verify import verify
 from dcr_daemon.ledger.ledger import Ledger
-from dcr_daemon.ledger.verify import verify
 from dcr_daemon.publish.watch.watcher import run_watch
 from dcr_daemon.store.file import FileStore
 

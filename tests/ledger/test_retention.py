@@ -16,10 +16,10 @@ from support.virtual_time import VirtualTimeRuntime
 
 from dcr_daemon.errors import Fenced, NotFound, StoreUnavailable, UsageError
 from dcr_daemon.ledger import names
-from dcr_daemon.ledger.collector import Collected, Collector, collect
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.records import Seal, decode_record
-from dcr_daemon.ledger.retention import AnchorFact, Plan, RetentionPolicy, Why, plan_floor
+from dcr_daemon.ledger.retention.collector import Collected, Collector, collect
+from dcr_daemon.ledger.retention.plan import AnchorFact, Plan, RetentionPolicy, Why, plan_floor
 from dcr_daemon.store.port import Entry
 
 KEEP_2 = RetentionPolicy(versions=2)

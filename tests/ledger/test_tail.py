@@ -15,9 +15,9 @@ from support.streams.record_writer import RecordWriter, make_open, make_seal
 
 from dcr_daemon.errors import Corrupt, NotFound
 from dcr_daemon.ledger import names, records
+from dcr_daemon.ledger.audit.replay import replay
 from dcr_daemon.ledger.fold import Tip, begin, fold
 from dcr_daemon.ledger.ledger import Header, Ledger
-from dcr_daemon.ledger.replay import replay
 from dcr_daemon.ledger.tail import Tail, find_gap
 
 

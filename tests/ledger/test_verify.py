@@ -14,11 +14,11 @@ from support.streams.writer import StreamWriter
 from dcr_daemon.codec.decode import open_chunk
 from dcr_daemon.errors import Corrupt, CorruptChunk, NotFound
 from dcr_daemon.ledger import names, records
-from dcr_daemon.ledger.collector import collect
+from dcr_daemon.ledger.audit.verify import Report, verify
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.records import Floor, ObjectRef
-from dcr_daemon.ledger.retention import RetentionPolicy
-from dcr_daemon.ledger.verify import Report, verify
+from dcr_daemon.ledger.retention.collector import collect
+from dcr_daemon.ledger.retention.plan import RetentionPolicy
 from dcr_daemon.runtime import Workers
 
 
@@ -253,7 +253,7 @@ class TestThatItAddsUp:
                 monkeypatch.setattr(chunk, "changes", self.raising)
             return chunk
 
-        monkeypatch.setattr("dcr_daemon.ledger.checks.open_chunk", spoiled)
+        monkeypatch.setattr("dcr_daemon.ledger.audit.checks.open_chunk", spoiled)
         assert {damage.version for damage in check(stream).damages} == {2}
 
     @staticmethod

@@ -22,10 +22,10 @@ from dcr_daemon.codec.decode import Chunk
 from dcr_daemon.errors import Corrupt
 from dcr_daemon.events import Degraded, Rebuilding
 from dcr_daemon.ledger import records
+from dcr_daemon.ledger.audit.verify import verify
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.records import Anchor, ObjectRef, Seal
-from dcr_daemon.ledger.verify import verify
 from dcr_daemon.publish.baseline.baseline import Baseline
 from dcr_daemon.publish.baseline.rebuild import Rebuild
 from dcr_daemon.publish.baseline.restore import Restorer

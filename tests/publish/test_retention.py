@@ -16,9 +16,9 @@ from dcr_daemon.checkpoint.directory import Checkpoint
 from dcr_daemon.errors import Fenced, StoreUnavailable, UsageError
 from dcr_daemon.events import Alarm, Collected, Degraded, FencedOut, Retrying
 from dcr_daemon.ledger import names
-from dcr_daemon.ledger.collector import collect
 from dcr_daemon.ledger.ledger import Ledger
-from dcr_daemon.ledger.retention import RetentionPolicy
+from dcr_daemon.ledger.retention.collector import collect
+from dcr_daemon.ledger.retention.plan import RetentionPolicy
 from dcr_daemon.publish.group import retention as module
 from dcr_daemon.publish.group.leader import Leader
 from dcr_daemon.publish.group.opening import open_leader

@@ -16,9 +16,9 @@ from sim.trainer import Lanes, Trainer, save, sources
 from dcr_daemon.engine.directory.engine import DirectoryEngine
 from dcr_daemon.errors import DcrError, Fenced, StoreUnavailable
 from dcr_daemon.events import Event
-from dcr_daemon.ledger.collector import collect
 from dcr_daemon.ledger.ledger import Ledger
-from dcr_daemon.ledger.retention import RetentionPolicy
+from dcr_daemon.ledger.retention.collector import collect
+from dcr_daemon.ledger.retention.plan import RetentionPolicy
 from dcr_daemon.publish.group.leader import Leader
 from dcr_daemon.publish.group.opening import open_leader
 from dcr_daemon.publish.options import PublishOptions

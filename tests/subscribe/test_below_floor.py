@@ -13,9 +13,9 @@ import pytest
 
 from dcr_daemon.errors import NotFound
 from dcr_daemon.events import Committed, Retrying, Serving
-from dcr_daemon.ledger.collector import collect
 from dcr_daemon.ledger.ledger import Ledger
-from dcr_daemon.ledger.retention import RetentionPolicy
+from dcr_daemon.ledger.retention.collector import collect
+from dcr_daemon.ledger.retention.plan import RetentionPolicy
 from dcr_daemon.store.port import Entry, Store
 from dcr_daemon.subscribe.materialize import materialize
 

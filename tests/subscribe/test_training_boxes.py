@@ -11,9 +11,9 @@ from support.tensors.partitions import SPLITS, Cut, split
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.engine.port import TensorClass
 from dcr_daemon.events import discard
+from dcr_daemon.ledger.audit.verify import verify
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import Objects
-from dcr_daemon.ledger.verify import verify
 from dcr_daemon.runtime import Workers
 from dcr_daemon.subscribe.loaded import Loaded
 from dcr_daemon.subscribe.materialize import materialize

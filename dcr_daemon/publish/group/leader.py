@@ -24,7 +24,7 @@ from dcr_daemon.events import Emit, Opened, Retrying
 from dcr_daemon.ledger import names
 from dcr_daemon.ledger.ledger import Header
 from dcr_daemon.ledger.records import Abort, Open, Seal, show_u64
-from dcr_daemon.ledger.retention import RetentionPolicy
+from dcr_daemon.ledger.retention.plan import RetentionPolicy
 from dcr_daemon.publish.group.anchors import AnchorPolicy, SinceAnchor
 from dcr_daemon.publish.group.context import RankContext
 from dcr_daemon.publish.group.coordinator import CLOSE_PATIENCE, Coordinator, Judge

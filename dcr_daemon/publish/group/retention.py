@@ -12,9 +12,9 @@ import asyncio
 from dcr_daemon import runtime
 from dcr_daemon.errors import DcrError, Fenced
 from dcr_daemon.events import Collected, Degraded, Emit, Retrying
-from dcr_daemon.ledger.collector import Collector
 from dcr_daemon.ledger.ledger import Ledger
-from dcr_daemon.ledger.retention import Plan, RetentionPolicy
+from dcr_daemon.ledger.retention.collector import Collector
+from dcr_daemon.ledger.retention.plan import Plan, RetentionPolicy
 
 EVERY = 32  #: seals from one round to the next, if no anchor comes between
 

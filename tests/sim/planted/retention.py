@@ -8,10 +8,11 @@ from typing import Any
 
 from sim.planted.bug import Put, bug
 
-from dcr_daemon.ledger import collector, fold, retention
-from dcr_daemon.ledger.collector import Collected, Collector
+from dcr_daemon.ledger import fold
 from dcr_daemon.ledger.records import Floor
-from dcr_daemon.ledger.retention import FloorPlan, Plan, Why
+from dcr_daemon.ledger.retention import collector, plan
+from dcr_daemon.ledger.retention.collector import Collected, Collector
+from dcr_daemon.ledger.retention.plan import FloorPlan, Plan, Why
 from dcr_daemon.publish.group import anchors
 
 
@@ -41,7 +42,7 @@ def floor_above_the_anchor(put: Put) -> None:
 
     from dcr_daemon.ledger import ledger as ledgers
 
-    retention_plan = retention.plan_floor
+    retention_plan = plan.plan_floor
     put(fold, "judge", judge)
     put(ledgers, "judge", judge)
     put(collector, "plan_floor", plan_floor)
@@ -50,14 +51,14 @@ def floor_above_the_anchor(put: Put) -> None:
 @bug("L5", "late_replica", "operator", "take_over")
 def whatever_is_not_sealed_is_rubbish(put: Put) -> None:
     """Every attempt without a seal is collected, the one under way too."""
-    right = retention._Judge._data
+    right = plan._Judge._data
 
     def data(self: Any, entry: Any, version: int, attempt: int) -> Any:
         if self._facts.sealed.get(version) != attempt:
-            return retention.Item(entry.key, entry.size, Why.UNSEALED, version, attempt)
+            return plan.Item(entry.key, entry.size, Why.UNSEALED, version, attempt)
         return right(self, entry, version, attempt)
 
-    put(retention._Judge, "_data", data)
+    put(plan._Judge, "_data", data)
 
 
 @bug("L5 (elsewhere: a full copy was not whole)", "late_replica", "publisher_dies", "operator")

@@ -23,9 +23,9 @@ from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.checkpoint.directory import write_checkpoint
 from dcr_daemon.errors import KeyNotFound, NotFound
 from dcr_daemon.ledger import names
+from dcr_daemon.ledger.audit.verify import verify
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.records import ChunkRef, State
-from dcr_daemon.ledger.verify import verify
 from dcr_daemon.store import open_store
 from dcr_daemon.store.port import Store
 from dcr_daemon.subscribe.materialize import materialize

@@ -35,7 +35,7 @@ WARM = (
     "dcr_daemon.publish.watch.watcher",
     "dcr_daemon.subscribe.daemon",
     "dcr_daemon.engine.directory.engine",
-    "dcr_daemon.ledger.verify",
+    "dcr_daemon.ledger.audit.verify",
     "dcr_daemon.store.file",
     "dcr_daemon.store.s3",
     "aioboto3",

@@ -15,10 +15,10 @@ from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.directory import Checkpoint
 from dcr_daemon.codec.decode import open_chunk
 from dcr_daemon.ledger import names
+from dcr_daemon.ledger.audit.verify import verify
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.records import Part, Seal
-from dcr_daemon.ledger.verify import verify
 from dcr_daemon.store import open_store
 from dcr_daemon.store.port import Store
 from dcr_daemon.subscribe.materialize import materialize

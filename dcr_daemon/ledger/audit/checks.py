@@ -23,9 +23,9 @@ from dcr_daemon.codec.decode import open_chunk
 from dcr_daemon.errors import Corrupt
 from dcr_daemon.events import Emit
 from dcr_daemon.ledger import names, records
+from dcr_daemon.ledger.audit.repairs import SPARE, Damage
 from dcr_daemon.ledger.objects import BelowFloor, ObjectPending, Objects
 from dcr_daemon.ledger.records import Anchor, AnchorIndex, ObjectRef, Part, Seal, Stream
-from dcr_daemon.ledger.repairs import SPARE, Damage
 from dcr_daemon.store.port import Store
 from dcr_daemon.wording import shorten
 

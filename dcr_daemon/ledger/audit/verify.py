@@ -15,14 +15,14 @@ from dcr_daemon import runtime
 from dcr_daemon.errors import Corrupt
 from dcr_daemon.events import Emit, discard
 from dcr_daemon.ledger import names
-from dcr_daemon.ledger.checks import Check
-from dcr_daemon.ledger.collector import Collector
+from dcr_daemon.ledger.audit.checks import Check
+from dcr_daemon.ledger.audit.repairs import Damage, Repairs
+from dcr_daemon.ledger.audit.replay import replay
 from dcr_daemon.ledger.fold import Step
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.records import Anchor, Seal, State, Stream
-from dcr_daemon.ledger.repairs import Damage, Repairs
-from dcr_daemon.ledger.replay import replay
-from dcr_daemon.ledger.retention import Plan, RetentionPolicy
+from dcr_daemon.ledger.retention.collector import Collector
+from dcr_daemon.ledger.retention.plan import Plan, RetentionPolicy
 from dcr_daemon.store.port import Store
 
 

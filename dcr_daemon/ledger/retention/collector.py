@@ -17,7 +17,7 @@ from dcr_daemon.errors import Corrupt, Fenced, KeyNotFound, UsageError
 from dcr_daemon.ledger.ledger import Header, Ledger
 from dcr_daemon.ledger.objects import BelowFloor, ObjectPending, Objects
 from dcr_daemon.ledger.records import Anchor, Floor, ObjectRef, Seal, State, Stream
-from dcr_daemon.ledger.retention import (
+from dcr_daemon.ledger.retention.plan import (
     PREFIXES,
     AnchorFact,
     Facts,
