@@ -79,18 +79,18 @@ def too_deep(body: bytes) -> bool:
     return False
 
 
-def unpack(body: bytes, what: str, packed: int, unpacked: int) -> bytes:
-    """Undo zstd within limits, in bytes, that are judged before anything is allocated.
+def decompress_bounded(body: bytes, what: str, packed_limit: int, unpacked_limit: int) -> bytes:
+    """Decompress one zstd frame; both sizes, in bytes, are checked before anything is allocated.
 
     Raises:
         ValueError: larger than a limit, or no single complete frame of the size that it declares.
     """
-    if len(body) > packed:
-        raise ValueError(f"{what} of {len(body)} bytes; the limit is {packed}")
+    if len(body) > packed_limit:
+        raise ValueError(f"{what} of {len(body)} bytes; the limit is {packed_limit}")
     try:
         frame = zstandard.get_frame_parameters(body)
-        if not 0 <= frame.content_size <= unpacked or frame.window_size > unpacked:
-            raise ValueError(f"{what} would unpack to more than {unpacked} bytes, or does not say to how many")
-        return zstandard.ZstdDecompressor().decompress(body, max_output_size=unpacked, allow_extra_data=False)
+        if not 0 <= frame.content_size <= unpacked_limit or frame.window_size > unpacked_limit:
+            raise ValueError(f"{what} would unpack to more than {unpacked_limit} bytes, or does not say to how many")
+        return zstandard.ZstdDecompressor().decompress(body, max_output_size=unpacked_limit, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise ValueError(f"{what} does not decompress: {error}") from error

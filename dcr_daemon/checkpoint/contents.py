@@ -20,7 +20,7 @@ import zstandard
 from dcr_daemon.canonical.box import MAX_RANK, Box
 from dcr_daemon.canonical.layout import MAX_ELEMENTS
 from dcr_daemon.errors import Corrupt
-from dcr_daemon.untrusted import unpack
+from dcr_daemon.untrusted import decompress_bounded
 
 TABLE_LIMIT = 16 << 20  #: bytes of one table as it is stored: in base64, it has to fit a part
 RAW_LIMIT = 256 << 20  #: unpacked: six million outlines
@@ -138,7 +138,7 @@ def read_contents(body: bytes, tensors: int) -> Contents:
         Corrupt: the bytes are no table.
     """
     try:
-        raw = unpack(body, "a table of contents", TABLE_LIMIT, RAW_LIMIT)
+        raw = decompress_bounded(body, "a table of contents", TABLE_LIMIT, RAW_LIMIT)
         return _parse(raw, tensors)
     except ValueError as error:
         raise Corrupt(f"a table of contents is damaged: {error}") from error

@@ -31,7 +31,7 @@ from dcr_daemon.errors import (
     UsageError,
 )
 from dcr_daemon.events import Emit, discard
-from dcr_daemon.store.instrumented import observed
+from dcr_daemon.store.instrumented import instrumented
 from dcr_daemon.store.keys import check_key, check_prefix, is_key
 from dcr_daemon.store.port import Entry, Outcome
 from dcr_daemon.store.retry import RetryPolicy, Transient, retry
@@ -61,14 +61,14 @@ class FileStore:
 
     async def get(self, key: str, *, limit: int) -> bytes:
         path = self._path(key)
-        with observed(self._emit, "get") as request:
+        with instrumented(self._emit, "get") as request:
             data = await self._persist("read", path, partial(self._read, key, path, limit))
             request.bytes = len(data)
             return data
 
     async def create(self, key: str, body: bytes | memoryview) -> Outcome:
         path = self._path(key)
-        with observed(self._emit, "create") as request:
+        with instrumented(self._emit, "create") as request:
             request.bytes = memoryview(body).nbytes
             outcome = await self._workers.run(self._create, path, body)
             request.outcome = outcome.value
@@ -76,7 +76,7 @@ class FileStore:
 
     async def overwrite(self, key: str, body: bytes) -> None:
         path = self._path(key)
-        with observed(self._emit, "overwrite") as request:
+        with instrumented(self._emit, "overwrite") as request:
             request.bytes = len(body)
             await self._persist("replace", path, partial(self._replace, path, body))
 
@@ -84,7 +84,7 @@ class FileStore:
         parent, slash, begins = check_prefix(prefix).rpartition("/")
         entries = self._walk(parent + slash, begins)
         while True:
-            with observed(self._emit, "list"):
+            with instrumented(self._emit, "list"):
                 batch = await self._persist(
                     "list",
                     self.root / parent,
@@ -100,7 +100,7 @@ class FileStore:
     async def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
             path = self._path(key)
-            with observed(self._emit, "delete"):
+            with instrumented(self._emit, "delete"):
                 await self._persist("delete", path, partial(self._unlink, path))
 
     async def close(self) -> None:

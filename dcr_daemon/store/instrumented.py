@@ -22,7 +22,7 @@ class Request:
 
 
 @contextmanager
-def observed(emit: Emit, operation: str) -> Iterator[Request]:
+def instrumented(emit: Emit, operation: str) -> Iterator[Request]:
     """Time one request and emit it. An outcome that the caller did not name is told from the exception."""
     request = Request()
     started = runtime.monotonic()
@@ -32,7 +32,7 @@ def observed(emit: Emit, operation: str) -> Iterator[Request]:
         request.outcome = "missing"
         raise
     except DcrError as error:
-        request.outcome = type(error).__name__.lower()
+        request.outcome = error.kind.lower()
         raise
     except asyncio.CancelledError:
         request.outcome = "cancelled"

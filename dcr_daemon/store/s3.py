@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from dcr_daemon.errors import KeyNotFound
 from dcr_daemon.events import Emit, discard
-from dcr_daemon.store.instrumented import observed
+from dcr_daemon.store.instrumented import instrumented
 from dcr_daemon.store.keys import check_key, check_prefix, is_key
 from dcr_daemon.store.port import Entry, Outcome
 from dcr_daemon.store.retry import RetryPolicy, Transient, retry
@@ -224,7 +224,7 @@ class S3Store:
 
     async def _send(self, operation: str, key: str, call: Callable[[Try], Awaitable[T]], seconds: float) -> T:
         """Send one request, bounded in time, with its error translated and its event emitted."""
-        with observed(self._emit, operation) as request:
+        with instrumented(self._emit, operation) as request:
             try:
                 async with asyncio.timeout(seconds) as clock:
                     try:

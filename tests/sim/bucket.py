@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from dcr_daemon.errors import Corrupt, KeyNotFound
 from dcr_daemon.events import Emit, discard
-from dcr_daemon.store.instrumented import observed
+from dcr_daemon.store.instrumented import instrumented
 from dcr_daemon.store.keys import check_key, check_prefix
 from dcr_daemon.store.port import Entry, Outcome
 from dcr_daemon.store.retry import RetryPolicy, Transient, retry
@@ -88,7 +88,7 @@ class SimStore:
 
     async def create(self, key: str, body: bytes | memoryview) -> Outcome:
         check_key(key)
-        with observed(self._emit, "create") as request:
+        with instrumented(self._emit, "create") as request:
             try:
                 outcome: Outcome = await self._once("create", key, bytes(body))
             except Transient:
@@ -119,7 +119,7 @@ class SimStore:
         return self._world.loop.time() < born + self._lag * (hash_of(key) % 16) / 16
 
     async def _persist(self, operation: str, key: str, body: bytes = b"") -> Any:
-        with observed(self._emit, operation):
+        with instrumented(self._emit, operation):
             return await retry(
                 lambda left: self._once(operation, key, body, min(left, TIMEOUT)),
                 what=f"{operation} {key}",

@@ -20,7 +20,7 @@ from dcr_daemon.canonical.layout import MAX_ELEMENTS, Layout
 from dcr_daemon.canonical.region import MAX_AXES, merge
 from dcr_daemon.errors import Incompatible
 from dcr_daemon.projection.region_map import Map
-from dcr_daemon.untrusted import decode, unpack
+from dcr_daemon.untrusted import decode, decompress_bounded
 from dcr_daemon.wording import shorten
 
 MAX_BOXES = 1 << 22  #: of one rank
@@ -189,7 +189,7 @@ def decode_declaration(body: bytes) -> Declaration:
 
     Sound: columns of one length, boxes that visit no element twice, tensors in rising order, a rank inside its world.
     """
-    declaration = decode(_declarations, unpack(body, "a declaration", PACKED_LIMIT, UNPACKED_LIMIT))
+    declaration = decode(_declarations, decompress_bounded(body, "a declaration", PACKED_LIMIT, UNPACKED_LIMIT))
     if declaration.rank >= declaration.world:
         raise ValueError(f"rank {declaration.rank} of a world of {declaration.world}")
     if not 8 * declaration.boxes == 2 * len(declaration.kinds) == len(declaration.starts) <= 8 * MAX_BOXES:

@@ -29,7 +29,7 @@ from dcr_daemon.projection.agreement.declaration import (
     decode_declaration,
     encode_declaration,
 )
-from dcr_daemon.untrusted import decode, unpack
+from dcr_daemon.untrusted import decode, decompress_bounded
 from dcr_daemon.wording import shorten, shorten_ranks
 
 __all__ = [
@@ -122,7 +122,7 @@ _verdicts = msgspec.msgpack.Decoder(Verdict)
 
 def decode_verdict(body: bytes) -> Verdict:
     """Read `encode_verdict` back. Raises `ValueError` for anything that is no verdict."""
-    verdict = decode(_verdicts, unpack(body, "a verdict", PACKED_LIMIT, UNPACKED_LIMIT))
+    verdict = decode(_verdicts, decompress_bounded(body, "a verdict", PACKED_LIMIT, UNPACKED_LIMIT))
     if any(residue.owner >= len(verdict.nonces) for residue in verdict.residues.values()):
         raise ValueError("it gives a tensor to a rank that there is not")
     return verdict
