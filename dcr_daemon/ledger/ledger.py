@@ -26,7 +26,7 @@ from dcr_daemon.ledger.fold import Step, Tip, begin, fold, judge
 from dcr_daemon.ledger.follow import Follower, Polling
 from dcr_daemon.ledger.high_water_mark import HighWaterMark
 from dcr_daemon.ledger.history import History
-from dcr_daemon.ledger.records import Epoch, Record, Release, State, Stream
+from dcr_daemon.ledger.records import Epoch, Record, Release, Seal, State, Stream
 from dcr_daemon.ledger.slot import TRIES, judge_slot, occupy, read_slot
 from dcr_daemon.ledger.tail import Tail, find_gap, missing_record
 from dcr_daemon.store.port import Store
@@ -102,6 +102,10 @@ class Ledger:
         if self._stream is None:
             raise UsageError(f"the ledger of {self.store.url} was not read yet", hint="call read() first")
         return self._stream
+
+    async def version_record(self, version: int) -> Stream | Seal:
+        """The record that sealed `version`; for 0 that is the stream record itself. Raises `NotFound`."""
+        return self.stream if version == 0 else await self.history.seal(version)
 
     @property
     def epoch(self) -> int | None:

@@ -152,6 +152,11 @@ class Seal(Record, frozen=True, tag="seal"):
     anchor: bool = False
 
 
+def total_of(record: Stream | Seal) -> str:
+    """The total of a version's fingerprint, in the record that sealed it."""
+    return record.total if isinstance(record, Stream) else record.after
+
+
 class Abort(Record, frozen=True, tag="abort"):
     """`rebuild`: what the ranks hold does not add up; each builds its baseline anew, from the bucket alone."""
 

@@ -17,12 +17,12 @@ from dcr_daemon.errors import DcrError, EngineRefused
 BACK_OFF = 60.0  #: seconds between two tries at most
 REFUSALS = 2  #: times that proved weights may refuse a version before it counts as poisoned
 LOSSES = 2  #: times that an engine may be lost over the same version before it is held against the version
-GRUDGE = 60.0  #: seconds that a version which cost engines is left alone, at first; doubles each time
-LONGEST_GRUDGE = 3600.0
+LOSS_PAUSE = 60.0  #: seconds that a version which cost engines is left alone, at first; doubles each time
+LONGEST_LOSS_PAUSE = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Obstacle:
+class BlockedVersion:
     """A version that the chain does not get past before `again` (monotonic); one that is poisoned never."""
 
     version: int
@@ -46,13 +46,13 @@ class FailureBackoff:
     def __init__(self, poll: float) -> None:
         self._poll = poll
         self._tries = 0
-        self._blocked: Obstacle | None = None
+        self._blocked: BlockedVersion | None = None
         self._refusals: tuple[int, int] = (0, 0)
         self._versions: dict[int, _Record] = {}
         self._anchors: dict[int, _Record] = {}
 
     @property
-    def blocked(self) -> Obstacle | None:
+    def blocked(self) -> BlockedVersion | None:
         """The version that is not to be tried now."""
         return self._blocked if self._blocked and self._blocked.again > runtime.monotonic() else None
 
@@ -65,38 +65,38 @@ class FailureBackoff:
     def block(self, version: int, error: DcrError, *, poisoned: bool = False) -> None:
         record = self._versions.setdefault(version, _Record())
         again = math.inf if poisoned else self._later(record)
-        self._blocked = Obstacle(version, error, poisoned, again)
+        self._blocked = BlockedVersion(version, error, poisoned, again)
 
-    def blame_anchor(self, version: int) -> None:
+    def block_anchor(self, version: int) -> None:
         self._later(self._anchors.setdefault(version, _Record()))
 
-    def refused(self, version: int) -> bool:
+    def note_refusal(self, version: int) -> bool:
         """Proved weights refused a version. Whether it counts as poisoned now."""
         last, count = self._refusals
         count = count + 1 if last == version else 1
         self._refusals = (version, count) if count < REFUSALS else (0, 0)
         return count >= REFUSALS
 
-    def lost_over(self, version: int, error: DcrError, *, anchor: bool) -> None:
+    def note_loss(self, version: int, error: DcrError, *, anchor: bool) -> None:
         """The engine went away while it was asked to take a version: once may be chance."""
         record = (self._anchors if anchor else self._versions).setdefault(version, _Record())
         record.losses += 1
         if record.losses < LOSSES:
             return
-        record.again = runtime.monotonic() + min(GRUDGE * 2.0 ** (record.losses - LOSSES), LONGEST_GRUDGE)
+        record.again = runtime.monotonic() + min(LOSS_PAUSE * 2.0 ** (record.losses - LOSSES), LONGEST_LOSS_PAUSE)
         if not anchor:
             refused = EngineRefused(
                 f"the engine was lost {record.losses} times over version {version}: {error.message}",
                 hint="look at its log; an anchor above that version is tried before it is",
             )
-            self._blocked = Obstacle(version, refused, False, record.again)
+            self._blocked = BlockedVersion(version, refused, False, record.again)
 
-    def progress(self, version: int) -> None:
+    def note_progress(self, version: int) -> None:
         """The engine has come to `version`, or serves there as it should: the next failure is a first one."""
         self._tries, self._refusals = 0, (0, 0)
-        self.passed(version)
+        self.forget_up_to(version)
 
-    def passed(self, version: int) -> None:
+    def forget_up_to(self, version: int) -> None:
         """The engine is at `version`: what stood before it is behind."""
         if self._blocked and self._blocked.version <= version:
             self._blocked = None
@@ -104,19 +104,19 @@ class FailureBackoff:
             for passed in [found for found in records if found <= version]:
                 del records[passed]
 
-    def another_engine(self) -> None:
+    def note_new_engine(self) -> None:
         """What one engine refused, another may take."""
         self._refusals = (0, 0)
         if self._blocked and self._blocked.poisoned:
             self._blocked = None
 
-    def pause(self) -> float:
+    def next_pause(self) -> float:
         """Seconds until what stands in the way may be tried again."""
         if blocked := self.blocked:
             return min(blocked.again - runtime.monotonic(), BACK_OFF)
-        return self.failed()
+        return self.note_failure()
 
-    def failed(self) -> float:
+    def note_failure(self) -> float:
         """Seconds until the next try, of as many in a row as have come to nothing."""
         self._tries += 1
         return back_off(self._poll, self._tries - 1)

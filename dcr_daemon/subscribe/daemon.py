@@ -24,13 +24,14 @@ from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.store.port import Store
 from dcr_daemon.subscribe.anchors import AnchorFiles
-from dcr_daemon.subscribe.driver import Driver, Place
+from dcr_daemon.subscribe.context import SubscriberContext
+from dcr_daemon.subscribe.driver import Driver
 from dcr_daemon.subscribe.follower import LedgerFollower
-from dcr_daemon.subscribe.loaded import Loaded
+from dcr_daemon.subscribe.loader_computed import LoaderComputed
 from dcr_daemon.subscribe.options import STAGING_LIMIT, SubscribeOptions, subscriber_state
 from dcr_daemon.subscribe.scrub import Scrub
 from dcr_daemon.subscribe.stage import Stage, default_staging, open_staging
-from dcr_daemon.subscribe.status import Reporter
+from dcr_daemon.subscribe.status import StatusWriter
 
 __all__ = ["STAGING_LIMIT", "SubscribeOptions", "run_subscribe"]
 
@@ -86,44 +87,41 @@ async def _run(
         workers=workers,
         emit=emit,
     )
-    reporter = Reporter(ledger.store, options.replica, ledger.stream.stream, emit=emit)
+    status = StatusWriter(ledger.store, options.replica, ledger.stream.stream, emit=emit)
     scrub = Scrub(
-        engine,
-        every=0 if options.once else options.scrub_every,
-        rate=options.scrub_rate,
-        reporter=reporter,
-        emit=emit,
+        engine, every=0 if options.once else options.scrub_every, rate=options.scrub_rate, status=status, emit=emit
     )
-    place = Place(
+    computed = LoaderComputed(
+        home, ledger=ledger, objects=objects, layout=layout, base=options.base, workers=workers, emit=emit
+    )
+    context = SubscriberContext(
         options=options,
         ledger=ledger,
         objects=objects,
         layout=layout,
         stage=stage,
         anchors=AnchorFiles(home, objects, workers),
-        loaded=Loaded(
-            home, ledger=ledger, objects=objects, layout=layout, base=options.base, workers=workers, emit=emit
-        ),
-        feed=LedgerFollower(ledger, stage, poll=options.poll, emit=emit),
-        reporter=reporter,
+        computed=computed,
+        follower=LedgerFollower(ledger, stage, poll=options.poll, emit=emit),
+        status=status,
         scrub=scrub,
     )
-    driver = Driver(place, engine, emit)
-    async with reporter.running():
+    driver = Driver(context, engine, emit)
+    async with status.running():
         try:
-            await runtime.run_until_first(driver.run(), place.feed.run(), scrub.run())
+            await runtime.run_until_first(driver.run(), context.follower.run(), scrub.run())
         except Fenced as error:
             emit(FencedOut(what="the engine", by="another subscriber"))
-            reporter.set(state="fenced", serving=False, detail=error.message)
+            status.set(state="fenced", serving=False, detail=error.message)
             raise
         except DcrError as error:
-            reporter.set(state="failed", detail=error.message)
+            status.set(state="failed", detail=error.message)
             raise
         except asyncio.CancelledError:
-            reporter.set(state="stopped", detail="told to stop; the engine goes on with what it has")
+            status.set(state="stopped", detail="told to stop; the engine goes on with what it has")
             raise
         else:
-            reporter.set(state="stopped", detail="reached the newest version")
+            status.set(state="stopped", detail="reached the newest version")
 
 
 async def _patiently(options: SubscribeOptions, emit: Emit, read: Callable[[], Awaitable[T]]) -> T:

@@ -1,10 +1,12 @@
-"""One engine kept at a stream's newest version: attach, locate, prove, catch up, serve, then version by version.
+"""Keeps one engine at a stream's newest version: attach, locate, prove, catch up, serve, then version after version.
 
-What it decides: the engine serves only when it is at the newest seal read at attach (must E2); several versions behind
-are one transaction (must E6); a refusal is answered with a full fingerprint, and a version that healthy weights refuse
-twice is poisoned and gone round by an anchor (must P4); nothing that a bucket holds or an engine answers ends it, but
-for another owner (must E3) and what only an operator can mend. What it leaves to others: whether the engine may run at
-all (the engine, must E1), what is in the ledger, what is staged, when what failed is tried again (`obstacles`).
+It decides: the engine serves only when it is at the newest seal read at attach (must E2); several versions behind are
+one transaction (must E6); a refusal is answered with a full fingerprint, and a version that healthy weights refuse
+twice is poisoned and passed by way of an anchor (must P4); nothing that a bucket holds or an engine answers ends it,
+except another owner (must E3) and what only an operator can correct.
+
+Others decide: whether the engine may run at all (the engine, must E1), what is in the ledger (`follower`), what is
+staged (`stage`), when something that failed is tried again (`backoff`).
 
 `version` is what was proved last; it is None from the moment that is in doubt until an attach has ended well.
 """
@@ -12,109 +14,89 @@ all (the engine, must E1), what is in the ledger, what is staged, when what fail
 from __future__ import annotations
 
 from collections.abc import Coroutine
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from dcr_daemon import runtime
-from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.directory import tensor_files
 from dcr_daemon.engine.port import Attached as EngineAttached
 from dcr_daemon.engine.port import Engine, EngineGone, StreamFacts, Swapped, Transaction, Verdict, VersionDelta
 from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, NotFound, ResourceExhausted, StoreUnavailable
 from dcr_daemon.events import Alarm, Attached, Degraded, Emit, Prepared, Repaired, Retrying, RolledBack
-from dcr_daemon.ledger.ledger import Ledger
-from dcr_daemon.ledger.objects import BelowFloor, ObjectPending, Objects
+from dcr_daemon.ledger.objects import BelowFloor, ObjectPending
 from dcr_daemon.ledger.route import NoRoute, Route
-from dcr_daemon.subscribe.anchors import AnchorFiles
 from dcr_daemon.subscribe.backoff import BACK_OFF, FailureBackoff, back_off
+from dcr_daemon.subscribe.context import SubscriberContext
 from dcr_daemon.subscribe.engine_monitor import EngineMonitor
-from dcr_daemon.subscribe.follower import LedgerFollower
-from dcr_daemon.subscribe.loaded import Loaded
-from dcr_daemon.subscribe.locate import locate, record_of
-from dcr_daemon.subscribe.options import SubscribeOptions
-from dcr_daemon.subscribe.scrub import Scrub
-from dcr_daemon.subscribe.stage import Stage
-from dcr_daemon.subscribe.status import Reporter
+from dcr_daemon.subscribe.locate import locate
 from dcr_daemon.subscribe.status_publisher import StatusPublisher
 
-HEARTBEAT = 5  #: times `poll`, between looks at an engine that has nothing to do
-HELD = (StoreUnavailable, Corrupt, ResourceExhausted, EngineRefused, NotFound)  #: what is waited out unless `once`
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a subscriber works: everything it was given and made at its start."""
-
-    options: SubscribeOptions
-    ledger: Ledger
-    objects: Objects
-    layout: Layout
-    stage: Stage
-    anchors: AnchorFiles
-    loaded: Loaded
-    feed: LedgerFollower
-    reporter: Reporter
-    scrub: Scrub
+HEARTBEAT = 5  #: times `poll`, between checks of an engine that has nothing to do
+#: errors that are reported and retried, unless `once`
+RETRIED = (StoreUnavailable, Corrupt, ResourceExhausted, EngineRefused, NotFound)
 
 
 class Driver:
-    """Drives `engine`."""
+    """Drives one engine. `run` is all that a caller needs."""
 
-    def __init__(self, place: Place, engine: Engine, emit: Emit) -> None:
-        self._at = place
+    def __init__(self, context: SubscriberContext, engine: Engine, emit: Emit) -> None:
+        self._context = context
         self._engine = engine
         self._emit = emit
-        self._heartbeat = place.options.poll * HEARTBEAT
-        self._tell = StatusPublisher(place.ledger, place.reporter, emit)
-        self._obstacles = FailureBackoff(place.options.poll)
-        self._vigil = EngineMonitor(engine, place.scrub, heartbeat=self._heartbeat, notice=self._noticed)
+        self._heartbeat = context.options.poll * HEARTBEAT
+        self._status = StatusPublisher(context.ledger, context.status, emit)
+        self._backoff = FailureBackoff(context.options.poll)
+        self._monitor = EngineMonitor(engine, context.scrub, heartbeat=self._heartbeat, notice=self._note_serving)
         self.version: int | None = None
-        self._goal = 0
+        self._goal = 0  #: the newest version that was known when the engine was last attached to
+        # What the last attach found, and what has become of it since.
         self._incarnation = ""
-        self._attached = False  #: what the engine is, is known
-        self._released = False  #: it was let run since attach: a pause now is somebody else's
-        self._blank = False
-        self._begun = ""  #: why a transaction ends neither way
+        self._attached = False  #: it is known what the engine holds
+        self._released = False  #: it was told to generate since the attach: if it is paused now, somebody else did it
+        self._blank = False  #: its weights are all zero
+        self._stuck = ""  #: why a transaction that was begun can be ended neither way
+        self._computed_lost: DcrError | None = None  #: why the loader-computed tensors' bytes are not known
+        # Transactions.
         self._nonce = runtime.nonce()
         self._transactions = 0
-        self._pending: Transaction | None = None
-        self._one_by_one = False
-        self._gone: Route | None = None
-        self._unfed: DcrError | None = None
+        self._unanswered: Transaction | None = None  #: one whose outcome is not known
+        self._one_by_one = False  #: one version in a transaction, after a refusal
+        self._outdated: Route | None = None  #: the last route that the floor has risen over
+
+    # The outer loop: attach, follow, and after a failure attach again.
 
     async def run(self) -> None:
-        """Until cancelled; with `once`, until the newest seal read at the start is served.
+        """Run until cancelled; with `once`, until the newest seal read at the start is served.
 
         Raises:
             Fenced: another subscriber has attached to this engine.
-            Incompatible, UsageError: what only an operator can mend.
-            With `once`, whatever stands in the way; without, that is said and waited out.
+            Incompatible, UsageError: what only an operator can correct.
+            With `once`, whatever prevents it; without, that is reported and retried.
         """
-        began, absent, once = runtime.monotonic(), 0, self._at.options.once
+        began, absent, once = runtime.monotonic(), 0, self._context.options.once
         self._goal = self._newest()
         while True:
             try:
                 await self._attach()
-                await self._keep()
+                await self._follow_stream()
                 return
             except EngineGone as error:
-                self._tell.lost(error.message)
-                if once and runtime.monotonic() - began > self._at.options.patience:
+                self._status.lost(error.message)
+                if once and runtime.monotonic() - began > self._context.options.patience:
                     raise
                 absent = 0 if self._attached else absent + 1
-                pause = back_off(self._at.options.poll, absent, self._heartbeat)
+                pause = back_off(self._context.options.poll, absent, self._heartbeat)
                 if self._attached:  # it may die of what it is asked to do, again and again
-                    pause = self._obstacles.failed()
-            except HELD as error:
+                    pause = self._backoff.note_failure()
+            except RETRIED as error:
                 if once:
                     raise
                 if isinstance(error, EngineRefused):
-                    self._tell.lost(error.message)  # whatever it holds, nobody vouches for it
-                self._hold(error)
-                pause = self._obstacles.failed()
-            self._doubt()
+                    self._status.lost(error.message)  # its weights are not proved, whatever they are
+                self._report_failure(error)
+                pause = self._backoff.note_failure()
+            self._detach()
             await runtime.sleep(pause)
             if not once:
                 await self._read_on()
@@ -122,161 +104,35 @@ class Driver:
 
     async def _read_on(self) -> None:
         try:
-            await self._at.ledger.read()
+            await self._context.ledger.read()
         except (StoreUnavailable, ResourceExhausted) as error:
             self._emit(Retrying(what=f"reading the ledger: {error.message}"))
 
     def _newest(self) -> int:
         """The newest sealed version that the operator allows."""
-        newest, pin = self._at.ledger.state.seal.version, self._at.options.pin
+        newest, pin = self._context.ledger.state.seal.version, self._context.options.pin
         return newest if pin is None else min(newest, pin)
 
     def _target(self) -> int:
         """The version to bring the engine to: a fixed one with `once`, else whatever is newest."""
-        fixed = self._at.options.once and self._goal >= self._at.ledger.state.floor  # else it cannot be had any more
+        # A fixed version below the floor may be deleted: then the newest is taken with `once` too.
+        fixed = self._context.options.once and self._goal >= self._context.ledger.state.floor
         return self._goal if fixed else max(self._newest(), self._goal)
 
-    # Attach: whose weights are these?
-
-    def _doubt(self) -> None:
-        """From here on, what the engine holds is for an attach to say."""
-        self.version, self._attached, self._released = None, False, False
-        self._at.scrub.forbid()
-
-    async def _attach(self) -> None:
-        began, at = runtime.monotonic(), self._at
-        self._doubt()
-        self._tell.report("attaching")
-        attached = await self._take_over(await at.stage.facts())
-        if attached.incarnation != self._incarnation:
-            self._obstacles.another_engine()
-        self._incarnation = attached.incarnation
-        runtime.failpoint("subscribe.attached")
-        at.loaded.follow(attached.classes)
-        await self._tell_pending()
-        if not self._begun:
-            await self._recognise(attached)
-            seconds = runtime.monotonic() - began
-            self._emit(Attached(version=self.version, tensors=len(attached.classes), seconds=seconds))
-        self._tell.attached(attached.incarnation, self.version)
-        self._attached = True
-        if self.version is not None:
-            self._obstacles.passed(self.version)
-            at.scrub.allow()
-            self._released = attached.serving
-            self._noticed(attached.serving)
-
-    async def _take_over(self, facts: StreamFacts) -> EngineAttached:
-        """Become the owner; a transaction that somebody left begun is ended first (must E6)."""
-        attached, self._begun = await self._engine.attach(facts), ""
-        if attached.adopted is None:
-            return attached
-        ended = await self._engine.finish_adopted(attached.adopted)
-        if ended.version is not None:
-            how = f"settled {attached.adopted}: {ended.verdict.value}"
-            self._emit(Repaired(version=ended.version, how=how))
-        attached = await self._engine.attach(facts)
-        if attached.adopted is not None:  # it goes neither forward nor back: only a dense load ends it
-            self._begun = f"{attached.adopted} was begun and cannot be ended ({ended.reason})"
-        return attached
-
-    async def _recognise(self, attached: EngineAttached) -> None:
-        """Find the version by content, and have the engine prove it."""
-        at, self._unfed = self._at, None
-        vector = np.frombuffer(attached.vector, dtype="<u8").astype(np.uint64)
-        self._blank = not vector.any()
-        if attached.version is not None and attached.version > at.ledger.state.seal.version:
-            await at.ledger.read()  # somebody else has brought it further than this process has read
-        version = await locate(
-            at.ledger,
-            at.objects,
-            at.layout,
-            vector,
-            attached.classes,
-            highest=at.ledger.state.seal.version,
-            hint=attached.version,
-            thorough=bool(self._obstacles.bad_anchors),
-            emit=self._emit,
-        )
-        if version is None:
-            return
-        try:
-            loaded = await at.loaded.at(version)
-        except (NoRoute, BelowFloor, Corrupt) as error:
-            # What the loader computed cannot be told from live memory: only an anchor brings it to a known state.
-            self._unfed = error
-            return
-        try:
-            await self._prove(version, loaded)
-        except BelowFloor as error:  # the floor has risen since it was located: it goes by an anchor
-            self._emit(Degraded(what=f"the engine's version {version} cannot be verified: {error.message}"))
-            return
-        self.version = version
-
-    async def _prove(self, version: int, loaded: str) -> None:
-        pin = self._at.options.pin
-        if pin is not None and version > pin:
-            raise EngineRefused(
-                f"the engine is at version {version}, above the pinned {pin}",
-                hint="restart the engine with older weights, or publish those as a new version",
-            )
-        vector = await self._at.stage.vector(await record_of(self._at.ledger, version))
-        runtime.failpoint("subscribe.located")
-        await self._engine.prove(version, vector, str(version), loaded)
-        runtime.failpoint("subscribe.proved")
-
-    async def _tell_pending(self) -> None:
-        """What became of the transaction whose answer was lost."""
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return
-        ended = await self._engine.outcome(pending.id)
-        if ended.verdict is Verdict.COMMITTED:
-            await self._tell.committed(pending.base, ended, 0.0, route="chain")
-        elif ended.verdict is Verdict.ROLLED_BACK:
-            self._emit(RolledBack(txn=pending.id, version=pending.base, reason=ended.reason))
-
-    # Keep: version after version.
-
-    async def _keep(self) -> None:
+    async def _follow_stream(self) -> None:
+        """Bring the engine to the target whenever there is a newer one; with `once`, once."""
         while True:
             try:
                 await self._step()
-            except HELD as error:
-                if self._at.options.once or self._begun or not self._attached:
+            except RETRIED as error:
+                if self._context.options.once or self._stuck or not self._attached:
                     raise
-                self._hold(error)
-                await self._rest(self._obstacles.pause())
+                self._report_failure(error)
+                await self._wait_for_record(self._backoff.next_pause())
                 continue
-            if self._at.options.once:
+            if self._context.options.once:
                 return
-            await self._rest(BACK_OFF)
-
-    async def _rest(self, seconds: float) -> None:
-        """Until there is a new record, `seconds` at most."""
-        await self._beside(self._at.feed.wait_change(seconds))
-
-    async def _beside(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Await what asks nothing of the engine; the engine is looked after meanwhile."""
-        return await self._vigil.beside(work, self._incarnation, self.version)
-
-    def _noticed(self, serving: bool) -> None:
-        """An engine that was released and does not run was paused by somebody else."""
-        if self.version is None or not self._released:
-            return
-        if serving:
-            self._tell.serves(self.version)
-        else:
-            self._tell.paused(self.version)
-
-    def _hold(self, error: DcrError) -> None:
-        """Something is in the way: say so, and go on with what there is."""
-        obstacle = self._obstacles.blocked
-        self._emit(Retrying(what=str(error)))
-        if isinstance(error, StoreUnavailable) and obstacle is None:
-            self._tell.report("serving" if self._tell.serving else "waiting", str(error))
-        else:
-            self._tell.blocked(error, obstacle if obstacle and obstacle.error is error else None)
+            await self._wait_for_record(BACK_OFF)
 
     async def _step(self) -> None:
         """To the target, and serve."""
@@ -286,14 +142,14 @@ class Driver:
                 await self._serve()
         if not self._released:
             await self._serve()
-        self._obstacles.progress(self.version)
-        self._tell.report("serving" if self._tell.serving else "paused")
+        self._backoff.note_progress(self.version)
+        self._status.report("serving" if self._status.serving else "paused")
 
     async def _serve(self) -> None:
         assert self.version is not None
-        memory = self._at.ledger.memory
+        memory = self._context.ledger.memory
         served = memory.served if memory else None
-        if self._at.options.pin is None and served is not None and self.version < served:
+        if self._context.options.pin is None and served is not None and self.version < served:
             raise EngineRefused(
                 f"the engine is at version {self.version}; this replica has served version {served} before",
                 hint="wait for a newer version, or pin this one",
@@ -301,58 +157,187 @@ class Driver:
         await self._engine.serve()
         self._released = True
         runtime.failpoint("subscribe.serving")
-        self._noticed(True)
+        self._note_serving(True)
+
+    async def _wait_for_record(self, seconds: float) -> None:
+        """Until there is a new record, `seconds` at most."""
+        await self._while_healthy(self._context.follower.wait_change(seconds))
+
+    async def _while_healthy(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Await work that asks nothing of the engine, while the engine is monitored."""
+        return await self._monitor.run_while_healthy(work, self._incarnation, self.version)
+
+    def _note_serving(self, serving: bool) -> None:
+        """The engine says whether it generates. If it was released and does not, somebody else has paused it."""
+        if self.version is None or not self._released:
+            return
+        if serving:
+            self._status.serves(self.version)
+        else:
+            self._status.paused(self.version)
+
+    def _report_failure(self, error: DcrError) -> None:
+        """Report what prevents progress; the engine goes on with what it has."""
+        blocked = self._backoff.blocked
+        self._emit(Retrying(what=str(error)))
+        if isinstance(error, StoreUnavailable) and blocked is None:
+            self._status.report("serving" if self._status.serving else "waiting", str(error))
+        else:
+            self._status.blocked(error, blocked if blocked and blocked.error is error else None)
+
+    # Attach: which version are the engine's weights?
+
+    def _detach(self) -> None:
+        """From here on, only an attach says what the engine holds."""
+        self.version, self._attached, self._released = None, False, False
+        self._context.scrub.suspend()
+
+    async def _attach(self) -> None:
+        began, context = runtime.monotonic(), self._context
+        self._detach()
+        self._status.report("attaching")
+        attached = await self._take_over(await context.stage.stream_facts())
+        if attached.incarnation != self._incarnation:
+            self._backoff.note_new_engine()
+        self._incarnation = attached.incarnation
+        runtime.failpoint("subscribe.attached")
+        context.computed.set_classes(attached.classes)
+        await self._report_unanswered()
+        if not self._stuck:
+            await self._locate_and_prove(attached)
+            seconds = runtime.monotonic() - began
+            self._emit(Attached(version=self.version, tensors=len(attached.classes), seconds=seconds))
+        self._status.attached(attached.incarnation, self.version)
+        self._attached = True
+        if self.version is not None:
+            self._backoff.forget_up_to(self.version)
+            context.scrub.resume()
+            self._released = attached.serving
+            self._note_serving(attached.serving)
+
+    async def _take_over(self, facts: StreamFacts) -> EngineAttached:
+        """Become the owner. A transaction that another owner left begun is ended first (must E6)."""
+        attached, self._stuck = await self._engine.attach(facts), ""
+        if attached.adopted is None:
+            return attached
+        ended = await self._engine.finish_adopted(attached.adopted)
+        if ended.version is not None:
+            how = f"settled {attached.adopted}: {ended.verdict.value}"
+            self._emit(Repaired(version=ended.version, how=how))
+        attached = await self._engine.attach(facts)
+        if attached.adopted is not None:  # it goes neither forward nor back: only a dense load ends it
+            self._stuck = f"{attached.adopted} was begun and cannot be ended ({ended.reason})"
+        return attached
+
+    async def _report_unanswered(self) -> None:
+        """Report what became of the transaction whose answer was lost."""
+        unanswered, self._unanswered = self._unanswered, None
+        if unanswered is None:
+            return
+        ended = await self._engine.outcome(unanswered.id)
+        if ended.verdict is Verdict.COMMITTED:
+            await self._status.committed(unanswered.base, ended, 0.0, route="chain")
+        elif ended.verdict is Verdict.ROLLED_BACK:
+            self._emit(RolledBack(txn=unanswered.id, version=unanswered.base, reason=ended.reason))
+
+    async def _locate_and_prove(self, attached: EngineAttached) -> None:
+        """Find the version by content, and have the engine prove it. `version` stays None if there is none."""
+        context, self._computed_lost = self._context, None
+        vector = np.frombuffer(attached.vector, dtype="<u8").astype(np.uint64)
+        self._blank = not vector.any()
+        if attached.version is not None and attached.version > context.ledger.state.seal.version:
+            await context.ledger.read()  # another subscriber has brought it further than this process has read
+        version = await locate(
+            context.ledger,
+            context.objects,
+            context.layout,
+            vector,
+            attached.classes,
+            highest=context.ledger.state.seal.version,
+            hint=attached.version,
+            thorough=bool(self._backoff.bad_anchors),
+            emit=self._emit,
+        )
+        if version is None:
+            return
+        try:
+            computed = await context.computed.file_of(version)
+        except (NoRoute, BelowFloor, Corrupt) as error:
+            # What the loader computed cannot be told from live memory: only an anchor brings it to a known state.
+            self._computed_lost = error
+            return
+        try:
+            await self._prove(version, computed)
+        except BelowFloor as error:  # the floor has risen since it was located: an anchor is the way on
+            self._emit(Degraded(what=f"the engine's version {version} cannot be verified: {error.message}"))
+            return
+        self.version = version
+
+    async def _prove(self, version: int, computed: str) -> None:
+        pin = self._context.options.pin
+        if pin is not None and version > pin:
+            raise EngineRefused(
+                f"the engine is at version {version}, above the pinned {pin}",
+                hint="restart the engine with older weights, or publish those as a new version",
+            )
+        vector = await self._context.stage.vector_file(await self._context.ledger.version_record(version))
+        runtime.failpoint("subscribe.located")
+        await self._engine.prove(version, vector, str(version), computed)
+        runtime.failpoint("subscribe.proved")
+
+    # Advance: one transaction along the chain, or one dense load.
 
     async def _advance(self, target: int) -> None:
-        """One transaction, or one dense load, nearer to `target`."""
-        self._tell.report("catching up", f"to version {target}")
+        """Bring the engine nearer to `target`, by one transaction or one dense load."""
+        self._status.report("catching up", f"to version {target}")
         try:
             route = await self._route(target)
         except (NoRoute, EngineRefused):
-            if not await self._may_reload(target):
+            if not await self._base_leads_to(target):
                 raise
             await self._load(0, self._base_files(), "the base")
             return
         try:
             if route.anchor is not None:
-                anchor = await self._at.ledger.history.anchor(route.anchor)
-                await self._load(route.anchor, self._at.anchors.fetch(anchor), "an anchor")
+                anchor = await self._context.ledger.history.anchor(route.anchor)
+                await self._load(route.anchor, self._context.anchors.fetch(anchor), "an anchor")
             else:
-                await self._change(list(route.hops))
+                await self._apply_chain(list(route.hops))
         except NotFound as error:  # the floor has risen over the route: plan again, once
-            if route == self._gone:
+            if route == self._outdated:
                 raise
-            self._gone = route
+            self._outdated = route
             self._emit(Retrying(what=f"planning the route again: {error.message}"))
 
     async def _route(self, target: int) -> Route:
-        """The cheapest route there; if the chain does not get past a version, the cheapest one round it."""
-        history, obstacle, bad = self._at.ledger.history, self._obstacles.blocked, self._obstacles.bad_anchors
+        """The cheapest route to `target`; if a version on it is blocked, the cheapest one that does not pass it."""
+        history, blocked, bad_anchors = self._context.ledger.history, self._backoff.blocked, self._backoff.bad_anchors
         try:
-            route = await history.route(self.version, target, avoid_anchors=bad)
+            route = await history.route(self.version, target, avoid_anchors=bad_anchors)
         except NoRoute as error:
-            raise self._no_way(error) from error
-        if obstacle is None or obstacle.version not in route.hops:
+            raise self._explain_no_route(error) from error
+        if blocked is None or blocked.version not in route.hops:
             return route
         try:
-            return await history.route(self.version, target, avoid_anchors=bad, avoid_deltas={obstacle.version})
+            return await history.route(self.version, target, avoid_anchors=bad_anchors, avoid_deltas={blocked.version})
         except NoRoute:
-            raise obstacle.error from None
+            raise blocked.error from None
 
-    def _no_way(self, error: NoRoute) -> DcrError:
-        """Why there is no route, and what would make one."""
+    def _explain_no_route(self, error: NoRoute) -> DcrError:
+        """Why there is no route, and what an operator can do to make one."""
+        write_anchor = "write an anchor: restart the publisher with --anchor-every 1"
         hint = (
-            "write an anchor: restart the publisher with --anchor-every 1; or give --base with the checkpoint that the "
+            f"{write_anchor}; or give --base with the checkpoint that the stream was created from; or restart the "
+            "engine from a materialised version"
         )
-        hint += "stream was created from; or restart the engine from a materialised version"
-        if self._begun:
-            return EngineRefused(f"the engine stays paused: {self._begun}, and {error.message}", hint=hint)
-        if self._unfed is not None:
-            name = self._at.layout[self._at.loaded.tensors[0]].name
+        if self._stuck:
+            return EngineRefused(f"the engine stays paused: {self._stuck}, and {error.message}", hint=hint)
+        if self._computed_lost is not None:
+            name = self._context.layout[self._context.computed.tensors[0]].name
             return EngineRefused(
-                f"the engine's loader computes with {name}, whose bytes are not known here: {self._unfed.message}",
-                hint="give --base with the checkpoint that the stream was created from; or write an anchor: restart "
-                "the publisher with --anchor-every 1",
+                f"the engine's loader computes with {name}, whose bytes are not known here: "
+                f"{self._computed_lost.message}",
+                hint=f"give --base with the checkpoint that the stream was created from; or {write_anchor}",
             )
         if self.version is None and not self._blank:
             return EngineRefused(
@@ -362,19 +347,16 @@ class Driver:
 
     # The chain.
 
-    async def _change(self, hops: list[int]) -> None:
+    async def _apply_chain(self, hops: list[int]) -> None:
+        """One transaction of the deltas that lead to these versions, or of the first of them that fit."""
         base = self.version
         assert base is not None
         first, last = hops[0], hops[0] if self._one_by_one else hops[-1]
         began = runtime.monotonic()
         try:
-            staged = await self._beside(self._staged(first, last, base))
-        except (
-            Corrupt,
-            ObjectPending,
-            ResourceExhausted,
-        ) as error:  # an anchor may lead round what is damaged, deleted or too large
-            self._obstacles.block(first, error)
+            staged = await self._while_healthy(self._stage_deltas(first, last, base))
+        except (Corrupt, ObjectPending, ResourceExhausted) as error:
+            self._backoff.block(first, error)  # it is damaged, deleted or too large: an anchor may lead past it
             return
         runtime.failpoint("subscribe.staged")
         self._transactions += 1
@@ -384,129 +366,134 @@ class Driver:
             last = staged[prepared.fits - 1].version
             seconds = runtime.monotonic() - began
             self._emit(Prepared(txn=txn.id, base=base, version=last, changed=prepared.changed, seconds=seconds))
-            self._pending = txn
+            self._unanswered = txn
             runtime.failpoint("subscribe.prepared")
             ended = await self._engine.swap(txn.id)
         except EngineGone as error:
-            self._obstacles.lost_over(first, error, anchor=False)
+            self._backoff.note_loss(first, error, anchor=False)
             raise
         except (EngineRefused, Corrupt, ResourceExhausted) as error:
-            self._pending = None
-            await self._refused(txn, error)
+            self._unanswered = None
+            await self._transaction_refused(txn, error)
             return
-        self._pending = None
-        await self._ended(txn, ended, began)
+        self._unanswered = None
+        await self._transaction_ended(txn, ended, began)
 
-    async def _staged(self, first: int, last: int, base: int) -> list[VersionDelta]:
-        at = self._at
-        seals = await at.ledger.history.between(first, last)
+    async def _stage_deltas(self, first: int, last: int, base: int) -> list[VersionDelta]:
+        context = self._context
+        seals = await context.ledger.history.between(first, last)
         for seal in seals:
-            await at.feed.settle(seal.attempt)
-        return await at.loaded.beside(await at.stage.hops(seals, await record_of(at.ledger, base)), base)
+            await context.follower.finish_prefetch(seal.attempt)
+        deltas = await context.stage.stage_deltas(seals, await context.ledger.version_record(base))
+        return await context.computed.attach_files(deltas, base)
 
-    async def _ended(self, txn: Transaction, ended: Swapped, began: float) -> None:
+    async def _transaction_ended(self, txn: Transaction, ended: Swapped, began: float) -> None:
         if ended.verdict is Verdict.ROLLED_BACK:
             self._emit(RolledBack(txn=txn.id, version=txn.base, reason=ended.reason))
-            # It had accepted the change: a fault of its memory or disk, and no word against the version. An anchor is
-            # the next way (must E5); where there is none, the same way is tried again after a while.
+            # The engine had accepted the change, so its memory or disk is at fault, not the version. An anchor is the
+            # next way (must E5); where there is none, the same way is tried again after a while.
             await self._attach()
             error = EngineRefused(f"version {txn.version} was rolled back: {ended.reason}")
-            self._obstacles.block(txn.hops[0].version, error)
+            self._backoff.block(txn.hops[0].version, error)
             return
         if ended.verdict is not Verdict.COMMITTED or ended.version is None:
-            self._pending = txn
+            self._unanswered = txn
             lost = EngineGone(f"transaction {txn.id} is {ended.verdict.value}: {ended.reason}", hint="attach again")
-            self._obstacles.lost_over(txn.hops[0].version, lost, anchor=False)
+            self._backoff.note_loss(txn.hops[0].version, lost, anchor=False)
             raise lost
         runtime.failpoint("subscribe.swapped")
         self.version, self._one_by_one = ended.version, False
-        await self._arrived(txn.base, ended, began, "chain")
-        self._tidy()
+        await self._note_version(txn.base, ended, began, "chain")
+        self._delete_old()
 
-    async def _arrived(self, base: int, ended: Swapped, began: float, route: str) -> None:
-        assert self.version is not None
-        self._obstacles.progress(self.version)
-        self._at.scrub.allow()
-        await self._tell.committed(base, ended, runtime.monotonic() - began, route=route)
-        self._released = self._released or ended.serving
-        self._noticed(ended.serving)
-
-    async def _refused(self, txn: Transaction, error: DcrError) -> None:
+    async def _transaction_refused(self, txn: Transaction, error: DcrError) -> None:
         """The engine did not take a change, and nothing was written: find out what its weights are (must P4)."""
         before, version, alone = self.version, txn.hops[0].version, len(txn.hops) == 1
         self._emit(Degraded(what=f"version {version} was refused: {error}"))
         self._one_by_one = True  # to learn which of several it is
         if isinstance(error, ResourceExhausted):
             if alone:
-                self._obstacles.block(version, error)
+                self._backoff.block(version, error)
             return
         await self._attach()
-        if self.version != before or not alone or not self._obstacles.refused(version):
+        if self.version != before or not alone or not self._backoff.note_refusal(version):
             return
         self._emit(Alarm(must="P4", what=f"version {version} is poisoned: proved weights refuse it: {error.message}"))
-        self._obstacles.block(version, error, poisoned=True)
+        self._backoff.block(version, error, poisoned=True)
 
-    # Dense loads: forward only, and whatever else was begun ends with them.
+    async def _note_version(self, base: int, ended: Swapped, began: float, route: str) -> None:
+        """The engine has committed `version`: report it."""
+        assert self.version is not None
+        self._backoff.note_progress(self.version)
+        self._context.scrub.resume()
+        await self._status.committed(base, ended, runtime.monotonic() - began, route=route)
+        self._released = self._released or ended.serving
+        self._note_serving(ended.serving)
 
-    async def _may_reload(self, target: int) -> bool:
-        """Whether weights that nobody knows can be replaced by the base, from which the whole chain is still there."""
-        if self._at.options.base is None or self.version is not None or 0 in self._obstacles.bad_anchors:
+    def _delete_old(self) -> None:
+        """Delete what was staged and kept for versions that the engine has left behind."""
+        assert self.version is not None
+        self._context.follower.skip_to(self.version)
+        self._context.stage.forget_up_to(self.version)
+        self._context.computed.delete_older(self.version)
+        runtime.failpoint("subscribe.tidied")
+
+    # Dense loads: forward only; a transaction that was left begun ends with them.
+
+    async def _base_leads_to(self, target: int) -> bool:
+        """Whether weights of no known version can be replaced by the base, with the whole chain from there."""
+        if self._context.options.base is None or self.version is not None or 0 in self._backoff.bad_anchors:
             return False
         try:
-            await self._at.ledger.history.route(0, target, avoid_anchors=self._obstacles.bad_anchors)
+            await self._context.ledger.history.route(0, target, avoid_anchors=self._backoff.bad_anchors)
         except NoRoute:
             return False
         return True
 
     async def _base_files(self) -> list[str]:
-        assert self._at.options.base is not None
-        return [str(path) for path in tensor_files(self._at.options.base)]
+        assert self._context.options.base is not None
+        return [str(path) for path in tensor_files(self._context.options.base)]
 
     async def _load(self, version: int, fetching: Coroutine[Any, Any, list[str]], how: str) -> None:
-        at, base, began, touched = self._at, self.version, runtime.monotonic(), False
+        """Have the engine load all of `version` from the files that `fetching` brings."""
+        context, base, began, touched = self._context, self.version, runtime.monotonic(), False
         try:
-            files = await self._beside(fetching)
+            files = await self._while_healthy(fetching)
             runtime.failpoint("subscribe.anchor.fetched")
-            vector = await at.stage.vector(await record_of(at.ledger, version))
-            self._tell.loading(version)
+            vector = await context.stage.vector_file(await context.ledger.version_record(version))
+            self._status.loading(version)
             self._attached, touched = False, True
             ended = await self._engine.load(version, files, vector, str(version))
         except EngineGone as error:
             if touched:
-                self._obstacles.lost_over(version, error, anchor=True)
+                self._backoff.note_loss(version, error, anchor=True)
             raise
         except (Corrupt, ObjectPending, ResourceExhausted, EngineRefused) as error:
-            await self._give_up(version, error, touched=touched)
+            await self._load_failed(version, error, touched=touched)
             return
         if ended.verdict is not Verdict.COMMITTED or ended.version is None:
             reason = EngineRefused(f"{how} of version {version} was not loaded: {ended.reason}")
-            await self._give_up(version, reason, touched=True)
+            await self._load_failed(version, reason, touched=True)
             return
         runtime.failpoint("subscribe.loaded")
-        self.version, self._attached, self._blank, self._unfed, self._begun = ended.version, True, False, None, ""
+        self.version, self._attached, self._blank = ended.version, True, False
+        self._computed_lost, self._stuck = None, ""
         if base is None:
             self._emit(Repaired(version=ended.version, how=f"loaded {how}"))
-        await self._arrived(base or 0, ended, began, "anchor")
-        await at.loaded.take(version, files)
-        at.anchors.forget()
+        await self._note_version(base or 0, ended, began, "anchor")
+        await context.computed.keep_from(version, files)
+        context.anchors.forget()
         runtime.failpoint("subscribe.anchor.forgotten")
-        self._tidy()
+        self._delete_old()
 
-    async def _give_up(self, version: int, error: DcrError, *, touched: bool) -> None:
-        """Do without this anchor for now; if there is no other way, its failure is the news."""
+    async def _load_failed(self, version: int, error: DcrError, *, touched: bool) -> None:
+        """Do without this anchor for now. Raises `error` if there is no other way."""
         self._emit(Degraded(what=f"anchor {version} cannot be loaded: {error}"))
-        self._obstacles.blame_anchor(version)
+        self._backoff.block_anchor(version)
         if touched:
             await self._attach()
         try:
             await self._route(self._target())
         except (NoRoute, EngineRefused):
-            if not await self._may_reload(self._target()):
+            if not await self._base_leads_to(self._target()):
                 raise error from None
-
-    def _tidy(self) -> None:
-        assert self.version is not None
-        self._at.feed.skip_to(self.version)
-        self._at.stage.forget(self.version)
-        self._at.loaded.tidy(self.version)
-        runtime.failpoint("subscribe.tidied")

@@ -30,7 +30,7 @@ class EngineMonitor:
     def __init__(self, engine: Engine, scrub: Scrub, *, heartbeat: float, notice: Callable[[bool], None]) -> None:
         self._engine, self._scrub, self._heartbeat, self._notice = engine, scrub, heartbeat, notice
 
-    async def beside(self, work: Coroutine[Any, Any, T], incarnation: str, version: int | None) -> T:
+    async def run_while_healthy(self, work: Coroutine[Any, Any, T], incarnation: str, version: int | None) -> T:
         """Await `work`, which asks nothing of the engine, while that is what attach found it to be.
 
         Raises:
@@ -38,10 +38,10 @@ class EngineMonitor:
             EngineGone: the engine went away, is another one, or is no longer proved at `version`. So too.
             What `work` raises.
         """
-        result: T = await runtime.run_until_first(work, self._look(incarnation, version), self._damage())
+        result: T = await runtime.run_until_first(work, self._watch_status(incarnation, version), self._watch_damage())
         return result
 
-    async def _look(self, incarnation: str, version: int | None) -> None:
+    async def _watch_status(self, incarnation: str, version: int | None) -> None:
         """Until something is wrong with it."""
         while True:
             await runtime.sleep(self._heartbeat)
@@ -56,5 +56,5 @@ class EngineMonitor:
                 raise EngineGone(f"the engine is no longer proved at version {version}", hint="attach again")
             self._notice(status.serving)
 
-    async def _damage(self) -> None:
-        raise EngineGone(await self._scrub.found(), hint="attach again")
+    async def _watch_damage(self) -> None:
+        raise EngineGone(await self._scrub.wait_damage(), hint="attach again")

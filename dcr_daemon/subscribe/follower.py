@@ -28,7 +28,7 @@ class LedgerFollower:
         self._prefetch: Prefetch | None = None
         self._skip = 0
         if opened := ledger.state.open:
-            self._begin(opened)
+            self._start_prefetch(opened)
 
     def skip_to(self, version: int) -> None:
         """Versions up to this one are not needed any more: do not prefetch them."""
@@ -44,7 +44,7 @@ class LedgerFollower:
             while True:
                 try:
                     async for record in self._records:
-                        await self._see(record)
+                        await self._handle(record)
                         self._changed.set()
                         tries = 0
                 except ResourceExhausted as error:
@@ -55,35 +55,35 @@ class LedgerFollower:
             if self._prefetch:
                 await self._prefetch.cancel()
 
-    async def _see(self, record: AnyRecord) -> None:
+    async def _handle(self, record: AnyRecord) -> None:
         match record:
             case Open():
                 self._emit(OpenSeen(version=record.version, attempt=record.seq))
-                await self._end()
-                self._begin(OpenRef(record.seq, record.version, record.base, record.group, record.call))
+                await self._stop_prefetch()
+                self._start_prefetch(OpenRef(record.seq, record.version, record.base, record.group, record.call))
             case Seal():
                 self._emit(SealSeen(version=record.version, seq=record.seq, step=record.step))
-                await self._end()
+                await self._stop_prefetch()
             case Abort() | Epoch() | Release():
                 if self._prefetch:
                     await self._prefetch.cancel()
                     self._stage.forget_attempt(self._prefetch.opened.seq)
                     self._prefetch = None
 
-    def _begin(self, opened: OpenRef) -> None:
+    def _start_prefetch(self, opened: OpenRef) -> None:
         # A reader that lags behind the ledger sees opens whose seals are there already.
         if opened.version > max(self._skip, self._ledger.state.seal.version):
             self._prefetch = Prefetch(self._ledger.store, self._stage, opened, poll=self._poll, emit=self._emit)
 
-    async def _end(self) -> None:
+    async def _stop_prefetch(self) -> None:
         if self._prefetch:
             await self._prefetch.stop()
             self._prefetch = None
 
-    async def settle(self, attempt: int) -> None:
+    async def finish_prefetch(self, attempt: int) -> None:
         """Let the prefetch of a sealed attempt end before its set is completed."""
         if self._prefetch and self._prefetch.opened.seq == attempt:
-            await self._end()
+            await self._stop_prefetch()
 
     async def wait_change(self, seconds: float) -> bool:
         """Wait for the next record, `seconds` at most; tells whether there was one."""

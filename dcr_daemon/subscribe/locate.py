@@ -18,7 +18,7 @@ from dcr_daemon.errors import Corrupt, NotFound
 from dcr_daemon.events import Emit, Waiting
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import BelowFloor, Objects
-from dcr_daemon.ledger.records import Seal, Stream, show_u64
+from dcr_daemon.ledger.records import Seal, Stream, show_u64, total_of
 
 REPORT = 512  #: seals read between two words about it
 #: versions compared before version 0 is: a fresh engine holds the base, and must not pay for a long history. Should a
@@ -26,12 +26,7 @@ REPORT = 512  #: seals read between two words about it
 RECENT = 256
 
 
-async def record_of(ledger: Ledger, version: int) -> Stream | Seal:
-    """The record that sealed `version`; for 0 that is the stream record itself. Raises `NotFound`."""
-    return ledger.stream if version == 0 else await ledger.history.seal(version)
-
-
-async def is_version(
+async def matches(
     record: Stream | Seal, vector: Vector, classes: Sequence[TensorClass], objects: Objects, layout: Layout
 ) -> bool:
     """Whether live sums are those of a version, on every tensor that the engine holds exactly (F3).
@@ -39,7 +34,7 @@ async def is_version(
     An engine that holds all tensors is told apart by the record's total; the whole vector is fetched only then.
     """
     exact = np.array([kind is TensorClass.EXACT for kind in classes], dtype=bool)
-    if exact.all() and show_u64(total(vector)) != _total(record):
+    if exact.all() and show_u64(total(vector)) != total_of(record):
         return False
     try:
         expected = await objects.read_vector(record, layout)
@@ -73,13 +68,13 @@ async def locate(
     """
     if hint is not None and hint > highest:
         try:
-            await record_of(ledger, hint)
+            await ledger.version_record(hint)
         except NotFound as error:
             raise Corrupt(
                 f"the engine is at version {hint}, which {ledger.store.url} does not have",
                 hint="is this the stream that it was following? A bucket that was rolled back needs an operator",
             ) from error
-    if hint is not None and await is_version(await record_of(ledger, hint), vector, classes, objects, layout):
+    if hint is not None and await matches(await ledger.version_record(hint), vector, classes, objects, layout):
         return hint
     if not vector.any():
         return None
@@ -90,11 +85,11 @@ async def locate(
     async for record in _newest_first(ledger, highest):
         if lost and isinstance(record, Stream):
             break
-        if await is_version(record, vector, classes, objects, layout):
+        if await matches(record, vector, classes, objects, layout):
             return 0 if isinstance(record, Stream) else record.version
         looked += 1
         if looked == RECENT:
-            if not lost and await is_version(ledger.stream, vector, classes, objects, layout):
+            if not lost and await matches(ledger.stream, vector, classes, objects, layout):
                 return 0
             if not thorough and await _anchored(ledger, highest):
                 return None
@@ -118,7 +113,3 @@ async def _newest_first(ledger: Ledger, highest: int) -> AsyncIterator[Stream | 
             break
         yield seal
     yield ledger.stream
-
-
-def _total(record: Stream | Seal) -> str:
-    return record.total if isinstance(record, Stream) else record.after

@@ -31,7 +31,7 @@ from dcr_daemon.ledger.routes import Routes
 from dcr_daemon.store.port import Store
 from dcr_daemon.subscribe.anchors import AnchorFiles
 from dcr_daemon.subscribe.files import write_staged
-from dcr_daemon.subscribe.locate import locate, record_of
+from dcr_daemon.subscribe.locate import locate
 from dcr_daemon.subscribe.stage import Stage
 
 BUDGET = 1 << 30  #: bytes of chunks staged and composed at a time
@@ -66,7 +66,7 @@ async def materialize(
     out = _new_directory(out)
     ledger = Ledger(store, emit=emit)
     await ledger.read()
-    record = await record_of(ledger, ledger.state.seal.version if version is None else version)
+    record = await ledger.version_record(ledger.state.seal.version if version is None else version)
     workers = runtime.Workers()
     try:
         with _workshop(out) as shop:
@@ -80,7 +80,7 @@ async def materialize(
                         raise
                     # What was newest at the start has been collected; nobody asked for that one in particular.
                     emit(Retrying(what=f"{error.message}; building the newest"))
-                    record = await record_of(ledger, ledger.state.seal.version)
+                    record = await ledger.version_record(ledger.state.seal.version)
             _give_name(shop / "out", out)
             layout = Layout.decode((shop / "layout.json").read_bytes())
     finally:
@@ -175,7 +175,7 @@ class _Builder:
         raise failed
 
     async def _try(self, route: Route, target: int) -> None:
-        facts = await self._stage.facts()
+        facts = await self._stage.stream_facts()
         self._reached = None
         shutil.rmtree(self._shop / "out", ignore_errors=True)
         engine = DirectoryEngine(self._shop / "out", budget=BUDGET)
@@ -223,7 +223,7 @@ class _Builder:
 
     async def _load(self, engine: DirectoryEngine, version: int, files: list[str], how: str) -> None:
         began = runtime.monotonic()
-        vector = await self._stage.vector(await record_of(self._ledger, version))
+        vector = await self._stage.vector_file(await self._ledger.version_record(version))
         ended = await engine.load(version, files, vector, str(version))
         self._committed(version, ended, how, began)
 
@@ -231,14 +231,14 @@ class _Builder:
         """Apply one transaction of as many of these deltas as fit; returns the version that it leads to."""
         began = runtime.monotonic()
         seals = await self._ledger.history.between(hops[0], hops[-1])
-        staged = await self._stage.hops(seals, await record_of(self._ledger, hops[0] - 1))
+        staged = await self._stage.stage_deltas(seals, await self._ledger.version_record(hops[0] - 1))
         self._transactions += 1
         txn = Transaction(id=f"build-{self._transactions}", hops=staged, label=str(staged[-1].version))
         await engine.prepare(txn)
         ended = await engine.swap(txn.id)
         if ended.verdict is not Verdict.COMMITTED or ended.version is None:
             raise EngineRefused(f"version {txn.version} cannot be applied: {ended.reason}")
-        self._stage.forget(ended.version)
+        self._stage.forget_up_to(ended.version)
         self._committed(txn.base, ended, "chain", began)
         return ended.version
 

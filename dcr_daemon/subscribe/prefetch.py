@@ -30,7 +30,7 @@ class Prefetch:
         self.opened = opened
         self._store, self._stage, self._poll, self._emit = store, stage, poll, emit
         self._prefix = names.attempt(opened.version, opened.seq)
-        self._place = stage.place(opened.version, opened.seq)
+        self._place = stage.attempt_path(opened.version, opened.seq)
         self._refused: set[str] = set()
         self._stopped = asyncio.Event()
         self._task = asyncio.create_task(self._run())
@@ -90,7 +90,7 @@ class Prefetch:
             self._refused.add(entry.key)
             return
         runtime.failpoint("subscribe.prefetch.fetched")
-        await self._stage.keep(self._place / PurePosixPath(entry.key).name, body)
+        await self._stage.add_chunk(self._place / PurePosixPath(entry.key).name, body)
         runtime.failpoint("subscribe.prefetch.kept")
         self._emit(
             ChunkFetched(

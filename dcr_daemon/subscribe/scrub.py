@@ -1,8 +1,8 @@
 """The scrub: live weights summed again and again in the background, to find what changed by itself (musts E4, F1).
 
-The engine does the summing and sees to it that a scrub is in nobody's way; this decides how fast and how often, keeps
-the place over interruptions, and tells. What differs has already ended the engine's proof and paused it: `found` tells
-the driver, which attaches again, and with that repairs.
+The engine does the summing and lets everything else go first. This module decides how fast and how often, continues
+where it was interrupted, and reports. A difference has already ended the engine's proof and paused it; `wait_damage`
+tells the driver, which attaches again and thereby repairs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dcr_daemon import runtime
 from dcr_daemon.engine.port import Engine, EngineGone, Scrubbed
 from dcr_daemon.errors import EngineRefused, Fenced, ResourceExhausted
 from dcr_daemon.events import Alarm, Damaged, Emit, ScrubEnded
-from dcr_daemon.subscribe.status import Reporter
+from dcr_daemon.subscribe.status import StatusWriter
 from dcr_daemon.wording import shorten
 
 REST = 1.0  #: seconds before another try where one came to nothing
@@ -29,23 +29,23 @@ class Scrub:
             all: where versions come faster, the rate doubles until it is.
     """
 
-    def __init__(self, engine: Engine, *, every: float, rate: float, reporter: Reporter, emit: Emit) -> None:
+    def __init__(self, engine: Engine, *, every: float, rate: float, status: StatusWriter, emit: Emit) -> None:
         self._engine, self._every, self._rate = engine, every, rate
-        self._reporter, self._emit = reporter, emit
+        self._status, self._emit = status, emit
         self._allowed = asyncio.Event()
         self._differs = asyncio.Event()
         self._what = ""
 
-    def allow(self) -> None:
+    def resume(self) -> None:
         """The engine is attached to and proved."""
         self._allowed.set()
 
-    def forbid(self) -> None:
+    def suspend(self) -> None:
         """There is nothing to be scrubbed until it is attached to again; what was found before, an attach finds too."""
         self._allowed.clear()
         self._differs.clear()
 
-    async def found(self) -> str:
+    async def wait_damage(self) -> str:
         """Wait until a difference is found; what it is, in words."""
         await self._differs.wait()
         return self._what
@@ -87,22 +87,22 @@ class Scrub:
         except (EngineRefused, ResourceExhausted):
             return None
         except (EngineGone, Fenced):
-            self.forbid()
+            self.suspend()
             return None
 
     def _ended(self, seen: Scrubbed, tensors: int, size: int, seconds: float) -> None:
         at = runtime.now().isoformat(timespec="seconds")
-        self._reporter.set(scrubbed_at=at, scrub=f"clean, {tensors} tensors")
+        self._status.set(scrubbed_at=at, scrub=f"clean, {tensors} tensors")
         self._emit(ScrubEnded(version=seen.version, tensors=tensors, bytes=size, seconds=seconds))
 
     def _damaged(self, seen: Scrubbed) -> None:
         names = [_place(found.tensor, found.ranks, found.engine, found.replica) for found in seen.differing]
         tensors = shorten(names)
         self._what = f"the live weights are no longer those of version {seen.version}: {tensors}"
-        self._reporter.set(scrubbed_at=runtime.now().isoformat(timespec="seconds"), scrub=f"differed: {tensors}")
+        self._status.set(scrubbed_at=runtime.now().isoformat(timespec="seconds"), scrub=f"differed: {tensors}")
         self._emit(Damaged(version=seen.version, tensors=[found.tensor for found in seen.differing], what=tensors))
         self._emit(Alarm(must="F1", what=f"{self._what}: failing memory or disk, or something wrote there"))
-        self.forbid()
+        self.suspend()
         self._differs.set()
 
 

@@ -87,24 +87,24 @@ class Stage:
         }
         self.used = sum(self._sizes.values())  #: bytes of chunks that lie here, or are being written
 
-    def place(self, version: int, attempt: int) -> Path:
+    def attempt_path(self, version: int, attempt: int) -> Path:
         """Directory of one attempt's chunks."""
         return self.path / f"{version}-{attempt}"
 
-    async def facts(self) -> StreamFacts:
+    async def stream_facts(self) -> StreamFacts:
         """What an engine is told at attach; the layout is put where it can read it."""
         path = self.path / f"layout-{self.layout.digest}.json"
         await self.write(path, self.layout.encoded)
         return StreamFacts(stream=self.stream.stream, layout=str(path), layout_digest=self.layout.digest)
 
-    async def vector(self, record: Stream | Seal) -> str:
+    async def vector_file(self, record: Stream | Seal) -> str:
         """File of a version's whole fingerprint vector, verified."""
         vector = await self.objects.read_vector(record, self.layout)
         path = self.path / f"vector-{record.fingerprint.sha256}.bin"
         await self.write(path, vector.astype("<u8").tobytes())
         return str(path)
 
-    async def hops(self, seals: Sequence[Seal], before: Stream | Seal) -> list[VersionDelta]:
+    async def stage_deltas(self, seals: Sequence[Seal], before: Stream | Seal) -> list[VersionDelta]:
         """Complete consecutive sealed versions, as many as fit, one at least; `before` is the version they start at.
 
         Raises:
@@ -114,12 +114,12 @@ class Stage:
         """
         ready, kept = list[VersionDelta](), set[Path]()
         for seal in seals:
-            place = self.place(seal.version, seal.attempt)
+            place = self.attempt_path(seal.version, seal.attempt)
             held = sum(size for path, size in self._sizes.items() if path.parent in kept)
             if ready and held + seal.bytes > self.limit:
                 break
             try:
-                ready.append(await self._hop(seal, before, kept | {place}))
+                ready.append(await self._stage_delta(seal, before, kept | {place}))
             except DcrError:
                 if not ready:
                     raise
@@ -128,10 +128,10 @@ class Stage:
             before = seal
         return ready
 
-    async def _hop(self, seal: Seal, before: Stream | Seal, kept: set[Path]) -> VersionDelta:
+    async def _stage_delta(self, seal: Seal, before: Stream | Seal, kept: set[Path]) -> VersionDelta:
         """One version: everything its parts name is here and verified, and nothing else of its attempt."""
         parts = await self.objects.read_parts(seal)
-        place = self.place(seal.version, seal.attempt)
+        place = self.attempt_path(seal.version, seal.attempt)
         wanted = {place / PurePosixPath(chunk.key).name: (chunk, part) for part in parts for chunk in part.chunks}
         size = sum(chunk.size for chunk, _ in wanted.values())
         self._drop([path for path in self._sizes if path.parent == place and path not in wanted])
@@ -144,8 +144,8 @@ class Stage:
             base=seal.base,
             attempt=seal.attempt,
             chunks=[str(path) for path in wanted],
-            before=await self.vector(before),
-            after=await self.vector(seal),
+            before=await self.vector_file(before),
+            after=await self.vector_file(seal),
         )
 
     def _make_room(self, wanted: Collection[Path], size: int, kept: set[Path]) -> None:
@@ -168,7 +168,7 @@ class Stage:
         began = runtime.monotonic()
         body = await self.objects.read_chunk(chunk, seal.version)
         self._check(body, chunk, part)
-        await self.keep(path, body)
+        await self.add_chunk(path, body)
         runtime.failpoint("subscribe.chunk.kept")
         self._emit(
             ChunkFetched(
@@ -197,7 +197,7 @@ class Stage:
         if found != same:
             raise Corrupt(f"{chunk.key} holds a chunk of {found}, its part is of {same}", hint="run `dcr verify`")
 
-    async def keep(self, path: Path, body: bytes) -> None:
+    async def add_chunk(self, path: Path, body: bytes) -> None:
         """Put a chunk here. Raises `ResourceExhausted` above the limit or when the file system is full."""
         if self.used + len(body) > self.limit:
             raise ResourceExhausted(f"staging {self.path} is full ({self.limit} bytes)", hint="raise --staging-limit")
@@ -217,7 +217,7 @@ class Stage:
     def has(self, path: Path) -> bool:
         return path in self._sizes
 
-    def forget(self, served: int) -> None:
+    def forget_up_to(self, served: int) -> None:
         """Throw away every attempt at versions up to `served`, and all vectors."""
         self._remove(lambda version, _: version <= served)
         for path in self.path.glob("vector-*.bin"):

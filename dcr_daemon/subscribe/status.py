@@ -26,7 +26,7 @@ REFRESH = 30.0  #: seconds between two writes when nothing changes
 LAST_WORD = 5.0  #: seconds that the end of a replica waits for its last report
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A replica's status object. `state` is one word, `detail` a sentence; `head` is the newest version it knows.
 
     `scrub` says how the last scrub ended, and `scrubbed_at` when."""
@@ -48,10 +48,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     scrubbed_at: str = ""
 
 
-_reports = msgspec.json.Decoder(Report)
+_reports = msgspec.json.Decoder(ReplicaStatus)
 
 
-def decode_report(body: bytes) -> Report | None:
+def decode_status(body: bytes) -> ReplicaStatus | None:
     """What a status object says; None for one that cannot be read, which is as good as absent (must L7)."""
     try:
         return decode_json(_reports, body)
@@ -59,14 +59,14 @@ def decode_report(body: bytes) -> Report | None:
         return None
 
 
-class Reporter:
+class StatusWriter:
     """Writes the report in the background; `set` is cheap and never waits."""
 
     def __init__(self, store: Store, replica: str, stream: str, *, emit: Emit, refresh: float = REFRESH) -> None:
         self._store, self._emit, self._refresh = store, emit, refresh
         self._key = names.replica(replica)
         self._incarnation = runtime.nonce()
-        self._report = Report(
+        self._report = ReplicaStatus(
             id=replica, stream=stream, incarnation=self._incarnation, counter=0, at="", state="starting"
         )
         self._changed = asyncio.Event()
@@ -120,7 +120,7 @@ class Reporter:
     async def _look(self) -> None:
         """Alarm if another incarnation writes under this id: its counter moved since it was first seen."""
         try:
-            found = decode_report(await self._store.get(self._key, limit=LIMIT))
+            found = decode_status(await self._store.get(self._key, limit=LIMIT))
         except (KeyNotFound, Corrupt):
             return
         if found is None or found.incarnation == self._incarnation:

@@ -12,16 +12,15 @@ from dcr_daemon.errors import DcrError
 from dcr_daemon.events import Blocked, Committed, Emit, EngineLost, Loading, Paused, Serving
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.records import Seal
-from dcr_daemon.subscribe.backoff import Obstacle
-from dcr_daemon.subscribe.locate import record_of
-from dcr_daemon.subscribe.status import Reporter
+from dcr_daemon.subscribe.backoff import BlockedVersion
+from dcr_daemon.subscribe.status import StatusWriter
 
 
 class StatusPublisher:
     """One replica's mouth. `serving` is whether its engine generates, as far as was told."""
 
-    def __init__(self, ledger: Ledger, reporter: Reporter, emit: Emit) -> None:
-        self._ledger, self._reporter, self._emit = ledger, reporter, emit
+    def __init__(self, ledger: Ledger, writer: StatusWriter, emit: Emit) -> None:
+        self._ledger, self._writer, self._emit = ledger, writer, emit
         self._served: int | None = None
         self._blocked: Blocked | None = None
         self._lost = ""
@@ -30,16 +29,16 @@ class StatusPublisher:
     def report(self, state: str, detail: str = "") -> None:
         """Change the status object."""
         head = self._ledger.state.seal.version
-        self._reporter.set(state=state, detail=detail, serving=self.serving, head=head)
+        self._writer.set(state=state, detail=detail, serving=self.serving, head=head)
 
     def attached(self, incarnation: str, version: int | None) -> None:
         self._lost = ""
-        self._reporter.set(engine=incarnation, version=version)
+        self._writer.set(engine=incarnation, version=version)
 
     async def committed(self, base: int, ended: Swapped, seconds: float, *, route: str) -> None:
         """The engine is at a new version; whether it serves is told by `serves`."""
         assert ended.version is not None
-        record = await record_of(self._ledger, ended.version)
+        record = await self._ledger.version_record(ended.version)
         step = record.step if isinstance(record, Seal) else None
         self._emit(
             Committed(
@@ -51,7 +50,7 @@ class StatusPublisher:
                 step=step,
             )
         )
-        self._reporter.set(version=ended.version, step=step)
+        self._writer.set(version=ended.version, step=step)
 
     def serves(self, version: int) -> None:
         """The engine generates with `version`. Told once; again after anything else was. Raises `ResourceExhausted`."""
@@ -87,10 +86,12 @@ class StatusPublisher:
         self._lost = reason
         self.report("waiting for the engine", reason)
 
-    def blocked(self, error: DcrError, obstacle: Obstacle | None) -> None:
+    def blocked(self, error: DcrError, blocked_version: BlockedVersion | None) -> None:
         """The replica goes on with what it has. An event once per reason."""
-        poisoned = obstacle is not None and obstacle.poisoned
-        fact = Blocked(version=obstacle.version if obstacle else None, reason=str(error), poisoned=poisoned)
+        poisoned = blocked_version is not None and blocked_version.poisoned
+        fact = Blocked(
+            version=blocked_version.version if blocked_version else None, reason=str(error), poisoned=poisoned
+        )
         if fact != self._blocked:
             self._emit(fact)
         self._blocked = fact

@@ -24,7 +24,7 @@ from dcr_daemon.ledger.high_water_mark import HighWaterMark
 from dcr_daemon.publish.baseline.baseline import Baseline
 from dcr_daemon.publish.watch import published
 from dcr_daemon.runtime import Workers
-from dcr_daemon.subscribe.status import decode_report
+from dcr_daemon.subscribe.status import decode_status
 from dcr_daemon.vllm_plugin import calls
 from dcr_daemon.vllm_plugin.calls import Code
 from dcr_daemon.vllm_plugin.worker.extension import answer
@@ -110,7 +110,7 @@ def worker_calls(data: bytes) -> None:
 @target
 def status(data: bytes) -> None:
     """A replica's status object: a report, or as good as absent (must L7)."""
-    decode_report(data)
+    decode_status(data)
 
 
 @target

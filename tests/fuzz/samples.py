@@ -34,7 +34,7 @@ from dcr_daemon.engine.port import (
 from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.fold import Tip, begin, fold
 from dcr_daemon.ledger.records import Abort, Anchor, AnchorIndex, ChunkRef, Epoch, Floor, ObjectRef, Open, Part, Seal
-from dcr_daemon.subscribe.status import Report
+from dcr_daemon.subscribe.status import ReplicaStatus
 from dcr_daemon.vllm_plugin import calls
 
 LAYOUT = sample_layout()
@@ -227,7 +227,7 @@ def plugin_calls() -> list[dict[str, Any]]:
 
 
 def report() -> dict[str, Any]:
-    status = Report(id="r1", stream=STREAM, incarnation="i1", counter=3, at="now", state="serving", version=1)
+    status = ReplicaStatus(id="r1", stream=STREAM, incarnation="i1", counter=3, at="now", state="serving", version=1)
     return json.loads(msgspec.json.encode(status))
 
 

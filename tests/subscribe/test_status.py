@@ -8,7 +8,7 @@ from dcr_daemon.errors import KeyNotFound
 from dcr_daemon.events import Alarm, Degraded
 from dcr_daemon.ledger import names
 from dcr_daemon.store import open_store
-from dcr_daemon.subscribe.status import Reporter
+from dcr_daemon.subscribe.status import StatusWriter
 
 KEY = names.replica("r")
 
@@ -33,7 +33,7 @@ async def read_until(store, **fields):
 
 
 def reporter_of(store, events, *, refresh=0.02):
-    return Reporter(store, "r", "stream", emit=events.append, refresh=refresh)
+    return StatusWriter(store, "r", "stream", emit=events.append, refresh=refresh)
 
 
 async def test_changes_are_written_and_the_counter_only_rises(tmp_path):

@@ -15,7 +15,7 @@ from dcr_daemon.ledger.audit.verify import verify
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.runtime import Workers
-from dcr_daemon.subscribe.loaded import Loaded
+from dcr_daemon.subscribe.loader_computed import LoaderComputed
 from dcr_daemon.subscribe.materialize import materialize
 
 KEPT = ("head.weight", "layers.0.norm", "layers.1.experts", "layers.0.scale")
@@ -55,16 +55,16 @@ async def test_what_a_loader_computes_with_is_put_together_from_boxes(how: str, 
     versions, ledger, workers = stream.versions, Ledger(stream.store), Workers()
     await ledger.read()
     objects = Objects(stream.store, floor=lambda: 0, refresh=ledger.read, emit=discard, workers=workers)
-    loaded = Loaded(
+    loaded = LoaderComputed(
         tmp_path, ledger=ledger, objects=objects, layout=versions.layout, base=None, workers=workers, emit=discard
     )
     wanted = [TensorClass.LOADER_COMPUTED if spec.name in KEPT else TensorClass.EXACT for spec in versions.layout]
-    loaded.follow(wanted)
+    loaded.set_classes(wanted)
     for version in (2, 4):
-        values = loaded._read(Path(await loaded.at(version)))
+        values = loaded._read(Path(await loaded.file_of(version)))
         assert values is not None
         for tensor, bits in values.items():
             assert np.array_equal(bits, versions.values[version][versions.layout[tensor].name])
-    hops = await loaded.beside([versions.hop(3), versions.hop(4)], 2)
+    hops = await loaded.attach_files([versions.hop(3), versions.hop(4)], 2)
     assert [bool(hop.loaded) for hop in hops] == [True, True]
     workers.close()

@@ -17,7 +17,7 @@ from dcr_daemon.errors import Corrupt, DcrError, Incompatible, NotFound
 from dcr_daemon.events import Alarm, Emit, Retrying, Waiting
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import ObjectPending, Objects
-from dcr_daemon.ledger.records import Seal, Stream, show_u64
+from dcr_daemon.ledger.records import show_u64, total_of
 from dcr_daemon.ledger.route import NoRoute, Route
 from dcr_daemon.ledger.routes import Routes
 from dcr_daemon.publish.baseline.baseline import Baseline, check_vector
@@ -127,7 +127,7 @@ class Restorer:
         """Whether a hint does not contradict the ledger."""
         if not self._baseline.blocks.complete:
             return True
-        return show_u64(total(vector)) == total_of(await self._record(version))
+        return show_u64(total(vector)) == total_of(await self._ledger.version_record(version))
 
     async def load_base(self) -> None:
         """Version 0 from the base checkpoint, which must have its fingerprint."""
@@ -144,10 +144,7 @@ class Restorer:
 
     async def vector(self, version: int) -> Vector:
         """The fingerprint that the ledger names for a sealed version."""
-        return await self._objects.read_vector(await self._record(version), self._baseline.layout)
-
-    async def _record(self, version: int) -> Stream | Seal:
-        return self._ledger.stream if version == 0 else await self._ledger.history.seal(version)
+        return await self._objects.read_vector(await self._ledger.version_record(version), self._baseline.layout)
 
     async def _prove(self, version: int, what: str) -> None:
         if not self._baseline.blocks.complete:
@@ -163,11 +160,6 @@ class Restorer:
             index = await self._objects.read_anchor_index(anchor)
             return {Path(ref.key).name: await self._objects.read_file(ref, anchor.version) for ref in index.extras}
         return {}
-
-
-def total_of(record: Stream | Seal) -> str:
-    """The total of the fingerprint that a version's record names."""
-    return record.total if isinstance(record, Stream) else record.after
 
 
 def _start(have: int | None) -> str:

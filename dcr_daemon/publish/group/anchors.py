@@ -28,9 +28,8 @@ from dcr_daemon.events import AnchorPut, Emit
 from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import CONTENTS_LIMIT
-from dcr_daemon.ledger.records import Anchor, AnchorIndex, AnchorShare, ObjectRef, Seal, show_u64
+from dcr_daemon.ledger.records import Anchor, AnchorIndex, AnchorShare, ObjectRef, Seal, show_u64, total_of
 from dcr_daemon.publish.baseline.baseline import Baseline, check_vector
-from dcr_daemon.publish.baseline.restore import total_of
 from dcr_daemon.publish.group.collect import read_listed
 from dcr_daemon.publish.group.context import RankContext
 from dcr_daemon.publish.group.join import Joined
@@ -94,7 +93,7 @@ class SinceAnchor:
         if anchor != self._anchor:
             self._anchor = self._version = anchor
             self._bytes, self._broken = 0, False
-            self._after = total_of(self._ledger.stream if anchor == 0 else await history.seal(anchor))
+            self._after = total_of(await self._ledger.version_record(anchor))
         for seal in await history.between(self._version + 1):
             self._broken |= seal.before != self._after
             self._version, self._after = seal.version, seal.after

@@ -33,10 +33,10 @@ def oldest_of_equal_versions_is_meant(put: Put) -> None:
     right = driver.locate
 
     async def locate(ledger: Any, objects: Any, layout: Any, vector: Any, classes: Any, **options: Any) -> Any:
-        from dcr_daemon.subscribe.locate import is_version, record_of
+        from dcr_daemon.subscribe.locate import matches
 
         for version in range(ledger.state.floor, options["highest"] + 1):
-            if await is_version(await record_of(ledger, version), vector, classes, objects, layout):
+            if await matches(await ledger.version_record(version), vector, classes, objects, layout):
                 return version
         return await right(ledger, objects, layout, vector, classes, **options)
 
@@ -49,13 +49,13 @@ def a_chunk_is_left_out(put: Put) -> None:
     from dcr_daemon.engine import deltas
     from dcr_daemon.vllm_plugin.core import verify_sums
 
-    right = Stage._hop
+    right = Stage._stage_delta
 
     async def hop(self: Stage, *arguments: Any) -> Any:
         made = await right(self, *arguments)
         return type(made)(**{**_fields(made), "chunks": made.chunks[:-1]})
 
-    put(Stage, "_hop", hop)
+    put(Stage, "_stage_delta", hop)
     put(deltas, "check_chain", lambda *_, **__: None)
     put(verify_sums, "verify_composed", lambda *_: 0)
     put(verify_sums, "compare_written", lambda *_: "")

@@ -31,15 +31,14 @@ from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.records import Seal
 from dcr_daemon.ledger.routes import Routes
 from dcr_daemon.subscribe.files import write_staged
-from dcr_daemon.subscribe.locate import record_of
 from dcr_daemon.wording import shorten
 
-BESIDE = 64 << 20  #: bytes of files written beside the hops of one transaction, from which on it takes no more hops
+FILES_LIMIT = 64 << 20  #: bytes of files written for one transaction, from which on it takes no more versions
 
 Values = dict[int, Bits]  #: whole tensors by layout index, as unsigned lanes
 
 
-class Loaded:
+class LoaderComputed:
     """The loaded tensors of one engine.
 
     Args:
@@ -63,11 +62,11 @@ class Loaded:
         self._workers, self._emit = workers, emit
         self.tensors: tuple[int, ...] = ()
 
-    def follow(self, classes: Sequence[TensorClass]) -> None:
+    def set_classes(self, classes: Sequence[TensorClass]) -> None:
         """Learn from an attach which tensors these are."""
         self.tensors = tuple(i for i, kind in enumerate(classes) if kind is TensorClass.LOADER_COMPUTED)
 
-    async def at(self, version: int) -> str:
+    async def file_of(self, version: int) -> str:
         """A file of these tensors as `version` has them; empty if there are none.
 
         Raises:
@@ -85,17 +84,17 @@ class Loaded:
         values = await self._rebuild(version, vector)
         return await self._write(version, values)
 
-    async def beside(self, hops: list[VersionDelta], base: int) -> list[VersionDelta]:
+    async def attach_files(self, hops: list[VersionDelta], base: int) -> list[VersionDelta]:
         """Staged hops with the files that go with them; fewer hops, at least one, if those would be too many bytes.
 
         Raises:
             Corrupt: a chunk does not change what is kept here into what its version says.
-            As `at`, for the version they start from.
+            As `file_of`, for the version they start from.
         """
         if not self.tensors:
             return hops
         path, written, ready = "", 0, list[VersionDelta]()
-        values = await self._workers.run(self._read, Path(await self.at(base)))
+        values = await self._workers.run(self._read, Path(await self.file_of(base)))
         if values is None:
             raise Corrupt(f"what is kept of version {base} cannot be read", hint="check this disk")
         for hop in hops:
@@ -106,16 +105,16 @@ class Loaded:
                 path = await self._write(hop.version, values)
                 written += sum(bits.nbytes for bits in values.values())
             ready.append(msgspec.structs.replace(hop, loaded=path))
-            if written >= BESIDE:
+            if written >= FILES_LIMIT:
                 break
         return ready
 
-    async def take(self, version: int, files: Sequence[str]) -> None:
+    async def keep_from(self, version: int, files: Sequence[str]) -> None:
         """Keep what an anchor's files, which the engine has loaded, hold of these tensors."""
         if self.tensors:
             await self._write(version, await self._workers.run(self._gather, map(SafetensorsFile, map(Path, files))))
 
-    def tidy(self, version: int) -> None:
+    def delete_older(self, version: int) -> None:
         """The engine has committed `version`: keep the file of it, or of the last version that changed something."""
         files = self._files()
         kept = next((path for found, path in files if found <= version), None)
@@ -276,4 +275,4 @@ class Loaded:
         return changed
 
     async def _vector(self, version: int) -> Vector:
-        return await self._objects.read_vector(await record_of(self._ledger, version), self._layout)
+        return await self._objects.read_vector(await self._ledger.version_record(version), self._layout)
