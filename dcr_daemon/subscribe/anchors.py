@@ -1,7 +1,7 @@
-"""Anchors on their way to an engine: files on disk, each verified, thrown away when they are loaded.
+"""Downloads anchors for an engine: verified files in the state directory, deleted once they are loaded.
 
-They lie in the state directory, not in staging: a whole model does not belong in tmpfs. An interrupted download goes
-on with the files that are there.
+They are not in the staging directory, because a whole model does not belong in tmpfs. An interrupted download continues
+with the files that are there.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class AnchorFiles:
         """
         index = await self._objects.read_anchor_index(anchor)
         place = self.path / f"anchor-{anchor.version}-{anchor.seq}"
-        self._forget(keep=place)  # what is left of another one, which the floor may have passed, is in the way
+        self._forget(keep=place)  # files of another anchor, which may be below the floor, only take room
         wanted = {place / _file_name(ref): ref for ref in [*index.files, *index.extras]}
         if len(wanted) != len(index.files) + len(index.extras):
             raise Corrupt(f"the index of anchor {anchor.version} names a file twice")
@@ -62,7 +62,7 @@ class AnchorFiles:
             )
 
     def forget(self) -> None:
-        """Throw away all anchors that lie here."""
+        """Delete all downloaded anchors."""
         self._forget(keep=None)
 
     def _forget(self, *, keep: Path | None) -> None:

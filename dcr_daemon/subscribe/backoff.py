@@ -1,9 +1,9 @@
-"""What stands between a replica and its target, and when it is tried again.
+"""Which versions and anchors a replica does not try now, and when each is tried again.
 
-A daemon does not leave because a bucket holds a bad object or an engine says no: it goes on serving what it has, says
-why it is not further, and tries again, less and less often. What is held against a version or an anchor lapses after a
-pause that doubles each time, so that nothing is given up for ever and nothing is tried in a hot loop. A poisoned
-version is only gone round, until the engine is another one (must P4). No clock decides anything but when to look.
+A daemon does not end because a bucket holds a bad object or an engine refuses a version: it goes on serving what it
+has, reports why it cannot advance, and tries again, less and less often. A version or an anchor that failed is blocked
+for a pause that doubles each time, so nothing is given up for ever and nothing is tried in a hot loop. A poisoned
+version stays blocked until the engine is another one (must P4). The clock decides only when to try again.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from dcr_daemon import runtime
 from dcr_daemon.errors import DcrError, EngineRefused
 
 BACK_OFF = 60.0  #: seconds between two tries at most
-REFUSALS = 2  #: times that proved weights may refuse a version before it counts as poisoned
-LOSSES = 2  #: times that an engine may be lost over the same version before it is held against the version
-LOSS_PAUSE = 60.0  #: seconds that a version which cost engines is left alone, at first; doubles each time
+REFUSALS = 2  #: refusals of one version by proved weights, after which the version is poisoned
+LOSSES = 2  #: engines lost while they took one version, after which the version is blocked
+LOSS_PAUSE = 60.0  #: seconds for which it is blocked then, at first; doubles each time
 LONGEST_LOSS_PAUSE = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class BlockedVersion:
-    """A version that the chain does not get past before `again` (monotonic); one that is poisoned never."""
+    """A version that is not applied before `again` (on `runtime.monotonic`); a poisoned one never is."""
 
     version: int
     error: DcrError
@@ -33,7 +33,7 @@ class BlockedVersion:
 
 @dataclass(slots=True)
 class _Record:
-    """How often something failed, and until when it is left alone."""
+    """How often a version or an anchor failed, and until when it is blocked."""
 
     failures: int = 0
     losses: int = 0
@@ -41,7 +41,11 @@ class _Record:
 
 
 class FailureBackoff:
-    """`poll` is the first pause, in seconds."""
+    """Counts the failures of one replica.
+
+    Args:
+        poll: the first pause, in seconds.
+    """
 
     def __init__(self, poll: float) -> None:
         self._poll = poll
@@ -53,12 +57,12 @@ class FailureBackoff:
 
     @property
     def blocked(self) -> BlockedVersion | None:
-        """The version that is not to be tried now."""
+        """The version that is not to be applied now; a route has to avoid its delta."""
         return self._blocked if self._blocked and self._blocked.again > runtime.monotonic() else None
 
     @property
     def bad_anchors(self) -> set[int]:
-        """Versions whose anchors are not to be tried now."""
+        """Versions whose anchors are not to be loaded now."""
         now = runtime.monotonic()
         return {version for version, record in self._anchors.items() if record.again > now}
 
@@ -71,14 +75,14 @@ class FailureBackoff:
         self._later(self._anchors.setdefault(version, _Record()))
 
     def note_refusal(self, version: int) -> bool:
-        """Proved weights refused a version. Whether it counts as poisoned now."""
+        """Proved weights refused a version. Returns whether that makes it a poisoned one."""
         last, count = self._refusals
         count = count + 1 if last == version else 1
         self._refusals = (version, count) if count < REFUSALS else (0, 0)
         return count >= REFUSALS
 
     def note_loss(self, version: int, error: DcrError, *, anchor: bool) -> None:
-        """The engine went away while it was asked to take a version: once may be chance."""
+        """The engine was lost while it was asked to take a version. Once may be chance."""
         record = (self._anchors if anchor else self._versions).setdefault(version, _Record())
         record.losses += 1
         if record.losses < LOSSES:
@@ -87,17 +91,17 @@ class FailureBackoff:
         if not anchor:
             refused = EngineRefused(
                 f"the engine was lost {record.losses} times over version {version}: {error.message}",
-                hint="look at its log; an anchor above that version is tried before it is",
+                hint="look at the engine's log; an anchor above that version is tried first",
             )
             self._blocked = BlockedVersion(version, refused, False, record.again)
 
     def note_progress(self, version: int) -> None:
-        """The engine has come to `version`, or serves there as it should: the next failure is a first one."""
+        """The engine has reached `version`, or serves it as it should: the next failure counts as the first."""
         self._tries, self._refusals = 0, (0, 0)
         self.forget_up_to(version)
 
     def forget_up_to(self, version: int) -> None:
-        """The engine is at `version`: what stood before it is behind."""
+        """The engine is at `version`: failures of versions up to it do not matter any more."""
         if self._blocked and self._blocked.version <= version:
             self._blocked = None
         for records in (self._versions, self._anchors):
@@ -105,19 +109,19 @@ class FailureBackoff:
                 del records[passed]
 
     def note_new_engine(self) -> None:
-        """What one engine refused, another may take."""
+        """Another engine may take what the last one refused."""
         self._refusals = (0, 0)
         if self._blocked and self._blocked.poisoned:
             self._blocked = None
 
     def next_pause(self) -> float:
-        """Seconds until what stands in the way may be tried again."""
+        """Seconds until the blocked version, or whatever failed, may be tried again."""
         if blocked := self.blocked:
             return min(blocked.again - runtime.monotonic(), BACK_OFF)
         return self.note_failure()
 
     def note_failure(self) -> float:
-        """Seconds until the next try, of as many in a row as have come to nothing."""
+        """Something failed. Returns the seconds until the next try, by the number of failures in a row."""
         self._tries += 1
         return back_off(self._poll, self._tries - 1)
 

@@ -1,7 +1,7 @@
 """`dcr subscribe`: one replica kept at the newest sealed version, until told to stop.
 
-Durable order: high-water mark, staged and verified, prepared, swapped, status. This module makes the parts and lets
-them run together; what one version takes is in `drive`.
+In durable order: high-water mark, staged and verified, prepared, swapped, status. This module makes the parts and runs
+them together; `driver` has the steps of one version.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from dcr_daemon.subscribe.status import StatusWriter
 __all__ = ["STAGING_LIMIT", "SubscribeOptions", "run_subscribe"]
 
 T = TypeVar("T")
-IDLE = 5.0  #: times `poll`, between looks at a ledger that stands still
+IDLE = 5.0  #: times `poll`, between polls of a ledger in which nothing is open
 
 
 async def run_subscribe(options: SubscribeOptions, store: Store, engine: Engine, emit: Emit) -> None:
@@ -125,8 +125,7 @@ async def _run(
 
 
 async def _patiently(options: SubscribeOptions, emit: Emit, read: Callable[[], Awaitable[T]]) -> T:
-    """What `read` reads: a stream that is not there yet, and a store that does not answer, are waited for unless
-    `once`."""
+    """What `read` returns. Unless `once`, waits for a stream that is not there yet or a store that does not answer."""
     while True:
         try:
             return await read()
@@ -143,7 +142,7 @@ def _polling(options: SubscribeOptions) -> Polling:
 
 @contextlib.contextmanager
 def _only_one(home: Path) -> Iterator[None]:
-    """Keep a second subscriber with the same state and replica id out; a lock that dies with the process."""
+    """Lock the state directory against a second subscriber of this replica id; the lock ends with the process."""
     try:
         home.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(home / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -1,8 +1,8 @@
-"""An engine that is asked for nothing is looked after: whatever the driver waits for, a heartbeat runs beside it.
+"""Checks the engine at intervals while the driver waits for something else (a record, a download).
 
 A restarted engine waits, paused, for somebody to prove it; a fenced subscriber must stop; weights that somebody wrote,
-or that a scrub found damaged, must be repaired. All of that is noticed within a heartbeat, with or without a new
-version, a working store, or a download that takes hours.
+or that a scrub found damaged, must be repaired. All of that is noticed within a heartbeat, whether or not there is a
+new version, a working store, or a download that takes hours.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ ANSWER = 60.0  #: seconds that an engine may take to say what it is; one step of
 
 
 class EngineMonitor:
-    """Over one engine.
+    """Monitors one engine.
 
     Args:
-        heartbeat: seconds between two looks.
-        notice: told at each look whether the engine generates.
+        heartbeat: seconds between two checks.
+        notice: called at each check with whether the engine generates.
     """
 
     def __init__(self, engine: Engine, scrub: Scrub, *, heartbeat: float, notice: Callable[[bool], None]) -> None:
         self._engine, self._scrub, self._heartbeat, self._notice = engine, scrub, heartbeat, notice
 
     async def run_while_healthy(self, work: Coroutine[Any, Any, T], incarnation: str, version: int | None) -> T:
-        """Await `work`, which asks nothing of the engine, while that is what attach found it to be.
+        """Await `work`, which asks nothing of the engine, as long as the engine is what the last attach found.
 
         Raises:
             Fenced: another subscriber has attached. `work` is cancelled.
-            EngineGone: the engine went away, is another one, or is no longer proved at `version`. So too.
+            EngineGone: the engine went away, was restarted, or is no longer proved at `version`. `work` is cancelled.
             What `work` raises.
         """
         result: T = await runtime.run_until_first(work, self._watch_status(incarnation, version), self._watch_damage())
         return result
 
     async def _watch_status(self, incarnation: str, version: int | None) -> None:
-        """Until something is wrong with it."""
+        """Check the engine until something is wrong with it; raises that."""
         while True:
             await runtime.sleep(self._heartbeat)
             try:

@@ -1,4 +1,4 @@
-"""Small file operations of staging: whole or not at all, digests in bounded memory."""
+"""Writing a staged file whole or not at all, and the digest of a file in bounded memory."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _BLOCK = 1 << 20
 
 
 def write_staged(path: Path, body: bytes) -> None:
-    """Write a file under its name only when all of it is there; its directory is made for this user only.
+    """Write a file, which gets its name only when all of it is there. Its directory is made for this user only.
 
-    Not durable: what is staged is judged by its digest whenever it is used.
+    Not durable: a staged file is verified by its digest whenever it is used.
 
     Raises:
         ResourceExhausted: the file system is full, or does not take it.
@@ -26,7 +26,7 @@ def write_staged(path: Path, body: bytes) -> None:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 in hex; empty if there is no such file, or none that can be read: it is fetched again then."""
+    """SHA-256 in hex; empty if there is no such file or it cannot be read: the caller fetches it again then."""
     seen = hashlib.sha256()
     try:
         with path.open("rb") as file:

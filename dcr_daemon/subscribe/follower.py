@@ -1,6 +1,6 @@
-"""From ledger records to what a replica does about them: prefetch what opens, wake the driver for what is sealed.
+"""Follows the ledger for a replica: prefetches the version that is open, wakes the driver at every new record.
 
-The ledger has remembered a record on disk before it is seen here (must T1).
+The ledger has stored its high-water mark on disk before a record is seen here (must T1).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dcr_daemon.subscribe.stage import Stage
 
 
 class LedgerFollower:
-    """Follows the ledger in the background. Make it after the first `read`, before anything else reads on."""
+    """Follows the ledger in the background. To be made after the first `Ledger.read`, before anything reads on."""
 
     def __init__(self, ledger: Ledger, stage: Stage, *, poll: float, emit: Emit) -> None:
         self._ledger, self._stage, self._poll, self._emit = ledger, stage, poll, emit
@@ -31,13 +31,13 @@ class LedgerFollower:
             self._start_prefetch(opened)
 
     def skip_to(self, version: int) -> None:
-        """Versions up to this one are not needed any more: do not prefetch them."""
+        """Do not prefetch versions up to this one: the engine has passed them."""
         self._skip = max(self._skip, version)
 
     async def run(self) -> None:
         """Follow until cancelled. Raises what reading a ledger raises (`Corrupt`, `Incompatible`).
 
-        A state directory that is full is waited out: what cannot be remembered is not acted on (must T1).
+        While the state directory is full it retries: a record that cannot be remembered is not acted on (must T1).
         """
         tries = 0
         try:
@@ -81,12 +81,12 @@ class LedgerFollower:
             self._prefetch = None
 
     async def finish_prefetch(self, attempt: int) -> None:
-        """Let the prefetch of a sealed attempt end before its set is completed."""
+        """Wait until the prefetch of a sealed attempt has ended, so that its chunks can be completed."""
         if self._prefetch and self._prefetch.opened.seq == attempt:
             await self._stop_prefetch()
 
     async def wait_change(self, seconds: float) -> bool:
-        """Wait for the next record, `seconds` at most; tells whether there was one."""
+        """Wait for the next record, `seconds` at most; returns whether there was one."""
         changed = await runtime.wait_event(self._changed, seconds)
         self._changed.clear()
         return changed

@@ -1,10 +1,10 @@
-"""Canonical bytes of the tensors that an engine's loader computes with: what no look at live memory can give back.
+"""Keeps the canonical bytes of the tensors that an engine's loader computes with, which live memory does not contain.
 
-An engine that casts a bias or stores `-exp(A_log)` holds no bits of the checkpoint there. So the subscriber keeps those
-of just these tensors in its state directory, one file `loaded-<version>.safetensors` each time they change, and hands
-them over beside the hops. Promises: a file that leaves here has the sums of its version's vector; files are written
-whole, and an older one goes only after the engine has committed a newer version; what is lost is rebuilt from the base
-or an anchor and the chain, for these tensors alone. An engine without such tensors costs nothing here.
+An engine that casts a bias or stores `-exp(A_log)` holds no bits of the checkpoint there. So the subscriber keeps the
+bytes of these tensors in its state directory, in a file `loaded-<version>.safetensors` each time they change, and gives
+the engine that file together with the delta. It promises: a file has the sums of its version's vector; files are
+written whole, and an older one is deleted only after the engine has committed a newer version; a lost one is rebuilt
+from the base or an anchor and the chain, for these tensors alone. An engine without such tensors costs nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Values = dict[int, Bits]  #: whole tensors by layout index, as unsigned lanes
 
 
 class LoaderComputed:
-    """The loaded tensors of one engine.
+    """The loader-computed tensors of one engine (`TensorClass.LOADED`).
 
     Args:
         home: the subscriber's state directory.
@@ -63,14 +63,14 @@ class LoaderComputed:
         self.tensors: tuple[int, ...] = ()
 
     def set_classes(self, classes: Sequence[TensorClass]) -> None:
-        """Learn from an attach which tensors these are."""
+        """An attach has told which tensors these are."""
         self.tensors = tuple(i for i, kind in enumerate(classes) if kind is TensorClass.LOADER_COMPUTED)
 
     async def file_of(self, version: int) -> str:
-        """A file of these tensors as `version` has them; empty if there are none.
+        """The path of a file of these tensors as `version` has them; empty if there are none.
 
         Raises:
-            NoRoute, BelowFloor: they are not kept here, and nothing that is left leads to them.
+            NoRoute, BelowFloor: no file is kept, and no route leads to the version.
             Incompatible: the base given is not version 0.
             Corrupt, ResourceExhausted, StoreUnavailable: while they are rebuilt.
         """
@@ -85,7 +85,8 @@ class LoaderComputed:
         return await self._write(version, values)
 
     async def attach_files(self, hops: list[VersionDelta], base: int) -> list[VersionDelta]:
-        """Staged hops with the files that go with them; fewer hops, at least one, if those would be too many bytes.
+        """The staged deltas, each with the file that belongs to it; fewer of them, at least one, if `FILES_LIMIT` ends
+        it.
 
         Raises:
             Corrupt: a chunk does not change what is kept here into what its version says.
@@ -110,12 +111,12 @@ class LoaderComputed:
         return ready
 
     async def keep_from(self, version: int, files: Sequence[str]) -> None:
-        """Keep what an anchor's files, which the engine has loaded, hold of these tensors."""
+        """Keep these tensors from the files of an anchor that the engine has loaded."""
         if self.tensors:
             await self._write(version, await self._workers.run(self._gather, map(SafetensorsFile, map(Path, files))))
 
     def delete_older(self, version: int) -> None:
-        """The engine has committed `version`: keep the file of it, or of the last version that changed something."""
+        """The engine has committed `version`: keep only the newest file up to it."""
         files = self._files()
         kept = next((path for found, path in files if found <= version), None)
         for _, path in files:
@@ -130,7 +131,7 @@ class LoaderComputed:
         return sorted(((int(name), path) for name, path in found if name.isdecimal()), reverse=True)
 
     def _read(self, path: Path) -> Values | None:
-        """None for a file that is damaged, or of other tensors (those of another engine)."""
+        """The tensors in a file; None if it is damaged, or of other tensors (those of another engine)."""
         try:
             return self._gather([SafetensorsFile(path)])
         except DcrError:
@@ -151,7 +152,7 @@ class LoaderComputed:
         return ""
 
     def _gather(self, files: Iterable[SafetensorsFile | SafetensorsBytes]) -> Values:
-        """These tensors out of an anchor's files, whole or in pieces. Raises `Corrupt` if one is not all there."""
+        """These tensors from an anchor's files, whole or in pieces. Raises `Corrupt` if one is not complete."""
         values = {t: np.zeros(self._layout[t].elements, bits_dtype(self._layout[t].width)) for t in self.tensors}
         left = {tensor: bits.size for tensor, bits in values.items()}
         for file in files:
@@ -166,7 +167,7 @@ class LoaderComputed:
         names = [self._layout[tensor].name for tensor, missing in left.items() if missing]
         raise Corrupt(f"the files given do not hold all of {shorten(names)}")
 
-    # What is lost is built again.
+    # Rebuilding what is lost.
 
     async def _rebuild(self, version: int, vector: Vector) -> Values:
         """From the newest version kept here, the base, or an anchor, whichever route is cheapest, along the chain."""
@@ -192,7 +193,7 @@ class LoaderComputed:
         raise failed[0]
 
     async def _start(self, version: int) -> tuple[int | None, Values | None]:
-        """What may be started from: a version and its bytes."""
+        """A version to start from, and its bytes: kept here, or the base; None and None if there is neither."""
         for found, path in self._files():
             kept = await self._workers.run(self._read, path) if found <= version else None
             if kept is not None and not await self._workers.run(self._wrong, kept, await self._vector(found)):
@@ -218,7 +219,7 @@ class LoaderComputed:
         return values
 
     async def _from_anchor(self, version: int) -> Values:
-        """Out of the files of an anchor, one in memory at a time: nothing else of it is wanted."""
+        """These tensors from the files of an anchor, of which one is in memory at a time."""
         anchor = await self._ledger.history.anchor(version)
         pieces: list[SafetensorsBytes] = []
         for ref in (await self._objects.read_anchor_index(anchor)).files:
@@ -253,9 +254,10 @@ class LoaderComputed:
             raise
 
     def _change(self, values: Values, chunks: Iterable[bytes | str], of: tuple[int, int, int]) -> bool:
-        """Apply what chunks (bytes, or paths) say of these tensors, in place; whether they say anything.
+        """Apply the changes of these tensors in some chunks (bytes or paths) in place; returns whether there are any.
 
-        Raises `Corrupt`.
+        Raises:
+            Corrupt: a chunk belongs to another attempt, or does not lead from `values` to the sums that it says.
         """
         changed = False
         for one in chunks:

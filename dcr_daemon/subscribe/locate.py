@@ -1,8 +1,8 @@
-"""Which version are these weights? Told by content, never by a label (musts E2, F3).
+"""Finds the version that an engine's weights are, by their content, never by a label (musts E2, F3).
 
-The search is as long as it can pay: it ends at the floor, below which no chain begins, and, where an anchor is at hand,
-after the newest versions, since from farther back the chain outweighs the anchor. So weights that nobody knows cost the
-same in a long history as in a short one.
+The search ends at the floor, below which no chain begins; and if there is an anchor, after the newest versions, since
+from older ones the chain costs more than the anchor. So unknown weights cost the same in a long history as in a short
+one.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import BelowFloor, Objects
 from dcr_daemon.ledger.records import Seal, Stream, show_u64, total_of
 
-REPORT = 512  #: seals read between two words about it
-#: versions compared before version 0 is: a fresh engine holds the base, and must not pay for a long history. Should a
-#: version older than these have the base's vector too, it names the same weights, and only the way on differs (F3).
+REPORT = 512  #: seals read between two reports
+#: Versions compared before version 0 is: a fresh engine holds the base, and must not pay for a long history. If an
+#: older version has the base's vector too, both names mean the same weights, and only the route differs (F3).
 RECENT = 256
 
 
@@ -60,8 +60,8 @@ async def locate(
     Args:
         hint: what the engine itself says it was last proved at; taken if its content agrees, since a version of
             equal content is then one empty step of the chain away.
-        thorough: search all versions that are left, however dear. Otherwise None may also mean: of a version from
-            which the way by an anchor is the cheaper one.
+        thorough: compare all versions above the floor. Otherwise None may also mean: of an old version, from which
+            the route by an anchor is cheaper.
 
     Raises:
         Corrupt: the engine was proved at a version that this ledger does not have (must T1).
@@ -78,8 +78,9 @@ async def locate(
         return hint
     if not vector.any():
         return None
-    # What it was proved at is below the floor and its vector gone, so nobody can say that it is that version. Should
-    # version 0 have the same bits it is the older name for them, and no engine goes back to one (must E2, F3).
+    # The version that it was proved at is below the floor and its vector is gone, so it cannot be identified. If
+    # version 0 has the same bits, that is an older name for them, and no engine goes back to an older version (must E2,
+    # F3).
     lost = hint is not None and 0 < hint < ledger.state.floor
     looked = 0
     async for record in _newest_first(ledger, highest):

@@ -1,7 +1,8 @@
-"""`dcr materialize`: a plain Hugging Face checkpoint of one version, in a new directory, proved by its fingerprint.
+"""`dcr materialize`: builds a plain Hugging Face checkpoint of one version in a new directory, proved by its
+fingerprint.
 
-It drives the directory engine, so that what it builds goes through the same checks as a served replica, in a
-directory beside the target that gets the target's name when it is proved.
+It uses the directory engine, so that the result passes the same checks as a served replica. It builds in a directory
+beside the target, which gets the target's name when it is proved.
 """
 
 from __future__ import annotations

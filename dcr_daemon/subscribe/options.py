@@ -10,8 +10,8 @@ from pathlib import Path
 from dcr_daemon.errors import UsageError
 
 STAGING_LIMIT = 8 << 30
-#: An hour bounds how long damaged weights are served. At this rate a rank of 16 GB is through in 4 minutes, and of
-#: 200 GB in 50; the sums themselves run at gigabytes a second, so a core is hardly busy with them.
+#: One hour bounds how long damaged weights are served. At this rate a rank of 16 GB takes 4 minutes, one of 200 GB
+#: takes 50; the sums themselves run at gigabytes a second, so they hardly use a core.
 SCRUB_EVERY = 3600.0
 SCRUB_RATE = float(64 << 20)
 _ID = re.compile(r"[a-z0-9]{1,32}")
@@ -21,17 +21,18 @@ _ID = re.compile(r"[a-z0-9]{1,32}")
 class SubscribeOptions:
     """What an operator may choose. Sizes are in bytes, times in seconds.
 
-    `replica`: id of this replica, 1 to 32 of `a-z0-9`: it names an object and a directory. `state`: root of the state
-    of all streams.
-    `staging`: where chunks wait, None for a directory of this replica's in `/dev/shm`, or in the state without one.
+    `replica`: the id of this replica, 1 to 32 of `a-z0-9`; it names an object and a directory.
+    `state`: the root directory of the state of all streams.
+    `staging`: the directory of fetched chunks; None for one in `/dev/shm`, or in the state directory without that.
     `staging_limit`: bytes of chunks staged at most.
     `once`: reach the newest seal read at the start, then return.
     `pin`: serve this version and never a newer one.
     `base`: the checkpoint of version 0, for engines whose loader computes with some tensors; not needed with an anchor.
-    `poll`: between looks at the ledger's tail.
-    `patience`: how long an absent engine is waited for with `once`, and a missing object before another way is tried.
-    `scrub_every`: from the start of one pass over the live weights to the next, 0 for none.
-    `scrub_rate`: bytes a second that each rank reads for it, 0 for no limit.
+    `poll`: time between two polls of the ledger's tail.
+    `patience`: how long `once` waits for an absent engine, and how long a missing object is waited for before another
+    route is tried.
+    `scrub_every`: time from the start of one pass over the live weights to the next, 0 for none.
+    `scrub_rate`: bytes a second that each rank reads in a pass, 0 for no limit.
     """
 
     replica: str

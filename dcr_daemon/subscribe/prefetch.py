@@ -1,8 +1,8 @@
-"""Fetching an open version while it is still being built.
+"""Fetches the chunks of an open version while it is still being built.
 
-LIST of the attempt's prefix is only a hint (must L6), and so is all that comes of it: a chunk is taken if its header
-says that it belongs to the attempt, and judged again by the seal's parts. Running out of room, a store that does not
-answer or a strange object only end or delay the prefetch, never the replica.
+LIST of the attempt's prefix is only a hint (must L6), and so is all that it leads to: a chunk is kept if its header
+says that it belongs to the attempt, and verified again by the seal's parts. A full staging directory, a store that does
+not answer or a foreign object only end or delay the prefetch, never the replica.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dcr_daemon.subscribe.stage import CONCURRENCY, Stage
 
 
 class Prefetch:
-    """One attempt being fetched in the background. `stop` lets what is under way arrive."""
+    """Fetches one attempt in the background, from when it is made. `stop` waits for the requests under way."""
 
     def __init__(self, store: Store, stage: Stage, opened: OpenRef, *, poll: float, emit: Emit) -> None:
         self.opened = opened
@@ -55,7 +55,7 @@ class Prefetch:
             await runtime.wait_event(self._stopped, self._poll)
 
     async def _look(self) -> None:
-        """Fetch what is listed and not here yet."""
+        """Fetch the chunks that LIST names and that are not staged yet."""
         fresh = [entry async for entry in self._store.list(self._prefix) if self._wanted(entry)]
         async with TaskLimiter(CONCURRENCY) as group:
             for entry in fresh:

@@ -1,4 +1,4 @@
-"""The scrub: live weights summed again and again in the background, to find what changed by itself (musts E4, F1).
+"""The scrub: sums the live weights again and again in the background, to find damage in memory (musts E4, F1).
 
 The engine does the summing and lets everything else go first. This module decides how fast and how often, continues
 where it was interrupted, and reports. A difference has already ended the engine's proof and paused it; `wait_damage`
@@ -16,8 +16,8 @@ from dcr_daemon.events import Alarm, Damaged, Emit, ScrubEnded
 from dcr_daemon.subscribe.status import StatusWriter
 from dcr_daemon.wording import shorten
 
-REST = 1.0  #: seconds before another try where one came to nothing
-FASTEST = 6  #: times that the rate is doubled at most
+REST = 1.0  #: seconds before another try when one did not get through a tensor
+FASTEST = 6  #: how often the rate is doubled at most
 
 
 class Scrub:
@@ -25,8 +25,8 @@ class Scrub:
 
     Args:
         every: seconds from the start of one pass to that of the next; 0 for none at all.
-        rate: bytes a second that each rank reads; 0 for no limit. One tensor is summed between two versions or not at
-            all: where versions come faster, the rate doubles until it is.
+        rate: bytes a second that each rank reads; 0 for no limit. A tensor has to be summed between two versions: if
+            versions come faster than that, the rate is doubled until it fits.
     """
 
     def __init__(self, engine: Engine, *, every: float, rate: float, status: StatusWriter, emit: Emit) -> None:
@@ -37,22 +37,22 @@ class Scrub:
         self._what = ""
 
     def resume(self) -> None:
-        """The engine is attached to and proved."""
+        """The engine is attached and proved: go on."""
         self._allowed.set()
 
     def suspend(self) -> None:
-        """There is nothing to be scrubbed until it is attached to again; what was found before, an attach finds too."""
+        """Pause until the next attach, which finds by itself what was found before."""
         self._allowed.clear()
         self._differs.clear()
 
     async def wait_damage(self) -> str:
-        """Wait until a difference is found; what it is, in words."""
+        """Wait until a difference is found; returns its description."""
         await self._differs.wait()
         return self._what
 
     async def run(self) -> None:
-        """Until cancelled."""
-        # An attach has just summed everything; and a fleet that starts together need not scrub together.
+        """Scrub until cancelled."""
+        # An attach has just summed everything. The jitter keeps a fleet that starts together from scrubbing together.
         await runtime.sleep(self._every * (0.5 + runtime.jitter() / 2) if self._every else 0)
         while self._every:
             began = runtime.monotonic()
@@ -61,7 +61,7 @@ class Scrub:
         await asyncio.Event().wait()
 
     async def _pass(self) -> None:
-        """Over all tensors once, in as many calls as it takes; a difference ends it."""
+        """Sum all tensors once, in as many calls as it takes; a difference ends it."""
         began, first, held_up, size, tensors = runtime.monotonic(), 0, 0, 0, 0
         while True:
             await self._allowed.wait()
@@ -80,8 +80,7 @@ class Scrub:
                 await runtime.sleep(REST)
 
     async def _look(self, rate: float, first: int) -> Scrubbed | None:
-        """One call; None where the engine is not as it must be. Whether it is lost or somebody else's, the driver
-        learns for itself."""
+        """One call; None if the engine cannot be scrubbed now. The driver learns by itself whether it is lost."""
         try:
             return await self._engine.scrub(rate, first)
         except (EngineRefused, ResourceExhausted):

@@ -1,8 +1,8 @@
-"""Where the bytes of versions wait until an engine has taken them: verified, bounded, thrown away in time.
+"""The staging directory: chunks of versions, verified and bounded in bytes, until an engine has taken them.
 
-It promises: a `VersionDelta` that leaves here consists of exactly the chunks that the seal's parts name, each with its
-SHA-256 (must F1); what a prefetch brought is verified again then; the directory never holds more than `limit` bytes.
-Files left by an earlier run are used if their digest is right, so that a restart fetches only what was in flight.
+It promises: a `VersionDelta` consists of exactly the chunks that the seal's parts name, each with its SHA-256 (must
+F1); chunks that a prefetch brought are verified again then; the directory never holds more than `limit` bytes. Files
+left by an earlier run are used if their digest is right, so that a restart fetches only what is missing.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def open_staging(path: Path) -> Path:
 
 
 def default_staging(state: Path) -> Path:
-    """tmpfs where there is one, since staged bytes need not survive the machine; one place per state directory."""
+    """A directory in tmpfs if there is one, since staged bytes need not be durable; one per state directory."""
     name = hashlib.sha256(str(state.absolute()).encode()).hexdigest()[:12]
     return SHARED / f"dcr-{state.name}-{name}" if os.access(SHARED, os.W_OK) else state / "staging"
 
@@ -85,27 +85,27 @@ class Stage:
         self._sizes: dict[Path, int] = {
             file: file.stat().st_size for file in path.glob("*-*/*.dcr") if not file.name.startswith(".")
         }
-        self.used = sum(self._sizes.values())  #: bytes of chunks that lie here, or are being written
+        self.used = sum(self._sizes.values())  #: bytes of chunks that are here or being written
 
     def attempt_path(self, version: int, attempt: int) -> Path:
         """Directory of one attempt's chunks."""
         return self.path / f"{version}-{attempt}"
 
     async def stream_facts(self) -> StreamFacts:
-        """What an engine is told at attach; the layout is put where it can read it."""
+        """What an engine is told at attach; writes the layout to a file that it can read."""
         path = self.path / f"layout-{self.layout.digest}.json"
         await self.write(path, self.layout.encoded)
         return StreamFacts(stream=self.stream.stream, layout=str(path), layout_digest=self.layout.digest)
 
     async def vector_file(self, record: Stream | Seal) -> str:
-        """File of a version's whole fingerprint vector, verified."""
+        """The file of a version's whole fingerprint vector, verified."""
         vector = await self.objects.read_vector(record, self.layout)
         path = self.path / f"vector-{record.fingerprint.sha256}.bin"
         await self.write(path, vector.astype("<u8").tobytes())
         return str(path)
 
     async def stage_deltas(self, seals: Sequence[Seal], before: Stream | Seal) -> list[VersionDelta]:
-        """Complete consecutive sealed versions, as many as fit, one at least; `before` is the version they start at.
+        """Stage consecutive sealed versions: as many as fit, at least one; `before` is the version they start from.
 
         Raises:
             Corrupt: an object has other bytes than its seal says, twice.
@@ -123,13 +123,13 @@ class Stage:
             except DcrError:
                 if not ready:
                     raise
-                break  # what is ready is a way on; the next call meets the reason again
+                break  # the versions that are ready can be applied; the next call meets the error again
             kept.add(place)
             before = seal
         return ready
 
     async def _stage_delta(self, seal: Seal, before: Stream | Seal, kept: set[Path]) -> VersionDelta:
-        """One version: everything its parts name is here and verified, and nothing else of its attempt."""
+        """Stage one version: all chunks that its parts name, verified, and no others of its attempt."""
         parts = await self.objects.read_parts(seal)
         place = self.attempt_path(seal.version, seal.attempt)
         wanted = {place / PurePosixPath(chunk.key).name: (chunk, part) for part in parts for chunk in part.chunks}
@@ -149,7 +149,7 @@ class Stage:
         )
 
     def _make_room(self, wanted: Collection[Path], size: int, kept: set[Path]) -> None:
-        """What was prefetched for later versions gives way to one that is sealed."""
+        """Delete chunks that were prefetched for later versions, if a sealed one needs the room."""
         if size > self.limit:
             raise ResourceExhausted(
                 f"a version of {size} bytes does not fit into {self.limit} bytes of staging at {self.path}",
@@ -182,7 +182,7 @@ class Stage:
         )
 
     def _check(self, body: bytes, chunk: ChunkRef, part: Part) -> None:
-        """A chunk must say of itself what its place and its part say of it."""
+        """Raise `Corrupt` unless the chunk's own header says what its part says of it."""
         found = read_id(body)
         same = ChunkId(
             stream=part.stream,
@@ -198,7 +198,7 @@ class Stage:
             raise Corrupt(f"{chunk.key} holds a chunk of {found}, its part is of {same}", hint="run `dcr verify`")
 
     async def add_chunk(self, path: Path, body: bytes) -> None:
-        """Put a chunk here. Raises `ResourceExhausted` above the limit or when the file system is full."""
+        """Write a chunk. Raises `ResourceExhausted` above the limit or when the file system is full."""
         if self.used + len(body) > self.limit:
             raise ResourceExhausted(f"staging {self.path} is full ({self.limit} bytes)", hint="raise --staging-limit")
         self._drop([path])
@@ -218,13 +218,13 @@ class Stage:
         return path in self._sizes
 
     def forget_up_to(self, served: int) -> None:
-        """Throw away every attempt at versions up to `served`, and all vectors."""
+        """Delete all attempts at versions up to `served`, and all vectors."""
         self._remove(lambda version, _: version <= served)
         for path in self.path.glob("vector-*.bin"):
             path.unlink(missing_ok=True)
 
     def forget_attempt(self, attempt: int) -> None:
-        """Throw away what was prefetched of an attempt that came to nothing."""
+        """Delete what was prefetched of an attempt that was aborted."""
         self._remove(lambda _, found: found == attempt)
 
     def _remove(self, done: Callable[[int, int], bool]) -> None:

@@ -1,7 +1,8 @@
-"""What a replica tells the world: one small object, overwritten, that nothing depends on for safety (must L7).
+"""The status object of a replica: one small object that it overwrites; nothing depends on it for safety (must L7).
 
-Written at every change and every now and then; a store that does not take it is no reason to stop. An incarnation
-nonce and a counter tell writers apart: another incarnation whose counter moves after my first write shares my id.
+It is written at every change and every `REFRESH` seconds; a store that does not take it is no reason to stop. An
+incarnation nonce and a counter tell writers apart: if another incarnation's counter moves after this process's first
+write, two processes use the same replica id.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from dcr_daemon.untrusted import decode_json
 FORMAT = 1
 LIMIT = 64 << 10  #: bytes
 REFRESH = 30.0  #: seconds between two writes when nothing changes
-LAST_WORD = 5.0  #: seconds that the end of a replica waits for its last report
+LAST_WRITE = 5.0  #: seconds for which a replica that ends waits for its last write
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A replica's status object. `state` is one word, `detail` a sentence; `head` is the newest version it knows.
+    """A replica's status object. `state` is a word or two, `detail` a sentence, `head` the newest version it knows.
 
-    `scrub` says how the last scrub ended, and `scrubbed_at` when."""
+    `scrub` says how the last scrub ended, and `scrubbed_at` when.
+    """
 
     format: int = FORMAT
     id: str
@@ -52,7 +54,7 @@ _reports = msgspec.json.Decoder(ReplicaStatus)
 
 
 def decode_status(body: bytes) -> ReplicaStatus | None:
-    """What a status object says; None for one that cannot be read, which is as good as absent (must L7)."""
+    """The content of a status object; None if it cannot be parsed, which counts as absent (must L7)."""
     try:
         return decode_json(_reports, body)
     except ValueError:
@@ -60,7 +62,7 @@ def decode_status(body: bytes) -> ReplicaStatus | None:
 
 
 class StatusWriter:
-    """Writes the report in the background; `set` is cheap and never waits."""
+    """Writes the status object in the background; `set` is cheap and never waits."""
 
     def __init__(self, store: Store, replica: str, stream: str, *, emit: Emit, refresh: float = REFRESH) -> None:
         self._store, self._emit, self._refresh = store, emit, refresh
@@ -74,7 +76,7 @@ class StatusWriter:
         self._silenced = self._closing = False
 
     def set(self, **fields: Any) -> None:
-        """Change fields of the report; written soon if that changes anything."""
+        """Change fields of the status; it is written soon if that changes anything."""
         fresh = msgspec.structs.replace(self._report, **fields)
         if fresh != self._report:
             self._report = fresh
@@ -82,14 +84,14 @@ class StatusWriter:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Write beside the body. A write is never cut off by its end: an older one could then land after a newer."""
+        """Write while the body runs. Its end does not cut a write off: an older one could then land after a newer."""
         writer = asyncio.create_task(self._run())
         try:
             yield
         finally:
             self._closing = True
             self._changed.set()
-            done, _ = await asyncio.wait([writer], timeout=LAST_WORD)
+            done, _ = await asyncio.wait([writer], timeout=LAST_WRITE)
             if not done:
                 writer.cancel()
             await asyncio.gather(writer, return_exceptions=True)
@@ -118,7 +120,7 @@ class StatusWriter:
             self._silenced = False
 
     async def _look(self) -> None:
-        """Alarm if another incarnation writes under this id: its counter moved since it was first seen."""
+        """Raise an alarm if another incarnation writes under this id: its counter has moved since it was first seen."""
         try:
             found = decode_status(await self._store.get(self._key, limit=LIMIT))
         except (KeyNotFound, Corrupt):

@@ -1,7 +1,7 @@
-"""What a replica says about itself: events, its status object, and the highest version served, on its own disk.
+"""Publishes one replica's state: as events, in its status object, and the highest version served on its own disk.
 
-A version is told as served only when the engine has said so; the mark on disk is written first, and told again if that
-failed (must E2).
+A version is reported as served only when the engine has said so. The mark on disk is written first; if that fails, the
+version is reported again later (must E2).
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ from dcr_daemon.subscribe.status import StatusWriter
 
 
 class StatusPublisher:
-    """One replica's mouth. `serving` is whether its engine generates, as far as was told."""
+    """Publishes one replica's state; called by the driver at each change.
+
+    Attributes:
+        serving: whether the engine generates, as it said last.
+    """
 
     def __init__(self, ledger: Ledger, writer: StatusWriter, emit: Emit) -> None:
         self._ledger, self._writer, self._emit = ledger, writer, emit
@@ -36,7 +40,7 @@ class StatusPublisher:
         self._writer.set(engine=incarnation, version=version)
 
     async def committed(self, base: int, ended: Swapped, seconds: float, *, route: str) -> None:
-        """The engine is at a new version; whether it serves is told by `serves`."""
+        """The engine is at a new version; `serves` reports that it generates with it."""
         assert ended.version is not None
         record = await self._ledger.version_record(ended.version)
         step = record.step if isinstance(record, Seal) else None
@@ -53,7 +57,11 @@ class StatusPublisher:
         self._writer.set(version=ended.version, step=step)
 
     def serves(self, version: int) -> None:
-        """The engine generates with `version`. Told once; again after anything else was. Raises `ResourceExhausted`."""
+        """The engine generates with `version`. Emitted once, and again after another state.
+
+        Raises:
+            ResourceExhausted: the mark cannot be written.
+        """
         if self.serving and self._served == version:
             return
         if memory := self._ledger.memory:
@@ -66,20 +74,20 @@ class StatusPublisher:
         self.report("serving")
 
     def paused(self, version: int) -> None:
-        """Somebody else has the engine paused; that is their business, and the replica is not ready."""
+        """Somebody else has paused the engine: the replica is not ready, and does not resume it."""
         if self.serving:
             self.serving = False
             self._emit(Paused(version=version))
         self.report("paused", "somebody else has paused the engine")
 
     def loading(self, version: int) -> None:
-        """A dense load begins, and the engine stands still until it ends."""
+        """A dense load begins; the engine generates nothing until it ends."""
         self.serving = False
         self._emit(Loading(version=version))
         self.report("loading", f"all of version {version}")
 
     def lost(self, reason: str) -> None:
-        """The engine is away or unproved. Told once per reason."""
+        """The engine is away or unproved. Emitted once per reason."""
         self.serving, self._served = False, None
         if reason != self._lost:
             self._emit(EngineLost(reason=reason))
@@ -87,7 +95,7 @@ class StatusPublisher:
         self.report("waiting for the engine", reason)
 
     def blocked(self, error: DcrError, blocked_version: BlockedVersion | None) -> None:
-        """The replica goes on with what it has. An event once per reason."""
+        """The replica cannot advance and goes on with what it has. Emitted once per reason."""
         poisoned = blocked_version is not None and blocked_version.poisoned
         fact = Blocked(
             version=blocked_version.version if blocked_version else None, reason=str(error), poisoned=poisoned
