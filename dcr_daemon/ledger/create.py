@@ -1,4 +1,4 @@
-"""Making a stream: once, on an empty prefix, and only when asked to (must T1)."""
+"""Creates a stream: once, on an empty prefix, and only on demand (must T1)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from dcr_daemon.store.put_if_absent import put_if_absent
 
 
 async def create_stream(store: Store, layout: Layout, vector: Vector, *, model: str, emit: Emit) -> None:
-    """Put the layout, the vector of version 0 and record 0, in this order (must L4). Somebody faster may win slot 0.
+    """Put the layout, the vector of version 0 and record 0, in this order (must L4). Another process may win slot 0.
 
-    A prefix that holds only the first two objects is one whose creation died before its record, and is taken up
-    again: their bytes follow from layout and base, and nobody has ever seen a stream there.
+    If the prefix holds only the first two objects, an earlier creation died before its record, and this one continues:
+    their bytes follow from layout and base, and no stream has ever been seen there.
 
     Raises:
         UsageError: the prefix holds anything else.

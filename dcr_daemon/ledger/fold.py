@@ -1,10 +1,10 @@
-"""The fold: which records count, and what they add up to (must L2). Pure; the same for every reader.
+"""The fold: which records count, and the state that they lead to (must L2). Pure; the same for every reader.
 
-A reader's place is a `Tip`: everything up to `seq` has been folded into `state`. `fold(tip, body)` takes the bytes
-of the next slot and answers with the next tip and a verdict. Bytes that do not parse, do not verify, belong to a
+A reader's position is a `Tip`: everything up to `seq` has been folded into `state`. `fold(tip, body)` takes the bytes
+of the next slot and returns the next tip and a verdict. Bytes that do not parse, do not verify, belong to a
 stale epoch or break a rule are *void*: they occupy their seq, change nothing, and the reader raises an alarm.
 
-Three decisions, argued:
+Three decisions and their reasons:
 
 - *Claims are judged here* (must P6), not only by the writer: name, release and take-over all stand in the state and
   the record, so every reader decides alike, and an unlawful claim then fences nobody instead of a living publisher.
@@ -48,7 +48,7 @@ GENESIS = State(seal=SealRef(seq=0, version=0))
 
 @dataclass(frozen=True, slots=True)
 class Tip:
-    """How far a reader has come: the slots up to `seq` are folded into `state`; `digest` is that of the last body."""
+    """How far a reader has read: the slots up to `seq` are folded into `state`; `digest` is that of the last body."""
 
     stream: str
     seq: int
@@ -58,10 +58,10 @@ class Tip:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one slot did. `record` is what counts; if nothing does it is None and `void` says why.
+    """The effect of one slot. `record` is the record if it counts; if not it is None and `void` says why.
 
-    `foreign`: nobody who had read what comes before can have written these bytes here; either they were damaged, or
-    something before them was.
+    `foreign`: no writer that had read the records before can have written these bytes; either they or a record before
+    them were damaged.
     """
 
     tip: Tip

@@ -1,4 +1,4 @@
-"""Waiting for the next record. Nothing but a GET of the next slot; a clock only decides when to look again."""
+"""Waits for the next record by reading the next slot; a clock only decides when to read it again."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from dcr_daemon.errors import StoreUnavailable
 from dcr_daemon.events import Emit, Retrying
 from dcr_daemon.ledger.records import AnyRecord
 
-GAP_CHECK = 60  #: looks that found nothing between two checks that no record is missing
+GAP_CHECK = 60  #: polls without a record between two checks that no record is missing
 
 
 @dataclass(frozen=True, slots=True)
 class Polling:
-    """Seconds between looks: `active` after a record and while a version is open, else growing to `idle`; jittered."""
+    """Seconds between polls: `active` after a record and while a version is open, else growing to `idle`; jittered."""
 
     active: float = 1.0
     idle: float = 5.0
 
     def pause(self, looks: int) -> float:
-        """Seconds to sleep after `looks` looks in a row that found nothing."""
+        """Seconds to sleep after `looks` polls in a row that found nothing."""
         delay: float = max(self.active, min(self.active * 1.25 ** min(looks - 1, 64), self.idle))
         return delay * (0.75 + runtime.jitter() / 2)
 
@@ -30,8 +30,8 @@ class Polling:
 class Follower:
     """An endless async iterator over the records that count, in order, each given once.
 
-    An unavailable store is waited out, with a `Retrying` event each time: a replica goes on serving what it has.
-    Raises what reading the ledger raises otherwise (`Corrupt`, `Incompatible`).
+    While the store is unavailable it polls on, with a `Retrying` event each time: a replica goes on serving what it
+    has. Raises what reading the ledger raises otherwise (`Corrupt`, `Incompatible`).
     """
 
     def __init__(
@@ -50,15 +50,15 @@ class Follower:
         self._emit = emit
         self._url = url
         self._given: deque[AnyRecord] = deque()
-        self._looks = 0  # in all
-        self._idle = 0  # in a row, with nothing under way
+        self._looks = 0  # polls that found nothing, in all
+        self._idle = 0  # in a row, while no version was open
 
     def give(self, record: AnyRecord) -> None:
         """Called by the ledger for every record that counts, whoever caused it to be read."""
         self._given.append(record)
 
     def taken(self) -> list[AnyRecord]:
-        """What was read and not given yet; waits for nothing."""
+        """The records that were read and not given yet; does not wait."""
         fresh = list(self._given)
         self._given.clear()
         return fresh

@@ -1,8 +1,8 @@
-"""The high-water mark: what this publisher or replica has seen of a stream, on its own disk (must T1).
+"""The high-water mark: how far this publisher or replica has read a stream, on its own disk (must T1).
 
-A bucket can be rolled back, replayed or replaced by another; a reader with memory refuses whatever does not extend
-what it has seen. The mark is written before anybody acts on a record, atomically (temporary, fsync, rename, fsync of
-the directory), and never goes down.
+A bucket can be rolled back, replayed or replaced by another; a reader with a mark refuses a ledger that does not extend
+what it has read. The mark is written before anybody acts on a record, atomically (temporary file, fsync, rename, fsync
+of the directory), and never goes down.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Walking back through what counted: seals, anchors, and from them the cheapest route.
+"""Reads the seals and anchors of the past, and plans routes over them.
 
-Every record names the seal and the anchor before it, so a cold reader loads exactly the history that it needs. A seal
-far below is jumped to (`search`), so that asking about one old version costs the same in a long history as in a short
-one.
+Every record names the seal and the anchor before it, so a cold reader reads exactly the history that it needs. An old
+seal is found by `search`, so that asking for one old version costs the same in a long history as in a short one.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from dcr_daemon.ledger.fold import Tip
 from dcr_daemon.ledger.objects import BelowFloor
 from dcr_daemon.ledger.records import Anchor, AnyRecord, Seal
 from dcr_daemon.ledger.route import Route, plan_route
-from dcr_daemon.ledger.search import Place, find_seal
+from dcr_daemon.ledger.search import SealPosition, find_seal
 from dcr_daemon.ledger.slot import read_slot
 from dcr_daemon.ledger.tail import missing_record
 from dcr_daemon.store.port import Store
@@ -25,7 +24,7 @@ from dcr_daemon.store.port import Store
 T = TypeVar("T")
 
 KEPT = 4096  #: seals and anchors held in memory; older ones are read again when asked for
-NEAR = 12  #: seals that are walked over, one request each, rather than jumped over
+NEAR = 12  #: distance in versions up to which seals are read one by one; above it `search` finds one
 
 
 class History:
@@ -98,17 +97,17 @@ class History:
             seal = self._seals.get(above.version) or await self._seal(above)
             if seal.version == version:
                 return seal
-            above = Place(seal.version - 1, seal.previous)
+            above = SealPosition(seal.version - 1, seal.previous)
 
     async def anchors(self) -> list[Anchor]:
-        """Anchors at or above the floor, newest first; of several for one version, the newest."""
+        """The anchors at or above the floor, newest first; of several for one version, the newest."""
         return [anchor async for anchor in self.anchors_back()]
 
     async def anchor(self, version: int) -> Anchor:
         """The newest anchor of one version.
 
         Raises:
-            BelowFloor: retention has passed it; another one, at or above the floor, is there (must L5).
+            BelowFloor: the version is below the floor; there is another anchor at or above the floor (must L5).
             NotFound: it has none.
         """
         async for anchor in self.anchors_back():
@@ -160,7 +159,7 @@ class History:
         return plan_route(have, target, hops=hops, anchors=sizes, floor=floor)
 
     async def anchors_back(self) -> AsyncIterator[Anchor]:
-        """What `anchors` lists, each record read when it is asked for."""
+        """The same as `anchors`; each record is read when it is asked for."""
         state, last = self._tip().state, None
         at = state.anchor
         while at is not None and at.version >= state.floor:
@@ -178,35 +177,35 @@ class History:
         seal = await self.seal(version)
         yield seal
         while seal.version > 1:
-            place = Place(seal.version - 1, seal.previous)
-            seal = self._seals.get(place.version) or await self._seal(place)
+            position = SealPosition(seal.version - 1, seal.previous)
+            seal = self._seals.get(position.version) or await self._seal(position)
             yield seal
 
-    def _nearest_above(self, version: int) -> Place:
+    def _nearest_above(self, version: int) -> SealPosition:
         """The lowest seal at or above `version` whose slot is known without a request.
 
         Every record that counts says where the newest seal before it lies.
         """
         newest = self._tip().state.seal
-        known = [Place(newest.version, newest.seq)]
-        known += [Place(above - 1, seal.previous) for above, seal in self._seals.items() if above > version]
-        known += [Place(a.state.seal.version, a.state.seal.seq) for a in self._anchors.values() if a.state]
-        return min(place for place in known if place.version >= version)
+        known = [SealPosition(newest.version, newest.seq)]
+        known += [SealPosition(above - 1, seal.previous) for above, seal in self._seals.items() if above > version]
+        known += [SealPosition(a.state.seal.version, a.state.seal.seq) for a in self._anchors.values() if a.state]
+        return min(position for position in known if position.version >= version)
 
-    def _nearest_below(self, version: int) -> Place:
+    def _nearest_below(self, version: int) -> SealPosition:
         """The highest seal below `version` whose slot is known; version 0 is sealed in slot 0."""
-        known = [Place(below, seal.seq) for below, seal in self._seals.items() if below < version]
-        known += [Place(a.state.seal.version, a.state.seal.seq) for a in self._anchors.values() if a.state]
-        return max((place for place in known if place.version < version), default=Place(0, 0))
+        known = [SealPosition(below, seal.seq) for below, seal in self._seals.items() if below < version]
+        known += [SealPosition(a.state.seal.version, a.state.seal.seq) for a in self._anchors.values() if a.state]
+        return max((position for position in known if position.version < version), default=SealPosition(0, 0))
 
     def _unsealed(self, version: int) -> NotFound:
         newest = self._tip().state.seal.version
         return NotFound(f"version {version} of {self._store.url} is not sealed; the newest is {newest}")
 
-    async def _seal(self, place: Place) -> Seal:
-        record = await self.record(place.seq)
-        if not isinstance(record, Seal) or record.version != place.version:
-            raise Corrupt(f"record {place.seq} of {self._store.url} is not the seal of version {place.version}")
+    async def _seal(self, position: SealPosition) -> Seal:
+        record = await self.record(position.seq)
+        if not isinstance(record, Seal) or record.version != position.version:
+            raise Corrupt(f"record {position.seq} of {self._store.url} is not the seal of version {position.version}")
         return record
 
 

@@ -1,9 +1,9 @@
-"""A stream's ledger as one process sees it: read to the tail, append with the outcome known, follow.
+"""A stream's ledger as one process sees it: reads to the tail, appends with a known outcome, follows.
 
 It promises: what it reports has been read in order, folded by `fold` and remembered on disk before anybody sees it
-(must T1); it appends only at last read seq + 1, having read all before (must L0); it says that an append failed only
-if another record was *read* in its slot (must L1); and it writes nothing for a publisher that has been fenced.
-One asyncio loop owns it; calls may overlap and are taken one at a time.
+(must T1); it appends only at the last read seq + 1, having read all before (must L0); it reports an append as failed
+only if another record was *read* in its slot (must L1); and it writes nothing for a publisher that has been fenced. One
+asyncio loop owns it; calls may overlap and are carried out one at a time.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ SEQUENTIAL = 64  #: records read one by one from a remembered tip before jumping
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a writer is told: the state it writes after, its seq, and the fields that every record repeats.
+    """What a new record starts from: the state before it, its seq, and the fields that every record repeats.
 
-    `Open(**header.fields, version=..., ...)` is a complete record. A writer that is called again, because another
-    record took the slot, gets a new header and decides anew.
+    `Open(**header.fields, version=..., ...)` is a complete record. If another record takes the slot, the writer is
+    called again with a new header and decides anew.
     """
 
     state: State
@@ -60,7 +60,7 @@ class Ledger:
     """The ledger of the stream in `store`.
 
     Args:
-        memory: file of the high-water mark; None only for observers that act on nothing.
+        memory: the file of the high-water mark; None only for observers, which act on nothing.
         emit: gets `Alarm` for void records, `Retrying`, `Claimed`, `FencedOut`.
         polling: how `follow` waits.
     """
@@ -77,11 +77,11 @@ class Ledger:
         self._tip: Tip | None = None
         self._stream: Stream | None = None
         self._epoch: int | None = None
-        self._ousted: int | None = None
+        self._fenced_epoch: int | None = None
         self._name = ""
         self._sent: _Sent | None = None
         self._settled: Record | None = None
-        self._fresh: list[Step] = []
+        self._unpublished: list[Step] = []
         self._followers: weakref.WeakSet[Follower] = weakref.WeakSet()
 
     @property
@@ -120,14 +120,14 @@ class Ledger:
 
     @property
     def undecided(self) -> bool:
-        """A record was sent and its fate is not known: `settle` before anything depends on it (must L1)."""
+        """A record was sent and its outcome is not known: call `settle` before anything depends on it (must L1)."""
         return self._sent is not None
 
     async def create_stream(self, layout: Layout, vector: Vector, *, model: str = "") -> Stream:
-        """Make the stream if the prefix is empty; read it if it is there already (nothing is compared then).
+        """Create the stream if the prefix is empty; if it exists already, read it and compare nothing.
 
         Raises:
-            Corrupt: the local memory knows a stream here, and the ledger is gone (must T1).
+            Corrupt: this process has seen a stream here before, and the ledger is gone (must T1).
             UsageError: the prefix holds other objects.
         """
         async with self._lock:
@@ -156,10 +156,10 @@ class Ledger:
         """Append the record that `make` builds, and return it once it is known to be in the ledger.
 
         If another record takes the slot, everything up to the tail is read and `make` is called again; it may raise
-        to give up. A record left undecided by an earlier call is settled first.
+        to give up. A record that an earlier call left undecided is resolved first.
 
         Raises:
-            Undecided: the fate of the record is open and it is kept; call `settle`.
+            Undecided: the outcome is not known and the record is kept; call `settle`.
             Fenced: a newer epoch owns the stream, or a claim is not lawful (must P6).
             UsageError: the record would not count; nothing was sent.
         """
@@ -175,14 +175,14 @@ class Ledger:
                 await self._read_on()
 
     async def settle(self) -> Record | None:
-        """Learn the fate of the record that an `append` left undecided: the record if it is in the ledger, else None.
+        """Resolve the record that an `append` left undecided: returns it if it is in the ledger, else None.
 
         Raises:
             Undecided: still not known.
         """
         async with self._lock:
             await self._resolve()
-            if self._fresh:
+            if self._unpublished:
                 self._publish()  # an earlier call took it, and failed to remember it
             settled, self._settled = self._settled, None
             return settled
@@ -220,8 +220,8 @@ class Ledger:
             return
         epoch = self.state.epoch
         owner, now = (epoch.name, epoch.seq) if epoch else ("nobody", 0)
-        if self._ousted != self._epoch:  # told once, however many callers run into it
-            self._ousted = self._epoch
+        if self._fenced_epoch != self._epoch:  # emitted once, however many callers meet it
+            self._fenced_epoch = self._epoch
             self._emit(FencedOut(what=self.store.url, by=owner))
         hint = "this publisher must stay down; only one may publish to a stream"
         if owner == self._name:
@@ -245,7 +245,7 @@ class Ledger:
             tail = self.tip.seq
             if await find_gap(self.store, tail) is None:
                 return
-            # The higher one was durable only after this one; whoever looked first may just have been too early.
+            # The higher record became durable after this one, so this one may have arrived since it was read.
             if await read_slot(self.store, tail + 1) is None:
                 raise missing_record(self.store.url, tail + 1)
 
@@ -253,7 +253,7 @@ class Ledger:
         return self._tip is not None and self._tip.state.open is not None
 
     async def _poll(self) -> bool:
-        """Read the next slot; tells whether it was occupied."""
+        """Read the next slot; returns whether it was occupied."""
         async with self._lock:
             await self._open()
             return await self._read_next()
@@ -306,7 +306,7 @@ class Ledger:
         body = await read_slot(self.store, self.tip.seq + 1)
         if body is not None:
             self._take(*await judge_slot(self.store, self.tip, body))
-        self._publish()  # with nothing new too: an earlier call may have failed to remember what it took
+        self._publish()  # also without a new record: an earlier call may have failed to write the mark
         return body is not None
 
     async def _resolve(self) -> Record | None:
@@ -328,14 +328,14 @@ class Ledger:
         sent, self._tip = self._sent, step.tip
         if sent and sent.seq == step.tip.seq:
             self._sent, self._settled = None, (sent.record if sent.body == body else None)
-        self._fresh.append(step)
+        self._unpublished.append(step)
 
     def _publish(self) -> None:
-        """Remember the tip, then let everybody see what led to it."""
+        """Write the high-water mark, then give the new records to history and followers."""
         if self.memory:
             self.memory.saw(self.tip)
-        fresh, self._fresh = self._fresh, []
-        for step in fresh:
+        unpublished, self._unpublished = self._unpublished, []
+        for step in unpublished:
             if step.record is None:
                 self._emit(Alarm(must="L2", what=f"record {step.tip.seq} of {self.store.url} is void: {step.void}"))
                 continue
@@ -357,7 +357,7 @@ class Ledger:
         return Header(tip.state, tip.seq + 1, fields)
 
     def _checked(self, record: Record) -> bytes:
-        """The body of a record that will count in the next slot; raises instead of sending one that will not."""
+        """The body of a record that will count in the next slot. Raises if it will not, so that it is not sent."""
         state = self.state
         if isinstance(record, Epoch):
             if void := judge(state, record):

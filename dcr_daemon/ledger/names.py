@@ -1,11 +1,11 @@
-"""Where things lie in a stream: every key is made here and nowhere else (docs/FORMAT.md 3)."""
+"""The keys of a stream's objects; every key is made here and nowhere else (docs/FORMAT.md 3)."""
 
 from __future__ import annotations
 
 DATA = "data/"  #: what attempts upload
 ROUNDS = 2  #: in which ranks agree on what each holds
 ANCHORS = "anchors/"  #: complete versions
-PROBES = "probe/"  #: where the start-up probe of a store leaves its objects, if it may not delete them
+PROBES = "probe/"  #: objects of a start-up probe that was not allowed to delete them
 
 
 def record(seq: int) -> str:

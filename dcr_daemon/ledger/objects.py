@@ -1,8 +1,8 @@
-"""Verified reads of what records name: nothing leaves here before its size and SHA-256 match (musts L6, T1).
+"""Reads the objects that records name, and returns them only if their size and SHA-256 match (musts L6, T1).
 
-An object that is missing above the floor is *not yet* there (a replicated bucket may show a seal before its chunks):
-it is waited for, up to the caller's patience. Below the floor it may be gone for good, and the caller plans again.
-Bytes that differ are fetched once more; a second difference is damage, not weather.
+An object that is missing at or above the floor is *not yet* there (a replicated bucket may show a seal before its
+chunks): it is waited for, up to the caller's patience. Below the floor it may be deleted for good, and the caller plans
+again. Bytes that differ are fetched once more; a second difference is damage in the bucket, not on the way.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from dcr_daemon.store.task_limiter import run_limited
 
 LAYOUT_LIMIT = 256 << 20  #: bytes
 FILE_LIMIT = (1 << 30) + (128 << 20)  #: bytes of one anchor file: 1 GiB of tensors and a header
-CONTENTS_LIMIT = 256 << 20  #: bytes of what says what is in the files of one anchor
+CONTENTS_LIMIT = 256 << 20  #: bytes of the tables of contents of one anchor
 AT_ONCE = 16  #: parts read at a time
 PATIENCE = 60.0  #: seconds that a missing object is waited for, unless the caller says otherwise
 
 
 class ObjectPending(StoreUnavailable):
-    """An object above the floor did not appear in time. It must: report, and try again."""
+    """An object at or above the floor did not appear in time. It has to exist: report it, and try again."""
 
     kind = "NotYet"
 
 
 class BelowFloor(NotFound):
-    """An object of a version below the floor is gone, lawfully: plan again from an anchor."""
+    """An object of a version below the floor is gone, as retention may delete it: plan again from an anchor."""
 
 
 class Objects:
@@ -56,8 +56,8 @@ class Objects:
 
     Args:
         floor: the floor as last read; called at each miss, since it may have risen meanwhile.
-        refresh: reads the ledger on; awaited at each miss before `floor` is asked, so that nobody waits for what was
-            collected under a floor that this process has not read yet (must L6).
+        refresh: reads the ledger on; awaited at each miss before `floor` is called, so that nobody waits for what was
+            deleted under a floor that this process has not read yet (must L6).
         patience: seconds that a missing object is waited for.
         workers: where digests are computed; None computes them in place.
     """
@@ -80,11 +80,11 @@ class Objects:
         self._workers = workers
 
     async def read(self, ref: ObjectRef | ChunkRef, version: int | None, *, limit: int) -> bytes:
-        """The bytes that `ref` names. `version` is what the floor decides by; None for what is never collected.
+        """The bytes that `ref` names. `version`: the one that it belongs to; None for what is never deleted.
 
         Raises:
-            Corrupt: twice other bytes than the digest says, or more than `limit` of them.
-            ObjectPending: still missing after the patience.
+            Corrupt: it has other bytes than the digest says, at two reads, or more than `limit` of them.
+            ObjectPending: it is still missing after `patience` seconds.
             BelowFloor: missing, and `version` is below the floor.
         """
         if ref.size > limit:

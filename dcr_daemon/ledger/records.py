@@ -1,9 +1,9 @@
-"""The records of the ledger, exactly as they lie in the bucket (docs/FORMAT.md 3).
+"""The records of the ledger, exactly as they are in the bucket (docs/FORMAT.md 3).
 
 One JSON object per seq, created once. Every record repeats the stream id, the digest of the record before it
 and the folded state before it, so that a cold reader can start at the tail and a sequential reader compares.
 u64 values are 16 hex digits: other JSON readers lose bits above 2^53. The constraints below are checked when a
-record is decoded, never when one is built: a reader takes nobody's word, a writer re-reads what it wrote.
+record is decoded, never when one is built: a reader trusts no writer, and a writer reads what it wrote.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The cheapest way from a version to a newer one, by bytes: the chain, or an anchor and the chain after it. Pure."""
+"""Plans the cheapest route from a version to a newer one, by bytes: the chain, or an anchor and the chain. Pure.
+
+`History.route` reads what the plan needs; `routes` yields one route after the other.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from dcr_daemon.errors import NotFound, UsageError
 
 
 class NoRoute(NotFound):
-    """Nothing in the bucket leads to the version; a later anchor may."""
+    """There is no route to the version now; a later anchor may make one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
-"""Jumping to the seal of an old version, in a few requests however long the history (must L5).
+"""Finds the seal of an old version in a few requests, however long the history is (must L5).
 
-Every record carries the folded state before it, so any slot tells which version was newest there: a search by
-interpolation, halved in between so that an uneven history costs 2·log2(n) at worst. What a slot says on the way is only
-a hint, since a void record may claim anything; the seal that the search ends at must count by the state it claims, and
-its neighbour must agree with exactly the state reached. That is the proof that a cold reader asks of the tail, too.
+Every record carries the folded state before it, so any slot says which version was the newest there. The search
+alternates interpolation and bisection, so an uneven history costs 2·log2(n) requests at worst. What a slot says on the
+way is only a hint, since a void record may claim anything: the seal that is found must count by the state that it
+claims, and its neighbour must agree with the state after it. A cold reader asks the same proof of the tail.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from dcr_daemon.ledger.tail import missing_record
 from dcr_daemon.store.port import Store
 
 
-class Place(NamedTuple):
-    """Where a seal lies: its version and its slot."""
+class SealPosition(NamedTuple):
+    """The version and the slot of a seal."""
 
     version: int
     seq: int
 
 
-async def find_seal(store: Store, stream: str, version: int, below: Place, above: Place) -> Seal | None:
-    """The seal of `version`, which lies between two known ones; None if void records mislead the search.
+async def find_seal(store: Store, stream: str, version: int, below: SealPosition, above: SealPosition) -> Seal | None:
+    """The seal of `version`, which is between two known ones; None if void records mislead the search.
 
-    Then the caller walks, as slowly as surely. Raises `Corrupt` if a slot between the two is free.
+    Then the caller goes back seal by seal, which is slow and certain. Raises `Corrupt` if a slot between is free.
     """
     low, high, halve = below, above, False
     while high.seq - low.seq > 1:
@@ -39,13 +39,13 @@ async def find_seal(store: Store, stream: str, version: int, below: Place, above
         if newest.version == version:
             return await _proved(store, stream, version, newest.seq)
         if newest.version > version:
-            high = Place(newest.version, newest.seq)
+            high = SealPosition(newest.version, newest.seq)
         else:
-            low = Place(newest.version, guess)
+            low = SealPosition(newest.version, guess)
     return await _proved(store, stream, version, low.seq) if low.version == version - 1 else None
 
 
-def _interpolate(version: int, low: Place, high: Place) -> int:
+def _interpolate(version: int, low: SealPosition, high: SealPosition) -> int:
     """A slot strictly between the two; aimed a little above the seal, where records name it as the newest."""
     share = (version - low.version + 0.5) / (high.version - low.version)
     guess = low.seq + round(share * (high.seq - low.seq))

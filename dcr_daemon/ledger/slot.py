@@ -1,8 +1,7 @@
-"""One slot of the ledger: reading it, and putting a record there with the outcome known (musts L0, L1).
+"""One slot of the ledger: reads it, and puts a record there so that the outcome is known (musts L0, L1).
 
-`occupy` is the only place in DCR that appends to a ledger. It ends in one of two ways: the bytes that occupy the
-slot, ours or not, or `Undecided`. It never guesses: a 404 after a lost answer decides nothing, since the PUT may
-still be on its way.
+`occupy` is the only function in DCR that appends to a ledger. It returns the bytes that occupy the slot, ours or not,
+or raises `Undecided`. It never guesses: a 404 after a lost answer decides nothing, since the PUT may still arrive.
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ TRIES = 8  #: puts of the same bytes before a caller is told that the outcome is
 BACKOFF = 0.2  #: seconds before the second try; doubles, jittered
 BACKOFF_LIMIT = 5.0  #: seconds
 
-#: what every reader takes an object above `RECORD_LIMIT` for, so that all chain over it alike: void, and no bytes
+#: what every reader takes an object above `RECORD_LIMIT` for, a void record of no bytes: so all compute the same digest
 OVERSIZED = b""
 
 
 class Undecided(StoreUnavailable):
-    """A record was sent and its fate is not known. It is kept: the next call on the ledger resolves it first.
+    """A record was sent and its outcome is not known. It is kept: the next call on the ledger resolves it first.
 
     Until then nothing may be undone, committed, diffed or reported as failed (must L1).
     """
 
 
 async def read_slot(store: Store, seq: int) -> bytes | None:
-    """The bytes in slot `seq`; None if it is free as far as anybody can tell now."""
-    for _ in range(2):  # an answer cut or mixed up on the way must not look like a large record to this reader alone
+    """The bytes in slot `seq`; None if it is free now."""
+    for _ in range(2):  # an answer damaged on the way must not look like a large record to this reader alone
         try:
             return await store.get(names.record(seq), limit=RECORD_LIMIT)
         except KeyNotFound:
@@ -43,9 +42,9 @@ async def read_slot(store: Store, seq: int) -> bytes | None:
 
 
 async def judge_slot(store: Store, tip: Tip, body: bytes) -> tuple[Step, bytes]:
-    """Fold what was read in the slot after `tip`; bytes that nobody should have written there are read once more.
+    """Fold what was read in the slot after `tip`; bytes that no writer can have put there are read once more.
 
-    Damage on the way differs from look to look, and a reader that believed it would part from all others for good.
+    Damage on the way differs from read to read, and a reader that believed it would disagree with all others for good.
     """
     step = fold(tip, body)
     if step.foreign and (again := await read_slot(store, tip.seq + 1)) is not None and again != body:

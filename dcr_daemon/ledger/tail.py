@@ -1,8 +1,8 @@
-"""Finding the end of a ledger without reading all of it (must L2, L5).
+"""Finds the end of a ledger without reading all of it (must L2, L5).
 
-Records are never deleted and never leave a gap, so occupied slots are one run from 0: doubling strides find a free
-slot and bisection finds the last occupied one, about 2·log2(n) requests. The state there is taken from the records
-themselves, from the newest place where two neighbours agree on it; one record alone is nobody's proof.
+Records are never deleted and never leave a gap, so the occupied slots are one run from 0: doubling strides find a free
+slot and bisection finds the last occupied one, in about 2·log2(n) requests. The state there is taken from the records
+themselves, at the newest slot where two neighbours agree on it; one record alone proves nothing.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class Tail:
         return low
 
     async def steps(self, start: Tip, tail: int) -> list[Step]:
-        """Fold up to `tail` from the newest place at or above `start` whose state two records agree on.
+        """Fold up to `tail` from the newest slot at or above `start` whose state two records agree on.
 
-        One of the two must count, by the state it claims. So void records at the tail do not mislead, whatever they
-        claim: the walk goes on below them, in the end to `start` itself, which is known.
+        One of the two must count, by the state that it claims. So void records at the tail do not mislead, whatever
+        they claim: the search continues below them, in the end to `start` itself, which is known.
         """
         tip = start
         for seq in range(tail - 1, start.seq, -1):

@@ -62,7 +62,7 @@ class FileStore:
     async def get(self, key: str, *, limit: int) -> bytes:
         path = self._path(key)
         with instrumented(self._emit, "get") as request:
-            data = await self._persist("read", path, partial(self._read, key, path, limit))
+            data = await self._retry("read", path, partial(self._read, key, path, limit))
             request.bytes = len(data)
             return data
 
@@ -78,14 +78,14 @@ class FileStore:
         path = self._path(key)
         with instrumented(self._emit, "overwrite") as request:
             request.bytes = len(body)
-            await self._persist("replace", path, partial(self._replace, path, body))
+            await self._retry("replace", path, partial(self._replace, path, body))
 
     async def list(self, prefix: str) -> AsyncIterator[Entry]:
         parent, slash, begins = check_prefix(prefix).rpartition("/")
         entries = self._walk(parent + slash, begins)
         while True:
             with instrumented(self._emit, "list"):
-                batch = await self._persist(
+                batch = await self._retry(
                     "list",
                     self.root / parent,
                     lambda: list(islice(entries, LIST_BATCH)),
@@ -101,15 +101,13 @@ class FileStore:
         for key in keys:
             path = self._path(key)
             with instrumented(self._emit, "delete"):
-                await self._persist("delete", path, partial(self._unlink, path))
+                await self._retry("delete", path, partial(self._unlink, path))
 
     async def close(self) -> None:
         self._workers.close()
 
-    async def _persist(
-        self, verb: str, path: Path, function: Callable[[], T], patience: RetryPolicy | None = None
-    ) -> T:
-        """Run `function` on a thread; what a file system says only in passing is tried again."""
+    async def _retry(self, verb: str, path: Path, function: Callable[[], T], patience: RetryPolicy | None = None) -> T:
+        """Run `function` on a thread; errors of the file system that may pass are retried."""
 
         def once() -> T:
             try:

@@ -1,7 +1,7 @@
-"""What a key may look like, the same for every store.
+"""Which keys are allowed, the same for every store.
 
-Keys travel in records that come from a bucket, so they are hostile until checked: no key that passes here can
-leave the stream's prefix, name a hidden file, or mean different things to a file system and to a bucket.
+Records that come from a bucket contain keys, so keys are hostile until checked: no key that passes here can leave the
+stream's prefix, name a hidden file, or mean different things to a file system and to a bucket.
 """
 
 from __future__ import annotations

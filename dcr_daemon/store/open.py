@@ -1,4 +1,4 @@
-"""From a URL to a store."""
+"""Opens the store that a URL names."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def open_store(
         profile: a profile of the AWS configuration files.
         addressing: `path` or `virtual` (bucket in the host name); `auto` is what the profile says, else virtual on
             AWS and path elsewhere.
-        emit: hears one `StoreRequest` per request.
+        emit: gets one `StoreRequest` per request.
 
     Raises:
         UsageError: the URL or an option cannot mean a stream.

@@ -1,6 +1,6 @@
-"""The object-store port: what DCR asks of a bucket, and nothing more.
+"""The object-store port: the operations that DCR needs of a bucket.
 
-One primitive orders everything: *create if absent* (must L0). Keys are relative to the stream's prefix. LIST is a
+One of them orders everything: *create if absent* (must L0). Keys are relative to the stream's prefix. LIST is a
 hint (must L6). Every implementation passes `tests/contract/test_store.py`.
 """
 

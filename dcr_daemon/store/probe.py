@@ -1,29 +1,30 @@
-"""Does this store keep the one promise that everything rests on? Asked at start-up, by doing it (must L6).
+"""Proves at start-up that a store honours create-if-absent, on which everything rests (must L6).
 
-A store that accepts If-None-Match and ignores it would let two publishers write one slot, silently; such stores are
-common, so nobody is believed. The probe writes a few small objects under `probe/<nonce>/` and deletes them again.
+A store that accepts If-None-Match and ignores it would silently let two publishers write one slot. Such stores are
+common, so each is tried. The probe writes a few small objects under `probe/<nonce>/` and deletes them again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Protocol, runtime_checkable
 
 from dcr_daemon import runtime
-from dcr_daemon.errors import DcrError, Incompatible, KeyNotFound, StoreUnavailable
+from dcr_daemon.errors import DcrError, Incompatible, KeyNotFound
 from dcr_daemon.store.port import Outcome, Store
 from dcr_daemon.store.put_if_absent import put_if_absent
-from dcr_daemon.store.retry import RetryPolicy
+from dcr_daemon.store.retry import RetryPolicy, Transient, retry
 
 ROUNDS = 4
 RACERS = 2
-SWEPT = 3  #: probes in a row that may be swept away under this one by collectors
+SWEPT = 3  #: probes in a row whose objects a collector may delete while they run
 _HINT = "use a store that honours If-None-Match: * on PUT; docs/STORES.md lists which do"
 
 
 @runtime_checkable
 class Inspectable(Protocol):
-    """A store that can tell rules of its bucket which would hurt a stream."""
+    """A store that can read the rules of its bucket and name those that would damage a stream."""
 
     async def inspect(self) -> tuple[str, ...]:
         """One sentence per rule; empty if there is none, or if reading them is not allowed."""
@@ -48,8 +49,8 @@ async def probe(store: Store) -> list[str]:
             for number in range(ROUNDS):
                 await _one_racer_wins(store, f"{place}/race-{number}")
         except Incompatible:
-            # A collector takes a probe under way for one left over (must L5), and whatever it sees of it, it sees the
-            # witness: a verdict counts only while that stands.
+            # A collector may take this probe for one that was left over and delete it (must L5). Whatever it lists of
+            # the probe, it lists the witness: the verdict counts only if that still exists.
             swept = not await _stands(store, _witness(place))
             await _clean(store, place)
             if not swept:
@@ -87,26 +88,24 @@ async def _one_racer_wins(store: Store, key: str) -> None:
 
 async def _decisive_create(store: Store, key: str, body: bytes) -> Outcome:
     """Create until the answer is WON or LOST. The object is known to exist, so UNKNOWN proves nothing."""
-    patience = RetryPolicy()
-    left, tries = patience.seconds, 0
-    while True:
-        tries += 1
-        started = runtime.monotonic()
+
+    async def attempt(_: float) -> Outcome:
         outcome = await store.create(key, body)
-        if outcome is not Outcome.UNKNOWN:
-            return outcome
-        pause = patience.pause(tries, throttled=False)
-        left -= runtime.monotonic() - started + pause
-        if left <= 0:
-            raise StoreUnavailable(
-                f"{store.url}: {tries} creates of an existing object, and none was refused or acknowledged",
-                hint="check the store's health; a store that answers so in health cannot hold a stream",
-            )
-        await runtime.sleep(pause)
+        if outcome is Outcome.UNKNOWN:
+            raise Transient("a create of an existing object was neither refused nor acknowledged")
+        return outcome
+
+    return await retry(
+        attempt,
+        what=store.url,
+        patience=RetryPolicy(),
+        gate=contextlib.nullcontext(),
+        hint="check the store's health; a healthy store that answers like this cannot hold a stream",
+    )
 
 
 def _witness(place: str) -> str:
-    """The first object of a probe, in time and in every listing."""
+    """The first object of a probe, in time and in listings."""
     return f"{place}/0-witness"
 
 

@@ -1,7 +1,7 @@
-"""Create an immutable data object and know that it is there.
+"""Creates an immutable data object and returns when it is known to be durable.
 
-For objects whose bytes are decided before the first try: chunks, parts, vectors, layouts, anchors. Ledger records
-have a stricter rule of their own (must L1), because *another* record may stand in their slot.
+For objects whose bytes are decided before the first try: chunks, parts, vectors, layouts, anchors. Ledger records have
+a stricter rule (must L1, `ledger.slot`), because *another* record may be in their slot.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Bounded, jittered persistence: the only retry loop below the ledger.
+"""Bounded, jittered retries: the only retry loop below the ledger.
 
-It knows one exception, `Transient`: whatever a store cannot name as transient is never tried again. Patience is
-counted in seconds *without progress*, so that a large object over a slow link is not given up while it comes.
+It retries one exception, `Transient`; an error that a store does not call transient is never retried. The budget is in
+seconds *without progress*, so that a large object over a slow link is not given up while it arrives.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from dcr_daemon.events import Emit, Retrying, discard
 T = TypeVar("T")
 
 PROGRESS_BYTES = 1 << 20  #: this much more of an object renews the patience
-HEARD = 0.25  #: seconds that a try has to be given for its silence to say anything
-QUIET_TRIES = 2  #: failures in a row that nobody needs to hear about,
-QUIET_SECONDS = 15.0  #: unless they took this long: a store that swallows requests fails seldom
+SHORTEST_TRY = 0.25  #: seconds that a try must have had for its time-out to replace an earlier answer in the error
+QUIET_TRIES = 2  #: failures in a row that are not reported,
+QUIET_SECONDS = 15.0  #: unless they took this long: requests to a store that does not answer fail slowly
 
 HINT = "check the network, the endpoint and the store's health; a restart continues where this stopped"
 
@@ -36,7 +36,7 @@ class Transient(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How long a store is asked again.
+    """How long, and how often, a request is retried.
 
     Attributes:
         seconds: total time of tries and pauses without progress.
@@ -51,7 +51,7 @@ class RetryPolicy:
     def pause(self, tries: int, *, throttled: bool) -> float:
         """Seconds to wait after the `tries`-th failure: between half and all of a doubling step.
 
-        A throttled client begins four times higher: hurrying back is what the store just complained about.
+        After throttling the pauses begin four times longer, since the store has asked for fewer requests.
         """
         step = min(self.longest, self.first * 2.0 ** min(tries - 1, 16) * (4.0 if throttled else 1.0))
         return step * (0.5 + 0.5 * runtime.jitter())
@@ -67,7 +67,7 @@ async def retry(
     emit: Emit = discard,
     hint: str = HINT,
 ) -> T:
-    """Call `attempt(seconds left)` until it answers.
+    """Call `attempt(seconds left)` until it returns.
 
     Args:
         attempt: one try; it must end within the seconds it is given and raises `Transient` to be tried again.
@@ -75,14 +75,14 @@ async def retry(
         patience: budget and pauses.
         gate: held during a try and not during a pause; waiting for it costs no patience.
         progress: bytes that have arrived so far over all tries.
-        emit: told once, early, that a request does not get through.
+        emit: gets one `Retrying` when the request keeps failing.
         hint: the hint of the error.
 
     Raises:
         StoreUnavailable: the patience is used up.
     """
-    left, tries, total, seen, said = patience.seconds, 0, 0, progress(), False
-    told: Transient | None = None  #: what the store was last heard to say
+    left, tries, total, seen, announced = patience.seconds, 0, 0, progress(), False
+    reported: Transient | None = None  #: the failure that the error will name
     while True:
         tries, total = tries + 1, total + 1
         async with gate:
@@ -91,19 +91,19 @@ async def retry(
                 return await attempt(left)
             except Transient as error:
                 failure = error
-            # Silence in the moment that was left tells less than the answer before it.
-            told = told if told and left < HEARD else failure
+            # A time-out in the little time that was left says less than the answer before it.
+            reported = reported if reported and left < SHORTEST_TRY else failure
             left -= runtime.monotonic() - started
         if progress() - seen >= PROGRESS_BYTES:
-            left, tries, seen, said = patience.seconds, 1, progress(), False
+            left, tries, seen, announced = patience.seconds, 1, progress(), False
         pause = patience.pause(tries, throttled=failure.throttled)
         left -= pause
         if left <= 0:
             raise StoreUnavailable(
-                f"{what}: {told.reason} (tried {total} times, {patience.seconds:g} s without progress)",
+                f"{what}: {reported.reason} (tried {total} times, {patience.seconds:g} s without progress)",
                 hint=hint,
             ) from failure
-        if not said and (tries > QUIET_TRIES or patience.seconds - left >= QUIET_SECONDS):
+        if not announced and (tries > QUIET_TRIES or patience.seconds - left >= QUIET_SECONDS):
             emit(Retrying(what=f"{what}: {failure.reason}"))
-            said = True
+            announced = True
         await runtime.sleep(pause)

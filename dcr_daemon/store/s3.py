@@ -2,8 +2,8 @@
 
 Promises: `create` is one plain PUT with If-None-Match: * that nobody repeats (must L0), and its answer is never
 guessed: what is not a clear yes or a clear 412 is `UNKNOWN`. Everything else is repeated by `retry.retry`, and a
-large object that breaks off is continued where it stopped. Requests in flight are bounded in two lanes, so that a
-ledger record never waits behind a hundred chunks. A store that ignores If-None-Match is found out by `probe`.
+large object that breaks off is continued where it stopped. Requests in flight are bounded in two queues, so that a
+ledger record never waits behind a hundred chunks. `probe` finds a store that ignores If-None-Match.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dcr_daemon.store.s3_rules import lifecycle_warnings, versioning_warnings
 T = TypeVar("T")
 
 CONCURRENCY = 32  #: large requests in flight
-SMALL_LANE = 8  #: requests of at most `SMALL_BYTES` in flight, beside the large ones
+SMALL_CONCURRENCY = 8  #: requests of at most `SMALL_BYTES` in flight, beside the large ones
 SMALL_BYTES = 1 << 20
 LARGE_BYTES = 32 << 20
 SLOWEST = 16 << 10  #: bytes per second: an upload slower than this is given up
@@ -60,7 +60,7 @@ class S3Store:
         self._emit = emit
         self._accepted = False  # whether the store has accepted our credentials before
         self._large = asyncio.Semaphore(concurrency)
-        self._small = asyncio.Semaphore(SMALL_LANE)
+        self._small = asyncio.Semaphore(SMALL_CONCURRENCY)
 
     @classmethod
     async def open(
@@ -84,7 +84,7 @@ class S3Store:
                 region=region,
                 profile=profile,
                 addressing=addressing,
-                connections=concurrency + SMALL_LANE,
+                connections=concurrency + SMALL_CONCURRENCY,
             )
             return cls(
                 client,
@@ -109,7 +109,7 @@ class S3Store:
             attempt,
             what=f"get {self.url}/{key}",
             patience=self._patience,
-            gate=self._lane(limit),
+            gate=self._queue(limit),
             progress=lambda: download.arrived,
             emit=self._emit,
         )
@@ -125,7 +125,7 @@ class S3Store:
             attempt.request.outcome = "won"
             return Outcome.WON
 
-        async with self._lane(len(data)):
+        async with self._queue(len(data)):
             try:
                 return await self._send("create", key, put, self._upload_seconds(data))
             except Occupied:
@@ -143,7 +143,7 @@ class S3Store:
         async def attempt(seconds: float) -> None:
             await self._send("overwrite", key, put, max(seconds, self._upload_seconds(body)))
 
-        await self._persist(attempt, f"overwrite {self.url}/{key}", len(body))
+        await self._retry(attempt, f"overwrite {self.url}/{key}", len(body))
 
     async def delete(self, keys: Iterable[str]) -> None:
         left = [check_key(key) for key in keys]
@@ -164,7 +164,7 @@ class S3Store:
         async def attempt(seconds: float) -> None:
             await self._send("delete", keys[0], remove, seconds)
 
-        await self._persist(attempt, f"delete {len(keys)} objects below {self.url}")
+        await self._retry(attempt, f"delete {len(keys)} objects below {self.url}")
 
     async def list(self, prefix: str) -> AsyncIterator[Entry]:
         start = self._root + check_prefix(prefix)
@@ -180,10 +180,10 @@ class S3Store:
 
         entries = []
         while True:
-            found = await self._persist(attempt, f"list {self.url}/{prefix}")
+            found = await self._retry(attempt, f"list {self.url}/{prefix}")
             for line in found.get("Contents", ()):
                 key = line["Key"].removeprefix(self._root)
-                if is_key(key):  # what somebody else put under the prefix is none of our objects
+                if is_key(key):  # objects that others put under the prefix are not listed
                     entries.append(Entry(key, line["Size"]))
             token = found.get("NextContinuationToken")
             if not found.get("IsTruncated") or not token:
@@ -213,14 +213,14 @@ class S3Store:
     def _object(self, key: str) -> dict[str, str]:
         return {"Bucket": self._bucket, "Key": self._root + check_key(key)}
 
-    def _lane(self, size: int) -> asyncio.Semaphore:
+    def _queue(self, size: int) -> asyncio.Semaphore:
         return self._small if size <= SMALL_BYTES else self._large
 
     def _upload_seconds(self, body: bytes) -> float:
         return self._patience.seconds + len(body) / SLOWEST
 
-    async def _persist(self, attempt: Callable[[float], Awaitable[T]], what: str, size: int = 0) -> T:
-        return await retry(attempt, what=what, patience=self._patience, gate=self._lane(size), emit=self._emit)
+    async def _retry(self, attempt: Callable[[float], Awaitable[T]], what: str, size: int = 0) -> T:
+        return await retry(attempt, what=what, patience=self._patience, gate=self._queue(size), emit=self._emit)
 
     async def _send(self, operation: str, key: str, call: Callable[[Try], Awaitable[T]], seconds: float) -> T:
         """Send one request, bounded in time, with its error translated and its event emitted."""

@@ -1,7 +1,7 @@
-"""One object on its way here, over as many tries as it takes.
+"""Downloads one object, over as many tries as it takes.
 
-What has arrived is kept over broken connections and continued by a range request, but only while the store says
-that it is still the same object (ETag); else from the start. Never holds more than the limit.
+The bytes that have arrived are kept when a connection breaks, and a range request continues after them as long as the
+store says that it is the same object (ETag); otherwise it starts again. Never holds more than the limit.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Bucket rules that would hurt a stream, read where that is allowed, told as warnings (must L6).
+"""Warnings about bucket rules that would damage a stream, where reading them is allowed (must L6).
 
-Reading a bucket's configuration needs rights that a least-privilege publisher does not have; a denied or
-unimplemented call is therefore silence, never an error.
+Reading a bucket's configuration needs rights that a least-privilege publisher does not have; so a denied or
+unimplemented call gives no warning, and never an error.
 """
 
 from __future__ import annotations

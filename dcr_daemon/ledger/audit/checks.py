@@ -1,6 +1,6 @@
-"""Reading what one version or one anchor consists of, as a sceptic: bytes, digests, and that they add up.
+"""Checks one version or one anchor: reads all of its objects, compares digests, and recomputes the sums.
 
-For `verify` alone. Damage is collected, not raised, and at the end said together with what can still be done about it.
+For `verify` alone. Damage is collected, not raised.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Check:
         self.bytes = 0
         self._stream, self._seals, self._floor = stream, seals, floor
         self._workers = workers
-        # No patience: what is missing when it is looked for is what this command is asked about.
+        # No patience: an object that is missing is what this command has to report.
         self._reader = Objects(store, floor=lambda: floor, emit=emit, patience=0, workers=workers)
         self._slots = asyncio.Semaphore(AT_ONCE)
         self._layout: Layout

@@ -1,8 +1,8 @@
-"""What can still be done about damage, knowing all of it. For `verify` alone; pure.
+"""Says what can still be done about each damage, once all are known. For `verify` alone; pure.
 
-A version is had from its anchor, or by the delta from the version before. A delta needs its chunks and the vectors of
-both its ends, an anchor needs its files and the vector of its version: so a vector that is gone takes two deltas and an
-anchor with it.
+A version is built from its anchor, or by the delta from the version before. A delta needs its chunks and the vectors of
+both its versions, an anchor needs its files and the vector of its version: so a missing vector makes two deltas and an
+anchor unusable.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SPARE = "harmless: no reader needs it"
 
 
 class Damage(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that is wrong. `repair` says what can be done; `rebuildable` whether its content still exists."""
+    """One damage. `repair` says what can be done; `rebuildable` whether the content still exists elsewhere."""
 
     key: str
     version: int | None
@@ -44,7 +44,7 @@ class Repairs:
         self._broken = broken | {version + 1 for version in vectors}
 
     def advise(self, damage: Damage) -> Damage:
-        """The same, with what can be done about it."""
+        """The damage with what can be done about it."""
         if damage.repair or damage.version is None:
             return damage
         rebuildable, repair = damage.rebuildable, ""
@@ -58,7 +58,7 @@ class Repairs:
         return msgspec.structs.replace(damage, rebuildable=rebuildable, repair=repair)
 
     def _of_anchor(self, version: int) -> tuple[bool, str]:
-        """Whether the version can be had all the same, and how."""
+        """Whether the version can be built without this anchor, and how."""
         start = self._start(version)
         if start is not None:
             return True, f"`dcr materialize --version {version}` still builds it, from the anchor of version {start}"
@@ -71,7 +71,7 @@ class Repairs:
         )
 
     def _of_delta(self, version: int, vector: bool) -> str:
-        """What the loss of a delta means, or of a vector."""
+        """What the loss of a delta, or of a vector, means."""
         end = version
         while end <= self._head and self._start(end) is None:
             end += 1
@@ -82,7 +82,7 @@ class Repairs:
         return f"{what}; replicas below version {version + vector} {self._past(end)}"
 
     def _past(self, version: int) -> str:
-        """How replicas come to `version` or above."""
+        """How replicas reach `version` or a later one."""
         past = next((anchor for anchor in self._whole if anchor >= version), None)
         if past is not None:
             return f"go by the anchor of version {past}"

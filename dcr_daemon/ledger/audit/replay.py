@@ -1,4 +1,4 @@
-"""Every record from the first, in order, with its verdict: for people and for `verify`, not for daemons."""
+"""Reads every record from the first, in order, with its verdict: for people and for `verify`, not for daemons."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def replay(store: Store, *, ahead: int = AHEAD) -> AsyncIterator[Step]:
             tip = step.tip
             yield step
         if free < ahead and await read_slot(store, tip.seq + 1) is None:
-            # A writer may have filled both slots between our two reads of them; asked in this order, it cannot.
+            # A writer may have filled both slots between our two reads of them; in this order of reads it cannot have.
             if await find_gap(store, tip.seq) is not None and await read_slot(store, tip.seq + 1) is None:
                 raise missing_record(store.url, tip.seq + 1)
             return

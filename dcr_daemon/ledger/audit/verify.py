@@ -1,8 +1,8 @@
-"""Is everything that the ledger names there, and does it add up? (`dcr verify`)
+"""`dcr verify`: checks that everything that the ledger names is there and consistent.
 
-Reads every record, every object of every version at or above the floor, and every file of every anchor; recomputes
-the chain of fingerprint vectors from the chunks, and that of each anchor from its tensors. It only reads, and may run
-beside publishers, replicas and collectors. What it finds is said together with what still can be done about it.
+It reads every record, every object of every version at or above the floor, and every file of every anchor; recomputes
+the chain of fingerprint vectors from the chunks, and the vector of each anchor from its tensors. It only reads, and may
+run beside publishers, replicas and collectors. Each damage is reported with what can still be done about it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from dcr_daemon.store.port import Store
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What was looked at, and what was found.
+    """What was checked, and what was found.
 
-    `void` names records that count for nobody. Those of a stale epoch harm nothing; others are among the damages.
-    `orphans`: objects that nothing needs, which `dcr gc` deletes (None: not told, the ledger being damaged); `unknown`:
-    keys that are none of a stream's.
+    `void` names records that do not count. Those of a stale epoch are harmless; others are among the damages.
+    `orphans`: number of objects that nothing needs, which `dcr gc` deletes (None: unknown, because the ledger is
+    damaged). `unknown`: keys that are not a stream's.
     """
 
     stream: str

@@ -1,16 +1,16 @@
-"""Retention at work: learn the facts, raise the floor, delete; each decision is `retention`'s (musts L5 to L8).
+"""Carries retention out: reads ledger and listing, raises the floor, deletes; `plan` decides (musts L5 to L8).
 
-Anybody may plan and delete below the floor that stands. Only the newest epoch raises it, and the record is durable
-before the first object goes. An interrupted collection leaves nothing half done: the next sweep finds what is left.
+Anybody may plan and delete below the present floor. Only the newest epoch raises it, and its record is durable before
+the first object is deleted. An interrupted collection does no harm: the next sweep finds the rest.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 
 from dcr_daemon import runtime
 from dcr_daemon.errors import Corrupt, Fenced, KeyNotFound, UsageError
@@ -29,9 +29,10 @@ from dcr_daemon.ledger.retention.plan import (
     plan_retention,
 )
 from dcr_daemon.store.port import Entry
+from dcr_daemon.store.task_limiter import run_limited
 
-BATCH = 500  #: objects per delete, and between two looks at whether to go on
-AT_ONCE = 8  #: files of an anchor looked at at a time
+BATCH = 500  #: objects per delete; after each the caller is asked whether to go on
+AT_ONCE = 8  #: files of an anchor checked at a time
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how many of how many."""
@@ -39,33 +40,33 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What went: objects and bytes, and the floor that it went by."""
+    """What was deleted: objects and bytes, and the floor that was applied."""
 
     floor: int
     objects: int
     bytes: int
 
 
-class _Enough(Exception):
-    """The floor is as high as that already."""
+class _FloorReached(Exception):
+    """The floor is that high already."""
 
 
 class Collector:
     """Collects in the stream of `ledger`, which has been read.
 
     Args:
-        progress: told what is being done, for people.
+        progress: called with what is being done, for people.
     """
 
     def __init__(self, ledger: Ledger, *, progress: Progress | None = None) -> None:
         self._ledger = ledger
         self._store = ledger.store
-        # No patience: what is not there now is not built upon now. The next sweep looks again.
+        # No patience: an anchor that is not complete now is not used now. The next sweep checks again.
         self._objects = Objects(ledger.store, floor=lambda: ledger.state.floor, patience=0)
         self._tell: Progress = progress or (lambda what, done, total: None)
 
     async def plan(self, policy: RetentionPolicy) -> Plan:
-        """What the policy, and the ledger up to its present tip, would have done. Writes nothing."""
+        """The plan that follows from the policy and the ledger up to its present tip. Writes nothing."""
         listing = [entry for prefix in PREFIXES async for entry in self._list(prefix)]
         tip = self._ledger.tip
         facts = Facts(tip.seq, tip.state, await self._sealed(tip.state, listing), await self._anchors())
@@ -73,23 +74,23 @@ class Collector:
         return plan_retention(facts, floor, listing)
 
     async def raise_floor(self, plan: Plan) -> None:
-        """Write the plan's floor, unless a record says as much already. The caller holds the claim.
+        """Write the plan's floor, unless the floor is that high already. The caller holds the claim.
 
         Raises:
-            Fenced: a newer epoch owns the stream; it has the say now.
-            Undecided: the record was sent and its fate is not known; nothing may be deleted by it yet.
+            Fenced: a newer epoch owns the stream and decides.
+            Undecided: the record was sent and its outcome is not known; nothing may be deleted by it yet.
         """
         floor = plan.floor.floor
 
         def make(header: Header) -> Floor:
             if header.state.floor >= floor:
-                raise _Enough
+                raise _FloorReached
             return Floor(**header.fields, floor=floor)
 
         runtime.failpoint("retention.planned")
         try:
             await self._ledger.append(make)
-        except _Enough:
+        except _FloorReached:
             return
         runtime.failpoint("retention.floor")
 
@@ -123,7 +124,7 @@ class Collector:
             yield entry
 
     async def _sealed(self, state: State, listing: Sequence[Entry]) -> dict[int, int]:
-        """The attempt that became each listed version that may stay; newest first, as the ledger is walked."""
+        """The attempt that became each listed version that may stay; newest first, as the ledger is read."""
         wanted = sorted(v for v in listed_versions(listing) if max(state.floor, 1) <= v <= state.seal.version)
         sealed = {}
         for n, version in enumerate(reversed(wanted)):
@@ -132,7 +133,7 @@ class Collector:
         return sealed
 
     async def _anchors(self) -> list[AnchorFact]:
-        """The newest anchor of each version at or above the floor, newest first, with the folders it lies in."""
+        """The newest anchor of each version at or above the floor, newest first, with the prefixes of its objects."""
         facts = []
         for anchor in await self._ledger.history.anchors():
             refs = await self._files(anchor)
@@ -149,11 +150,11 @@ class Collector:
         return [anchor.index, *index.all]
 
     async def _floor(self, policy: RetentionPolicy, facts: Facts) -> FloorPlan:
-        """Where the policy would have the floor; an anchor is looked at only if the floor might rise to it."""
+        """The floor that the policy asks for; an anchor is checked only if the floor might rise to it."""
         state = facts.state
         if not policy.active:
             return FloorPlan(state.floor, state.floor)
-        oldest = policy.oldest(state.seal.version, await self._young(policy))
+        oldest = policy.oldest(state.seal.version, await self._oldest_recent(policy))
         looked = list[AnchorFact]()
         for fact in facts.anchors:
             if fact.version <= oldest:
@@ -164,7 +165,7 @@ class Collector:
         return plan_floor(oldest, state.floor, looked)
 
     async def _wrong(self, fact: AnchorFact) -> str:
-        """What keeps an anchor from being built upon; empty if it is valid and all of it is there."""
+        """What makes an anchor unusable; empty if it is valid and complete."""
         anchor = await self._ledger.history.anchor(fact.version)
         seal: Seal | None = await self._ledger.history.seal(fact.version) if fact.version else None
         if anchor.total != (seal.after if seal else self._ledger.stream.total):
@@ -172,21 +173,15 @@ class Collector:
         refs = await self._files(anchor)
         if refs is None:
             return "has no index that can be read"
-        slots = asyncio.Semaphore(AT_ONCE)
-
-        async def there(ref: ObjectRef) -> bool:
-            async with slots:
-                return await self._there(ref)
-
-        self._tell(f"looking at the anchor of version {fact.version}", 0, 0)
-        found = await asyncio.gather(*(there(ref) for ref in refs))
-        gone = [ref.key for ref, is_there in zip(refs, found, strict=True) if not is_there]
+        self._tell(f"checking the anchor of version {fact.version}", 0, 0)
+        found = await run_limited((partial(self._exists, ref) for ref in refs), AT_ONCE)
+        gone = [ref.key for ref, exists in zip(refs, found, strict=True) if not exists]
         return f"lacks {gone[0].rpartition('/')[2]}" if gone else ""
 
-    async def _there(self, ref: ObjectRef) -> bool:
-        """Whether an object exists with at least its size, told by the store itself and never by a LIST.
+    async def _exists(self, ref: ObjectRef) -> bool:
+        """Whether an object exists with at least its size, by a GET and never by a LIST.
 
-        Asked for with a limit one byte short of its size, a store refuses it without sending it.
+        The limit is one byte below its size, so that the store refuses the object without sending it.
         """
         try:
             body = await self._store.get(ref.key, limit=max(ref.size - 1, 0))
@@ -196,10 +191,10 @@ class Collector:
             return False
         return len(body) == ref.size
 
-    # Hours: an operator's wish, told by the clocks of the publishers and of this machine (must L8: never safety).
+    # Hours are measured by the clocks of the publishers and of this machine; safety never rests on them (must L8).
 
-    async def _young(self, policy: RetentionPolicy) -> int | None:
-        """The oldest version that was sealed in the last `hours`, None if none was; found by halving."""
+    async def _oldest_recent(self, policy: RetentionPolicy) -> int | None:
+        """The oldest version that was sealed in the last `hours`, None if none was; found by bisection."""
         if policy.hours is None:
             return None
         since = runtime.now() - timedelta(hours=policy.hours)
@@ -223,13 +218,13 @@ async def collect(
     take_over: bool = False,
     progress: Progress | None = None,
 ) -> tuple[Plan, Collected]:
-    """Plan and carry out, from outside of any publisher: claims the stream if the floor is to rise, and releases it.
+    """Plan and carry out, outside of any publisher: claims the stream if the floor is to rise, and releases it.
 
-    Claimed is under the name of the publisher that held the stream last, unless `name` says otherwise: should this
-    process die before it releases, that publisher still restarts by itself (must P6).
+    The claim has the name of the publisher that held the stream last, unless `name` is given: if this process dies
+    before it releases, that publisher can still restart by itself (must P6).
 
     Raises:
-        Fenced: a publisher holds the stream; it is the one to raise the floor.
+        Fenced: a publisher holds the stream; only it may raise the floor.
         NotFound: there is no stream.
     """
     collector = Collector(ledger, progress=progress)
@@ -259,7 +254,7 @@ def _claimant(ledger: Ledger, name: str | None, *, take_over: bool) -> str:
 
 
 def _sealed_at(record: Seal | Stream) -> datetime:
-    """What its publisher's clock said; now, so that it is kept, if that is no time."""
+    """When its publisher's clock says it was sealed; if that cannot be parsed, now, so that it is kept."""
     try:
         at = datetime.fromisoformat(record.at)
     except ValueError:

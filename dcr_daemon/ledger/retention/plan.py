@@ -1,18 +1,19 @@
-"""What may be deleted from a stream, and why (musts L5 to L8). Pure; the collector does it.
+"""Decides what may be deleted from a stream, and why (musts L5 to L8). Pure; the collector deletes.
 
     policy ─► floor ─► `floor` record, durable ─► deletes
 
-A policy is a wish; safety never rests on it. The floor goes no higher than a whole anchor that the ledger names, so at
-every time some anchor at or above the floor, and the chain after it, lead from nothing to the head. A clock that is
-wrong, in the `at` of a record or here, makes a stream keep more or less history than was asked for, and nothing else.
+A policy says what an operator wants kept; safety never rests on it. The floor goes no higher than a complete anchor
+that the ledger names, so at any time some anchor at or above the floor, and the chain after it, lead from nothing to
+the head. A wrong clock, in the `at` of a record or here, makes a stream keep more or less history than was asked for,
+and does nothing else.
 
-Why a decision stays right however old the knowledge it was made on: the floor never falls. An attempt that was neither
+A decision stays right however old the knowledge that it was made on: the floor never falls. An attempt that was neither
 sealed nor open at some tail that lies above it can never be sealed, since only its own `open` could have made it the
 open one. An anchor is named after a seq that its writer had read, at least that of its own claim: once a newer epoch
 or a release stands above that, no record can name it. A publisher writes one anchor at a time: once one is recorded,
 whatever was begun before it has ended. Names are never used again (must L0). So LIST may be stale, two collectors may
-work at once, and an object that arrives late goes in the next sweep. What is above the tail that was read is never
-touched, nor what this module does not recognise.
+work at once, and an object that arrives late is deleted by the next sweep. Objects of attempts above the tail that was
+read are never touched, nor keys that this module does not recognise.
 """
 
 from __future__ import annotations
@@ -43,15 +44,17 @@ _PROBE = re.compile(r"probe/[0-9a-f]+/[^/]+")
 
 @dataclass(frozen=True, slots=True)
 class RetentionPolicy:
-    """Which versions an operator wants kept: the newest `versions`, and those sealed in the last `hours`. What either
-    asks for is kept; with neither, every version is."""
+    """Which versions an operator wants kept: the newest `versions`, and those sealed in the last `hours`.
+
+    A version that either asks for is kept; with neither, every version is.
+    """
 
     versions: int | None = None
     hours: float | None = None
 
     @classmethod
     def of(cls, versions: int | None, hours: float | None) -> RetentionPolicy:
-        """The policy as an operator gives it, 0 and None both meaning no wish. Raises `UsageError` for what is none."""
+        """The policy as an operator gives it; 0 and None both mean "not set". Raises `UsageError` for other values."""
         if (versions is not None and versions < 0) or (hours is not None and not 0 <= hours <= MAX_HOURS):
             raise UsageError(f"cannot keep {versions} versions, or those of {hours} hours", hint="0 keeps everything")
         return cls(versions or None, hours or None)
@@ -72,8 +75,11 @@ class RetentionPolicy:
 
 @dataclass(frozen=True, slots=True)
 class AnchorFact:
-    """The newest anchor of a version: its record's seq, the folders its objects lie in (None: its index cannot be
-    read), and what is wrong with it (empty: it is whole; None: nobody looked)."""
+    """The newest anchor of a version.
+
+    `seq`: of its record. `folders`: the prefixes of its objects (None: its index cannot be read). `wrong`: what is
+    wrong with it (empty: it is complete; None: not checked).
+    """
 
     version: int
     seq: int
@@ -83,8 +89,11 @@ class AnchorFact:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the ledger said up to `tip`. `sealed`: the attempt that became each version at or above the floor, as far
-    as anything is listed of it; `anchors`: the newest of each version at or above the floor, newest first."""
+    """What the ledger says up to `tip`.
+
+    `sealed`: the attempt that became each version at or above the floor of which an object is listed. `anchors`: the
+    newest anchor of each version at or above the floor, newest first.
+    """
 
     tip: int
     state: State
@@ -104,7 +113,7 @@ class Why(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One object to delete. `attempt` is the number its folder bears; both are None for what has none."""
+    """One object to delete. `version` and `attempt` are those in its key; None if the key has none."""
 
     key: str
     size: int
@@ -115,8 +124,8 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class FloorPlan:
-    """`floor`: where it is to be; `held`: why it is not as high as the policy would have it (empty if it is);
-    `blocked`: a whole anchor is what is missing."""
+    """`floor`: the new floor; `held`: why it is lower than the policy asks for (empty if it is not); `blocked`: it is
+    lower because there is no complete anchor."""
 
     floor: int
     oldest: int
@@ -126,9 +135,9 @@ class FloorPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is to be done: write `floor` unless it stands already (`before`), then delete `items`.
+    """What is to be done: write `floor` unless it is the present one (`before`), then delete `items`.
 
-    `kept`: objects that stay; `unknown`: keys that are nobody's, which stay too and should be looked at.
+    `kept`: number of objects that stay; `unknown`: keys that are not a stream's, which stay too and should be checked.
     """
 
     before: int
@@ -148,9 +157,9 @@ class Plan:
 
 
 def plan_floor(oldest: int, floor: int, anchors: Iterable[AnchorFact]) -> FloorPlan:
-    """The floor for keeping versions from `oldest` on: the newest whole anchor at or below it.
+    """The floor for keeping versions from `oldest` on: the newest complete anchor at or below it.
 
-    What lies between that anchor and `oldest` stays, being the way from the one to the other.
+    The versions between that anchor and `oldest` stay, because they lead from the one to the other.
     """
     if oldest <= floor:
         return FloorPlan(floor, oldest)
@@ -168,7 +177,7 @@ def plan_floor(oldest: int, floor: int, anchors: Iterable[AnchorFact]) -> FloorP
 
 
 def plan_retention(facts: Facts, floor: FloorPlan, listing: Iterable[Entry]) -> Plan:
-    """What of `listing` is to be deleted once the floor is durable."""
+    """Which objects of `listing` are to be deleted once the floor is durable."""
     judge = _Judge(facts, floor.floor)
     items, unknown, kept, kept_bytes = list[Item](), list[str](), 0, 0
     for entry in listing:
@@ -183,12 +192,12 @@ def plan_retention(facts: Facts, floor: FloorPlan, listing: Iterable[Entry]) -> 
 
 
 def listed_versions(listing: Iterable[Entry]) -> set[int]:
-    """The versions that anything is listed of below data/."""
+    """The versions of which an object below data/ is listed."""
     return {int(found[1]) for entry in listing if (found := _DATA.fullmatch(entry.key))}
 
 
 class _Judge:
-    """Answers with an `Item` for what goes, True for what stays, False for what is not recognised."""
+    """Called with a listed object: `Item` if it is to be deleted, True if it stays, False if it is not recognised."""
 
     def __init__(self, facts: Facts, floor: int) -> None:
         self._facts, self._floor = facts, floor
@@ -199,14 +208,14 @@ class _Judge:
             return self._data(entry, int(found[1]), int(found[2]))
         if found := _ANCHOR.fullmatch(entry.key):
             return self._anchor(entry, int(found[1]), int(found[2]))
-        if _PROBE.fullmatch(entry.key):  # a probe under way that is swept notices, and begins again
+        if _PROBE.fullmatch(entry.key):  # a probe that is under way notices it, and begins again
             return Item(entry.key, entry.size, Why.PROBE)
         return False
 
     def _data(self, entry: Entry, version: int, attempt: int) -> Item | bool:
         state = self._facts.state
         if version == 0:
-            return entry.key == names.vector(0, 0)  # an engine that holds the base is told by it, for ever
+            return entry.key == names.vector(0, 0)  # it identifies an engine that holds the base, for ever
         if attempt > self._facts.tip or (state.open and attempt == state.open.seq):
             return True
         if version < self._floor:
