@@ -26,7 +26,7 @@ from dcr_daemon.publish.event_log import EventLog
 from dcr_daemon.publish.group import update_steps
 from dcr_daemon.publish.group.coordinator import CLOSE_PATIENCE, Coordinator
 from dcr_daemon.publish.group.opening import open_coordinator
-from dcr_daemon.publish.group.projected import Projected, Trainer
+from dcr_daemon.publish.group.projected import RankProjection, Trainer
 from dcr_daemon.publish.inputs.sources import Source, TensorSource, synchronize_sources
 from dcr_daemon.publish.inputs.tensors import as_stream, as_table, check_kind, needs_projection
 from dcr_daemon.publish.inputs.validator import UpdateValidator
@@ -124,7 +124,7 @@ class Publisher:
         )
         self._rank = find_rank(group, rank, world)
         self._trainer = trainer or Trainer()
-        self._projected: Projected | None = None
+        self._projection: RankProjection | None = None
         self._calls = 0
         self._emit = EventLog() if emit is None else emit
         self._update: Update | None = None  #: of the call before, until its error was raised
@@ -202,20 +202,22 @@ class Publisher:
 
     def _in_shards(self, weights: Any) -> bool:
         """Whether these weights have to be projected: there are several ranks, or names are not the checkpoint's."""
-        if self._rank.world > 1 or self._trainer.says or self._projected:
+        if self._rank.world > 1 or self._trainer.says or self._projection:
             return True
         return needs_projection(weights, self._coordinator.layout)
 
     def _publish_shards(self, weights: Any, step: int | None) -> Attempt:
         """Project what this rank holds."""
         coordinator = self._coordinator
-        projected = self._projected = self._projected or Projected(
-            self._trainer, self._rank, coordinator.layout, self._options.ignore, block_bytes(self._options.chunk_bytes),
-            self._emit,
+        projection = self._projection = self._projection or RankProjection(
+            self._trainer, self._rank, layout=coordinator.layout, ignore=self._options.ignore,
+            limit=block_bytes(self._options.chunk_bytes), emit=self._emit,
         )  # fmt: skip
+        steps = update_steps.diff_update(
+            coordinator, projection, weights, step=step, call=self._calls, on_loop=update_steps.HandOver
+        )
         try:
-            steps = update_steps.steps(coordinator, projected, weights, step=step, call=self._calls)
-            return update_steps.drive(steps, self._running.call)
+            return update_steps.run_on_thread(steps, self._running.call)
         except BaseException as error:
             self._abort(error)
             raise

@@ -32,7 +32,7 @@ from dcr_daemon.publish.baseline.baseline import Baseline
 from dcr_daemon.publish.group import update_steps
 from dcr_daemon.publish.group.coordinator import Coordinator
 from dcr_daemon.publish.group.opening import open_coordinator
-from dcr_daemon.publish.group.projected import Projected
+from dcr_daemon.publish.group.projected import RankProjection
 from dcr_daemon.publish.group.projected import Trainer as Laid
 from dcr_daemon.publish.options import PublishOptions
 from dcr_daemon.publish.rank import Rank
@@ -159,8 +159,9 @@ class SimRank(Actor):
         options = PublishOptions(**self.group.publish_options(self.machine))
         session = self.session = await open_coordinator(options, store, emit, rank)
         mapped, export = self.of.cut.map(self.number), self._export if self.of.cut.residual else None
-        projected = Projected(
-            Laid(mapped=mapped, export=export), rank, session.layout, (), block_bytes(CHUNK), emit
+        projection = RankProjection(
+            Laid(mapped=mapped, export=export), rank, layout=session.layout, ignore=(),
+            limit=block_bytes(CHUNK), emit=emit
         )  # fmt: skip
         try:
             while True:
@@ -170,7 +171,7 @@ class SimRank(Actor):
                 await asyncio.wait([checks])
                 if self.group.wants(self):
                     self.calls += 1
-                    await self._publish(process, session, projected)
+                    await self._publish(process, session, projection)
                 elif self._behind and self._behind.done():
                     await self._wait_behind()
         finally:
@@ -211,7 +212,7 @@ class SimRank(Actor):
     def _export(self, names: Sequence[str]) -> Iterable[tuple[str, Any]]:
         return ((name, _tensor(name, self._lanes)) for name in names)
 
-    async def _publish(self, process: Process, session: Coordinator, projected: Projected) -> None:
+    async def _publish(self, process: Process, session: Coordinator, projection: RankProjection) -> None:
         """One call of `publish`; the seal goes on behind, as it does there."""
         call = self.calls
         try:
@@ -231,7 +232,9 @@ class SimRank(Actor):
         if call in self.broken:
             weights = dict(list(weights.items())[1:])
         try:
-            attempt = await _driven(update_steps.steps(session, projected, weights, step=step, call=call))
+            attempt = await update_steps.diff_update(
+                session, projection, weights, step=step, call=call, on_loop=lambda work: work
+            )
         except DcrError as error:
             await self._settle(session, error)
             self._holds(process, session)
@@ -304,22 +307,6 @@ class SimRank(Actor):
 
 class Skipped(DcrError):
     """A trainer leaves a call out."""
-
-
-async def _driven(taken: update_steps.Steps) -> Attempt:
-    """`shards.drive` for a trainer that lives on the loop."""
-    try:
-        work = next(taken)
-        while True:
-            try:
-                result = await work
-            except (DcrError, asyncio.CancelledError) as error:
-                work = taken.throw(error)
-            else:
-                work = taken.send(result)
-    except StopIteration as end:
-        attempt: Attempt = end.value
-        return attempt
 
 
 class Group:

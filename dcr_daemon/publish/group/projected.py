@@ -1,11 +1,12 @@
 """The weights of one rank on their way into attempts: mapped once, agreed upon by all ranks, then read at every update.
 
-    once:            declare ─► (verdict) ─► probe ─► (verdict) ─► share
-    at every update: bind ─► share, residual
+    once:            RankProjection.declare ─► FirstRound.probe ─► SecondRound.accept_verdict ─► AgreedProjection
+    at every update: AgreedProjection.bind ─► blocks, residual
 
-Mapping and its probes are `projection`'s; what all ranks agree on is decided by rank 0 from their declarations. The
-first round asks what a rank finds out by itself, so that one that cannot go on says so before any collective call; the
-second what the ranks find out together.
+Each step returns the object on which the next one exists. Between two steps all ranks exchange what they declare, and
+rank 0 judges it (`Coordinator.agree` with `RankProjection.judge`). In the first round a rank declares what it finds out
+by itself, so that one that cannot go on says so before any collective call; in the second what the ranks find out
+together. Mapping and its probes are those of the package `projection`.
 """
 
 from __future__ import annotations
@@ -26,10 +27,9 @@ from dcr_daemon.ledger.records import Open
 from dcr_daemon.publish.rank import Rank, distributed
 
 if TYPE_CHECKING:
-    from dcr_daemon.projection.agreement.gate import Declaration, Verdict
+    from dcr_daemon.projection.agreement.gate import Verdict
     from dcr_daemon.projection.binding.bind import Live
-    from dcr_daemon.projection.binding.reader import Reader
-    from dcr_daemon.projection.binding.residual import Exporter, ExportHook, Residual
+    from dcr_daemon.projection.binding.residual import Exporter, ExportHook
     from dcr_daemon.projection.frameworks.megatron.live import Megatron
     from dcr_daemon.projection.region_map import Map
     from dcr_daemon.projection.tracing import Conversion
@@ -63,35 +63,26 @@ class Trainer:
         return self != Trainer()
 
 
-class Projected:
-    """One rank's projection; used by the training thread, but for `judge` and what `blocks` gives.
+class RankProjection:
+    """How this rank's weights become elements of the stream's layout. Used by the training thread, but for `judge`.
 
     Args:
         ignore: globs of names outside the layout to drop.
-        limit: bytes of weights in a block.
+        limit: bytes of weights in a block, at most.
+
+    Attributes:
+        agreed: what all ranks agreed on last; None until they have.
     """
 
     def __init__(
-        self, trainer: Trainer, rank: Rank, layout: Layout, ignore: Sequence[str], limit: int, emit: Emit
+        self, trainer: Trainer, rank: Rank, *, layout: Layout, ignore: Sequence[str], limit: int, emit: Emit
     ) -> None:
-        self._trainer, self._rank, self._layout, self._ignore = trainer, rank, layout, ignore
-        self._limit, self._emit = limit, emit
-        self._began = runtime.monotonic()
-        self._live: Live | None = None
-        self._probed: dict[str, str] = {}
-        self._declaration: Declaration | None = None
-        self._verdict: Verdict | None = None
-        self._reader: Reader | None = None
-        self._residual: Residual | None = None
-        self._blocks: BlockSet | None = None
+        self.trainer, self.rank, self.layout, self.limit, self.emit = trainer, rank, layout, limit, emit
+        self._ignore = ignore
+        self.agreed: AgreedProjection | None = None
 
-    @property
-    def agreed(self) -> bool:
-        """Whether all ranks know what they hold."""
-        return self._blocks is not None
-
-    def declare(self, weights: Any, record: Open) -> bytes:
-        """What this rank holds, by itself.
+    def declare(self, weights: Any, record: Open) -> FirstRound:
+        """Map the weights, and declare what this rank finds out by itself.
 
         Raises:
             Incompatible: names, shapes or dtypes that have no place in the layout, all of them in one error.
@@ -99,66 +90,15 @@ class Projected:
         from dcr_daemon.projection.binding.bind import live
         from dcr_daemon.projection.probes import self_check
 
-        trainer, rank = self._trainer, self._rank
-        self._began = runtime.monotonic()
-        self._live = found = live(
-            weights, self._layout, rank=rank.number, world=rank.world, replica=trainer.replica, ignore=self._ignore,
+        trainer, rank, began = self.trainer, self.rank, runtime.monotonic()
+        found = live(
+            weights, self.layout, rank=rank.number, world=rank.world, replica=trainer.replica, ignore=self._ignore,
             conversion=trainer.conversion, adapter=trainer.adapter, megatron=trainer.megatron, mapped=trainer.mapped,
         )  # fmt: skip
         probed = self_check.probe(
-            found.inputs, found.map, self._layout, conversion=found.conversion, convert=found.convert
+            found.inputs, found.map, self.layout, conversion=found.conversion, convert=found.convert
         )
-        self._probed = dict(probed.residual)
-        return self._declared(record)
-
-    def probe(self, record: Open) -> bytes:
-        """What this rank holds, after the probes that all ranks take part in (collective)."""
-        from dcr_daemon.projection.binding.reader import Reader
-        from dcr_daemon.projection.probes.device_mesh import probe_meshes
-        from dcr_daemon.projection.probes.export_check import asked, probe_export
-
-        live = self._known
-        if distributed() and self._rank.world > 1:
-            self._probed |= probe_meshes(live.inputs, live.map, self._layout).residual
-        if self._trainer.export is not None:
-            reader = Reader(live, self._layout)
-            names = asked(self._layout)
-            self._probed |= probe_export(self._exporter, reader.read, live.map, self._layout, names).residual
-        return self._declared(record)
-
-    def _declared(self, record: Open) -> bytes:
-        from dcr_daemon.projection.agreement.gate import declare, encode_declaration
-
-        live, rank, export = self._known, self._rank, self._exporter
-        computed = set(live.conversion.opaque) if live.conversion else set()
-        can = self._trainer.export is not None or not (self._trainer.megatron or self._trainer.mapped)
-        self._declaration = declare(
-            live.map, self._layout, group=rank.group, call=record.call, attempt=record.seq, rank=rank.number,
-            world=rank.world, nonce=rank.nonce, export=export.kind if can else "", buildable=export.can_build,
-            partners=export.partners if self._numbered_alike else None, probed=self._probed, computed=computed,
-            dropped=live.dropped,
-        )  # fmt: skip
-        return encode_declaration(self._declaration)
-
-    @property
-    def _numbered_alike(self) -> bool:
-        """Whether the ranks of meshes and process groups are called as those that publish."""
-        group = distributed()
-        return bool(group) and (group.get_rank(), group.get_world_size()) == (self._rank.number, self._rank.world)
-
-    @property
-    def _known(self) -> Live:
-        assert self._live is not None
-        return self._live
-
-    @property
-    def _exporter(self) -> Exporter:
-        from dcr_daemon.projection.binding.residual import Gather, Hook
-
-        if self._trainer.export is not None:
-            return Hook(self._trainer.export, self._layout)
-        live = self._known
-        return Gather(lambda: self._known.inputs, self._layout, live.conversion, live.convert)
+        return FirstRound(self, record, found, dict(probed.residual), began)
 
     def judge(self, declared: Sequence[bytes]) -> bytes:
         """The verdict on all ranks' declarations; called on rank 0's worker.
@@ -173,10 +113,45 @@ class Projected:
             declarations = [decode_declaration(body) for body in declared]
         except ValueError as error:
             raise Corrupt(f"what a rank declares cannot be read: {error}") from error
-        return encode_verdict(judge(declarations, self._layout))
+        return encode_verdict(judge(declarations, self.layout))
 
-    def hear(self, verdict: bytes) -> None:
-        """Take rank 0's verdict.
+    def exporter(self, live: Callable[[], Live]) -> Exporter:
+        """What constructs residual tensors from the weights that `live` gives at that time."""
+        from dcr_daemon.projection.binding.residual import Gather, Hook
+
+        if self.trainer.export is not None:
+            return Hook(self.trainer.export, self.layout)
+        first = live()
+        return Gather(lambda: live().inputs, self.layout, first.conversion, first.convert)
+
+
+class _Round:
+    """One declaration of this rank, which all ranks exchange.
+
+    Attributes:
+        declaration: its bytes.
+    """
+
+    def __init__(
+        self, projection: RankProjection, record: Open, live: Live, probed: dict[str, str], began: float
+    ) -> None:
+        from dcr_daemon.projection.agreement.gate import declare, encode_declaration
+
+        self._projection, self._record, self._live, self._probed = projection, record, live, probed
+        self._began = began
+        trainer, rank, export = projection.trainer, projection.rank, projection.exporter(lambda: live)
+        computed = set(live.conversion.opaque) if live.conversion else set()
+        can = trainer.export is not None or not (trainer.megatron or trainer.mapped)
+        self._declared = declare(
+            live.map, projection.layout, group=rank.group, call=record.call, attempt=record.seq, rank=rank.number,
+            world=rank.world, nonce=rank.nonce, export=export.kind if can else "", buildable=export.can_build,
+            partners=export.partners if _numbered_alike(rank) else None, probed=probed, computed=computed,
+            dropped=live.dropped,
+        )  # fmt: skip
+        self.declaration = encode_declaration(self._declared)
+
+    def _read(self, verdict: bytes) -> Verdict:
+        """Rank 0's verdict on this round.
 
         Raises:
             Corrupt: it is none, or judges another process than this one.
@@ -184,44 +159,87 @@ class Projected:
         from dcr_daemon.projection.agreement.gate import decode_verdict
 
         try:
-            self._verdict = decode_verdict(verdict)
+            read = decode_verdict(verdict)
         except ValueError as error:
             raise Corrupt(f"rank 0's verdict cannot be read: {error}") from error
-        assert self._declaration is not None
-        if not self._verdict.admits(self._declaration):
+        if not read.admits(self._declared):
             raise Corrupt(
-                f"rank 0's verdict is about another process than this {self._rank}",
+                f"rank 0's verdict is about another process than this {self._projection.rank}",
                 hint="two processes believe to be one rank: end all of the group, and start it anew",
             )
+        return read
 
-    def settle(self) -> BlockSet:
-        """The verdict is the last one: what this rank keeps a baseline of from now on."""
+
+class FirstRound(_Round):
+    """What this rank found out by itself."""
+
+    def probe(self, verdict: bytes) -> SecondRound:
+        """Rank 0 lets all ranks go on: take part in the probes of all ranks (collective), and declare anew.
+
+        Raises:
+            Corrupt: the verdict cannot be read, or is about another process.
+        """
+        from dcr_daemon.projection.binding.reader import Reader
+        from dcr_daemon.projection.probes.device_mesh import probe_meshes
+        from dcr_daemon.projection.probes.export_check import asked, probe_export
+
+        self._read(verdict)
+        projection, live, probed = self._projection, self._live, dict(self._probed)
+        if distributed() and projection.rank.world > 1:
+            probed |= probe_meshes(live.inputs, live.map, projection.layout).residual
+        if projection.trainer.export is not None:
+            reader, names = Reader(live, projection.layout), asked(projection.layout)
+            exporter = projection.exporter(lambda: live)
+            probed |= probe_export(exporter, reader.read, live.map, projection.layout, names).residual
+        return SecondRound(projection, self._record, live, probed, self._began)
+
+
+class SecondRound(_Round):
+    """What the ranks found out together."""
+
+    def accept_verdict(self, verdict: bytes) -> AgreedProjection:
+        """The verdict says what every rank publishes from now on.
+
+        Raises:
+            Corrupt: it cannot be read, or is about another process.
+        """
+        projection, read = self._projection, self._read(verdict)
+        agreed = AgreedProjection(projection, read, self._live)
+        if projection.rank.leads:
+            projection.emit(
+                Mapped(
+                    ranks=projection.rank.world, direct_bytes=read.direct_bytes, residual_bytes=read.residual_bytes,
+                    regions=read.boxes, report=read.report(projection.layout),
+                    seconds=runtime.monotonic() - self._began,
+                )
+            )  # fmt: skip
+        return agreed
+
+
+class AgreedProjection:
+    """What this rank publishes of its weights, as all ranks agreed.
+
+    Attributes:
+        owned: the blocks that this rank is the source of, and keeps a baseline of.
+    """
+
+    def __init__(self, projection: RankProjection, verdict: Verdict, live: Live) -> None:
         from dcr_daemon.projection.binding.reader import Reader, blocks
         from dcr_daemon.projection.binding.residual import Residual
 
-        verdict, layout, rank = self._verdict, self._layout, self._rank
-        assert verdict is not None
-        self._live = live = self._known.without(verdict.residual)
-        self._reader = Reader(live, layout)
-        self._residual = Residual(verdict, layout, rank.number, self._exporter)
+        layout, rank, limit = projection.layout, projection.rank, projection.limit
+        self._rank, self._verdict = rank, verdict
+        self._live = live.without(verdict.residual)
+        self._reader = Reader(self._live, layout)
+        self._residual = Residual(verdict, layout, rank.number, projection.exporter(lambda: self._live))
         if rank.world == 1:  # all of it, and as every other process that publishes alone keeps it
-            owned = BlockSet.whole(layout, self._limit)
+            self.owned = BlockSet.whole(layout, limit)
         else:
             whole = [layout.index(name) for name in self._residual.owned]
-            direct = [Block(tensor, box) for tensor, box in blocks(live.map, layout, self._limit)]
-            owned = BlockSet(
-                layout, [*direct, *(b for t in sorted(whole) for b in split_tensor(t, layout[t], self._limit))]
-            )
-        self._blocks = owned
-        self._direct = [n for n, block in enumerate(owned) if layout[block.tensor].name not in verdict.residual]
-        if rank.leads:
-            self._emit(
-                Mapped(
-                    ranks=rank.world, direct_bytes=verdict.direct_bytes, residual_bytes=verdict.residual_bytes,
-                    regions=verdict.boxes, report=verdict.report(layout), seconds=runtime.monotonic() - self._began,
-                )
-            )  # fmt: skip
-        return owned
+            direct = [Block(tensor, box) for tensor, box in blocks(self._live.map, layout, limit)]
+            residual = [block for tensor in sorted(whole) for block in split_tensor(tensor, layout[tensor], limit)]
+            self.owned = BlockSet(layout, [*direct, *residual])
+        self._direct = [n for n, block in enumerate(self.owned) if layout[block.tensor].name not in verdict.residual]
 
     def bind(self, weights: Any) -> None:
         """Read these weights from now on.
@@ -229,32 +247,34 @@ class Projected:
         Raises:
             Incompatible: they are not laid out as those that the ranks agreed on.
         """
-        self._live = self._known.rebind(weights).without(self._verdict.residual if self._verdict else {})
-        assert self._reader is not None
+        self._live = self._live.rebind(weights).without(self._verdict.residual)
         self._reader.bind(self._live)
 
     def devices(self) -> Iterator[Any]:
         """Where this rank's tensors are."""
-        return (tensor.device for tensor in self._known.tensors.values())
+        return (tensor.device for tensor in self._live.tensors.values())
 
     def blocks(self) -> Iterator[tuple[int, Callable[[], Bits]]]:
-        """What this rank projects: numbers of blocks, each with what reads it on any thread."""
-        reader, blocks = self._reader, self._blocks
-        assert reader is not None
-        assert blocks is not None
-        return ((n, partial(reader.read, blocks[n].tensor, blocks[n].box)) for n in self._direct)
+        """What this rank reads from its weights: numbers of owned blocks, each with what reads it on any thread."""
+        reader, owned = self._reader, self.owned
+        return ((n, partial(reader.read, owned[n].tensor, owned[n].box)) for n in self._direct)
 
     @property
     def exports(self) -> bool:
-        """Whether several ranks together construct what is residual."""
-        return self._rank.world > 1 and self._residual is not None and bool(self._residual.names)
+        """Whether several ranks together construct the residual tensors."""
+        return self._rank.world > 1 and bool(self._residual.names)
 
     def residual(self) -> Generator[tuple[int, Any, bool], None, None]:
         """Residual tensors that this rank owns: layout index, tensor, whether it travels as an overwrite (collective).
 
         To be driven to its end on every rank; closing it does.
         """
-        assert self._residual is not None
         with closing(self._residual.iterate()) as tensors:
             for index, tensor in tensors:
                 yield index, tensor, index in self._residual.overwrites
+
+
+def _numbered_alike(rank: Rank) -> bool:
+    """Whether the ranks of meshes and process groups have the numbers of those that publish."""
+    group = distributed()
+    return bool(group) and (group.get_rank(), group.get_world_size()) == (rank.number, rank.world)
