@@ -34,7 +34,7 @@ from dcr_daemon.checkpoint.safetensors import encode_header
 from dcr_daemon.codec.chunk import SEGMENT_BYTES, ChunkId
 from dcr_daemon.codec.encode import ChunkEncoder
 from dcr_daemon.codec.warm import compile_kernels
-from dcr_daemon.disk import sync_directory, write_whole
+from dcr_daemon.disk import sync_directory, write_atomically
 from dcr_daemon.engine.deltas import check_chain
 from dcr_daemon.engine.directory.compose import compose, open_hop
 from dcr_daemon.engine.directory.engine import DirectoryEngine
@@ -135,16 +135,16 @@ class Rewriter:
                             bits[change.positions] = change.new
                         out.write(bits.data)
                     os.fsync(out.fileno())
-        sync_directory(self._incoming, what="benchmark")
+        sync_directory(self._incoming, site="benchmark")
 
     def swap(self) -> None:
         mark = self._path / ".dcr" / "dirty"
-        write_whole(mark, b"{}", what="benchmark")
+        write_atomically(mark, b"{}", site="benchmark")
         for path in sorted(self._incoming.iterdir()):
             path.rename(self._path / path.name)
-        sync_directory(self._path, what="benchmark")
+        sync_directory(self._path, site="benchmark")
         mark.unlink()
-        sync_directory(mark.parent, what="benchmark")
+        sync_directory(mark.parent, site="benchmark")
         self._incoming.rmdir()
 
 

@@ -16,7 +16,7 @@ from typing import Self
 from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.checkpoint.safetensors import HEADER_LIMIT, SafetensorsFile, write_safetensors
-from dcr_daemon.disk import exhausted, starved, sync_directory, sync_file
+from dcr_daemon.disk import disk_error, out_of_handles, sync_directory, sync_file
 from dcr_daemon.errors import Corrupt, DcrError, Incompatible, NotFound
 from dcr_daemon.untrusted import load_json
 from dcr_daemon.wording import shorten
@@ -98,8 +98,8 @@ class Checkpoint:
             self._check_index()
         except OSError as error:
             self.close()
-            if starved(error):
-                raise exhausted(error, self.path) from error
+            if out_of_handles(error):
+                raise disk_error(error, self.path) from error
             raise Incompatible(f"{self.path} cannot be read: {error.strerror}", hint="check its permissions") from error
         except DcrError:
             self.close()
@@ -197,11 +197,11 @@ def write_checkpoint(
         _write_shards(partial, plan_tensor_files(layout, shard_bytes), layout, bits_of)
         for name, body in (side_files or {}).items():
             _write_file(partial / Path(name).name, body)
-        sync_directory(partial, what="checkpoint")
+        sync_directory(partial, site="checkpoint")
         partial.rename(out)
-        sync_directory(out.parent, what="checkpoint")
+        sync_directory(out.parent, site="checkpoint")
     except OSError as error:
-        raise exhausted(error, out) from error
+        raise disk_error(error, out) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -223,4 +223,4 @@ def _write_file(path: Path, body: bytes) -> None:
     with path.open("xb") as file:
         file.write(body)
         file.flush()
-        sync_file(file.fileno(), path, what="checkpoint")
+        sync_file(file.fileno(), path, site="checkpoint")

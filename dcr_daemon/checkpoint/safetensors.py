@@ -26,7 +26,7 @@ from dcr_daemon import runtime
 from dcr_daemon.canonical.dtypes import bits_dtype, item_size
 from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import TensorSpec, countable
-from dcr_daemon.disk import exhausted, starved, sync_file
+from dcr_daemon.disk import disk_error, out_of_handles, sync_file
 from dcr_daemon.errors import Corrupt, DcrError, Incompatible, NotFound
 from dcr_daemon.untrusted import load_json
 
@@ -141,8 +141,8 @@ def open_plain(path: Path, access: int = os.O_RDONLY) -> int:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise NotFound(f"there is no file {path}") from error
     except OSError as error:
-        if starved(error):
-            raise exhausted(error, path) from error
+        if out_of_handles(error):
+            raise disk_error(error, path) from error
         raise Incompatible(f"{path} cannot be opened: {error.strerror}") from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -244,7 +244,7 @@ class SafetensorsFile:
         """Make what was written through views durable."""
         if self._map is not None:
             self._map.flush()
-        sync_file(self._fd, self.path, what="tensors")
+        sync_file(self._fd, self.path, site="tensors")
 
     def close(self) -> None:
         if self._fd < 0:
@@ -328,13 +328,13 @@ def write_safetensors(
             for part in parts:
                 runtime.failpoint("disk.tensors.write")
                 _write_all(file.fileno(), part)
-            sync_file(file.fileno(), path, what="tensors")
+            sync_file(file.fileno(), path, site="tensors")
     except FileExistsError:
         raise  # it is not ours to remove, and no fault of the disk
     except OSError as error:
         with contextlib.suppress(OSError):
             path.unlink()
-        raise exhausted(error, path) from error
+        raise disk_error(error, path) from error
     return sum(len(part) for part in parts)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from dcr_daemon.disk import write_whole
+from dcr_daemon.disk import write_atomically
 from dcr_daemon.errors import Corrupt, Incompatible, ResourceExhausted, UsageError
 from dcr_daemon.ledger.fold import Tip
 from dcr_daemon.ledger.records import State
@@ -99,7 +99,7 @@ class HighWaterMark:
     def _save(self, mark: Mark) -> None:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self.path, msgspec.json.encode(mark), what="mark")
+            write_atomically(self.path, msgspec.json.encode(mark), site="mark")
         except OSError as error:
             raise ResourceExhausted(
                 f"cannot write the high-water mark {self.path}: {error.strerror}",

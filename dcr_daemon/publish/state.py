@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from dcr_daemon import runtime
-from dcr_daemon.disk import disk_full, exhausted, write_whole
+from dcr_daemon.disk import disk_error, disk_full, write_atomically
 from dcr_daemon.errors import UsageError
 
 
@@ -28,7 +28,7 @@ class StateDirectory:
             self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             if disk_full(error):
-                raise exhausted(error, path) from error
+                raise disk_error(error, path) from error
             raise UsageError(
                 f"state directory {path} cannot be used: {error.strerror}", hint="name one with --state"
             ) from error
@@ -56,9 +56,9 @@ class StateDirectory:
         name = given or known or f"publisher-{runtime.nonce(4)}"
         if name != known:
             try:
-                write_whole(kept, name.encode(), what="name")
+                write_atomically(kept, name.encode(), site="name")
             except OSError as error:
-                raise exhausted(error, kept) from error
+                raise disk_error(error, kept) from error
         return name
 
     def _known(self, kept: Path) -> str | None:

@@ -216,7 +216,7 @@ class FileStore:
                     view = memoryview(body).cast("B")
                     while view:
                         view = view[file.write(view) :]
-                    sync_file(descriptor, path, what="object")
+                    sync_file(descriptor, path, site="object")
                     yield path
                 finally:
                     # One that cannot be removed is swept later. An error here would belie a name that was given.
@@ -229,7 +229,7 @@ class FileStore:
             missing = [parent for parent in self.root.parents if not parent.exists()]
             directory.mkdir(parents=True, exist_ok=True)
             for parent in (*missing, *self.root.parents[len(missing) : len(missing) + 1]):
-                sync_directory(parent, what="object")
+                sync_directory(parent, site="object")
         if not self._swept:
             self._swept = True
             for path in directory.iterdir():
@@ -242,7 +242,7 @@ class FileStore:
         directory = path.parent
         try:
             while True:
-                sync_directory(directory, what="object")
+                sync_directory(directory, site="object")
                 if directory == self.root:
                     return True
                 directory = directory.parent

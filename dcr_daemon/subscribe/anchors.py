@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path, PurePosixPath
 
 from dcr_daemon import runtime
-from dcr_daemon.disk import exhausted
+from dcr_daemon.disk import disk_error
 from dcr_daemon.errors import Corrupt, ResourceExhausted
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.records import Anchor, ObjectRef
@@ -52,7 +52,7 @@ class AnchorFiles:
         try:
             place.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise exhausted(error, place) from error
+            raise disk_error(error, place) from error
         needed = sum(ref.size for path, ref in wanted.items() if not path.exists())
         free = shutil.disk_usage(place).free
         if needed > free:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from dcr_daemon import runtime
-from dcr_daemon.disk import disk_full, exhausted
+from dcr_daemon.disk import disk_error, disk_full
 from dcr_daemon.engine.port import Engine
 from dcr_daemon.errors import DcrError, Fenced, NotFound, StoreUnavailable, UsageError
 from dcr_daemon.events import Emit, FencedOut, LedgerRead, Retrying, Waiting
@@ -148,7 +148,7 @@ def _only_one(home: Path) -> Iterator[None]:
         descriptor = os.open(home / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         if disk_full(error):
-            raise exhausted(error, home) from error
+            raise disk_error(error, home) from error
         raise UsageError(
             f"state directory {home} cannot be used: {error.strerror}", hint="name one with --state"
         ) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from dcr_daemon.disk import exhausted, write_whole
+from dcr_daemon.disk import disk_error, write_atomically
 
 _BLOCK = 1 << 20
 
@@ -20,9 +20,9 @@ def write_staged(path: Path, body: bytes) -> None:
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_whole(path, body, what="staged", durable=False)
+        write_atomically(path, body, site="staged", durable=False)
     except OSError as error:
-        raise exhausted(error, path) from error
+        raise disk_error(error, path) from error
 
 
 def file_digest(path: Path) -> str:

@@ -100,7 +100,7 @@ def _new_directory(out: Path) -> Path:
 def _give_name(built: Path, out: Path) -> None:
     try:
         built.rename(out)
-        sync_directory(out.parent, what="checkpoint")
+        sync_directory(out.parent, site="checkpoint")
     except OSError as error:  # somebody filled it meanwhile, or took it away
         raise UsageError(f"{out} cannot be made: {error.strerror}", hint="name a new directory") from error
 

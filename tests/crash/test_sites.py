@@ -32,7 +32,7 @@ def named() -> Iterator[str]:
         if path.name in ("runtime.py", "disk.py"):
             continue
         for name, call in calls(ast.parse(path.read_text())):
-            what = constant(call, "what")
+            disk_site = constant(call, "site")
             if name == "failpoint":
                 site = call.args[0]
                 if isinstance(site, ast.Constant):
@@ -44,11 +44,11 @@ def named() -> Iterator[str]:
                     assert isinstance(end, ast.Constant)
                     assert begin.value == "ledger."
                     yield from (f"ledger.{kind}{end.value}" for kind in RECORDS)
-            elif name == "write_whole" and what:
+            elif name == "write_atomically" and disk_site:
                 durable = constant(call, "durable") is not False
-                yield from (f"disk.{what}.{s}" for s in ("write", "rename", *(("sync", "synced") * durable)))
-            elif name in STEPS and what:
-                yield from (f"disk.{what}.{step}" for step in STEPS[name])
+                yield from (f"disk.{disk_site}.{s}" for s in ("write", "rename", *(("sync", "synced") * durable)))
+            elif name in STEPS and disk_site:
+                yield from (f"disk.{disk_site}.{step}" for step in STEPS[name])
 
 
 def test_every_failpoint_of_the_package_is_a_site_of_the_matrix() -> None:

@@ -410,7 +410,7 @@ def test_a_full_disk_of_the_spool_ends_the_attempt_and_undoes_it(
         attempt = await session.begin()
 
         def full(*args: Any) -> None:
-            raise spool.exhausted(OSError(errno.ENOSPC, "no space"), Path("spool"))
+            raise spool.disk_error(OSError(errno.ENOSPC, "no space"), Path("spool"))
 
         monkeypatch.setattr(session.context._spool, "_write", full)
         with pytest.raises(ResourceExhausted, match="no space"):

@@ -28,7 +28,7 @@ from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.directory import DIRTY, Checkpoint, tensor_files
 from dcr_daemon.checkpoint.safetensors import SafetensorsFile
-from dcr_daemon.disk import exhausted, starved, sync_directory, write_whole
+from dcr_daemon.disk import disk_error, out_of_handles, sync_directory, write_atomically
 from dcr_daemon.engine.directory.journal import Install, Journal, Patch, read_journal
 from dcr_daemon.engine.port import EngineGone
 from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, ResourceExhausted
@@ -122,8 +122,8 @@ class Checkout:
         except FileNotFoundError:
             return None
         except OSError as error:
-            if starved(error):
-                raise exhausted(error, path) from error
+            if out_of_handles(error):
+                raise disk_error(error, path) from error
             raise EngineRefused(f"{path} cannot be read: {error.strerror}", hint="check this disk") from error
         try:
             found = decode_json(msgspec.json.Decoder(kind), body)
@@ -136,9 +136,9 @@ class Checkout:
 
     def _replace(self, path: Path, value: msgspec.Struct) -> None:
         try:
-            write_whole(path, msgspec.json.encode(value), what="engine")
+            write_atomically(path, msgspec.json.encode(value), site="engine")
         except OSError as error:
-            raise exhausted(error, path) from error
+            raise disk_error(error, path) from error
 
     def recover(self, layout: Layout) -> str:
         """Finish what was begun, forget what was not.
@@ -167,7 +167,7 @@ class Checkout:
     def begin(self, prepared: Path, stream: str, txn: str) -> None:
         """From here on the change is either finished or redone: `prepared` becomes the journal, the mark is set."""
         prepared.rename(self.journal)
-        sync_directory(self.marks, what="engine")
+        sync_directory(self.marks, site="engine")
         runtime.failpoint("engine.dir.journal")
         self._replace(self._dirty, Dirty(stream=stream, txn=txn))
         runtime.failpoint("engine.dir.dirty")
@@ -221,7 +221,7 @@ class Checkout:
                 runtime.failpoint("engine.dir.move")
         for name in head.stale:
             (self.path / name).unlink(missing_ok=True)
-        sync_directory(self.path, what="engine")
+        sync_directory(self.path, site="engine")
 
     def finish(self, marker: Marker) -> None:
         """The weights are `marker`'s version, durably: write it and take the mark away."""
@@ -235,7 +235,7 @@ class Checkout:
         self._show()
         runtime.failpoint("engine.dir.shown")
         self._dirty.unlink(missing_ok=True)
-        sync_directory(self.marks, what="engine")
+        sync_directory(self.marks, site="engine")
         runtime.failpoint("engine.dir.clean")
         self.journal.unlink(missing_ok=True)
 
@@ -251,13 +251,13 @@ class Checkout:
     def _hide(self) -> None:
         if (self.path / CONFIG).exists():
             (self.path / CONFIG).rename(self._hidden)
-            sync_directory(self.path, what="engine")
-            sync_directory(self.marks, what="engine")
+            sync_directory(self.path, site="engine")
+            sync_directory(self.marks, site="engine")
 
     def _show(self) -> None:
         if self._hidden.exists():
             self._hidden.rename(self.path / CONFIG)
-            sync_directory(self.path, what="engine")
+            sync_directory(self.path, site="engine")
 
 
 class _Shards:

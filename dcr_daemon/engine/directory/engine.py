@@ -23,7 +23,7 @@ import numpy as np
 
 from dcr_daemon import runtime
 from dcr_daemon.checkpoint.directory import Checkpoint
-from dcr_daemon.disk import exhausted, starved
+from dcr_daemon.disk import disk_error, out_of_handles
 from dcr_daemon.engine.directory.checkout import Marker, open_checkpoint
 from dcr_daemon.engine.directory.install import build_fresh, install_fresh
 from dcr_daemon.engine.directory.scrub import scrub
@@ -77,8 +77,8 @@ class DirectoryEngine:
                     state.stamp = state.stamp_now()
                     state.vector = await state.sum(state.checkpoint)
             except OSError as error:
-                if starved(error):
-                    raise exhausted(error, self.path) from error
+                if out_of_handles(error):
+                    raise disk_error(error, self.path) from error
                 raise EngineRefused(
                     f"{self.path} cannot be used: {error.strerror or error}", hint="check its path and permissions"
                 ) from error

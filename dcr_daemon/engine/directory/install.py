@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dcr_daemon import runtime
-from dcr_daemon.disk import exhausted
+from dcr_daemon.disk import disk_error
 from dcr_daemon.engine.directory.assemble import build_checkpoint
 from dcr_daemon.engine.directory.checkout import CONFIG, Marker, open_checkpoint
 from dcr_daemon.engine.directory.journal import Install, write_journal
@@ -25,7 +25,7 @@ def build_fresh(state: DirectoryState, files: Sequence[Path], shard_bytes: int) 
     try:
         build_checkpoint(state.fresh, state.layout, files, shard_bytes=shard_bytes)
     except OSError as error:
-        raise exhausted(error, state.fresh) from error
+        raise disk_error(error, state.fresh) from error
 
 
 def install_fresh(state: DirectoryState, marker: Marker) -> None:

@@ -24,7 +24,7 @@ import numpy as np
 from dcr_daemon import runtime
 from dcr_daemon.canonical.dtypes import bits_dtype
 from dcr_daemon.canonical.layout import Layout
-from dcr_daemon.disk import exhausted, sync_file
+from dcr_daemon.disk import disk_error, sync_file
 from dcr_daemon.engine.directory.compose import AbsoluteChanges
 from dcr_daemon.errors import Corrupt
 from dcr_daemon.untrusted import decode_json
@@ -83,11 +83,11 @@ def write_journal(path: Path, head: Patch | Install, entries: Iterable[AbsoluteC
                 _put_entry(file, seen, entry)
             file.write(seen.digest())
             file.flush()
-            sync_file(file.fileno(), path, what="journal")
+            sync_file(file.fileno(), path, site="journal")
     except OSError as error:
         with contextlib.suppress(OSError):
             path.unlink()
-        raise exhausted(error, path) from error
+        raise disk_error(error, path) from error
     return changed
 
 

@@ -23,7 +23,7 @@ from dcr_daemon.canonical.fingerprint import Vector
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.blocks import BlockSet, fingerprint
 from dcr_daemon.checkpoint.directory import Checkpoint
-from dcr_daemon.disk import exhausted
+from dcr_daemon.disk import disk_error
 from dcr_daemon.engine.directory.assemble import sum_mapped
 from dcr_daemon.engine.directory.checkout import Checkout, Marker
 from dcr_daemon.engine.directory.journal import Patch
@@ -180,7 +180,7 @@ class DirectoryState:
                     self.check_owner()
                     yield
             except OSError as error:  # the next attach finds what was begun, and finishes it
-                raise exhausted(error, self.path) from error
+                raise disk_error(error, self.path) from error
 
     @contextlib.asynccontextmanager
     async def locked(self) -> AsyncIterator[None]:

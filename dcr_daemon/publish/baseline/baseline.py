@@ -35,7 +35,7 @@ from dcr_daemon.checkpoint.directory import Checkpoint
 from dcr_daemon.checkpoint.reader import CheckpointReader
 from dcr_daemon.codec.chunk import Segment
 from dcr_daemon.codec.decode import Chunk
-from dcr_daemon.disk import exhausted, write_whole
+from dcr_daemon.disk import disk_error, write_atomically
 from dcr_daemon.errors import Corrupt, Incompatible
 from dcr_daemon.publish.inputs.validator import differences
 from dcr_daemon.runtime import Workers
@@ -190,7 +190,7 @@ class Baseline:
             stream=self.stream, layout=self.layout.digest, share=self.blocks.digest, version=self.version, vector=body
         )  # fmt: skip
         with contextlib.suppress(OSError):  # without the hint the next start rebuilds: slower, never wrong
-            write_whole(self._hint, msgspec.json.encode(clean), what="hint", durable=False)
+            write_atomically(self._hint, msgspec.json.encode(clean), site="hint", durable=False)
 
     def invalidate(self) -> None:
         """Nothing is known of the bytes any more; they are to be loaded anew."""
@@ -277,7 +277,7 @@ def _map_file(path: Path, size: int) -> tuple[bool, mmap.mmap]:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise exhausted(error, path) from error
+        raise disk_error(error, path) from error
     try:
         runtime.failpoint("disk.baseline.write")
         new = os.fstat(descriptor).st_size != size
@@ -286,7 +286,7 @@ def _map_file(path: Path, size: int) -> tuple[bool, mmap.mmap]:
         os.posix_fallocate(descriptor, 0, size)
         return new, mmap.mmap(descriptor, size)
     except OSError as error:
-        raise exhausted(error, path) from error
+        raise disk_error(error, path) from error
     finally:
         os.close(descriptor)
 

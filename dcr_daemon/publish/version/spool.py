@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dcr_daemon import runtime
 from dcr_daemon.codec.encode import EncodedChunk
-from dcr_daemon.disk import exhausted
+from dcr_daemon.disk import disk_error
 from dcr_daemon.errors import ResourceExhausted
 from dcr_daemon.runtime import Workers
 
@@ -31,7 +31,7 @@ class Spool:
         try:
             directory.mkdir(parents=True)
         except OSError as error:
-            raise exhausted(error, directory) from error
+            raise disk_error(error, directory) from error
         self._held: dict[int, tuple[bytes, bytes]] = {}
         self._numbers: list[int] = []
         self._bytes = 0
@@ -64,7 +64,7 @@ class Spool:
                 path.write_bytes(body)
             except OSError as error:
                 path.unlink(missing_ok=True)
-                raise exhausted(error, path) from error
+                raise disk_error(error, path) from error
 
     async def data(self, n: int) -> bytes:
         """The chunk object. Raises `ResourceExhausted` if the disk does not give it back."""
@@ -80,7 +80,7 @@ class Spool:
         try:
             return path.read_bytes()
         except OSError as error:
-            raise exhausted(error, path) from error
+            raise disk_error(error, path) from error
 
     def clear(self) -> None:
         """The fate is known and acted on."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from dcr_daemon.disk import write_whole
+from dcr_daemon.disk import write_atomically
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.projection.files.piece_map import METADATA
 from dcr_daemon.publish.watch.file_identity import FileIdentity, is_digest, without_inodes
@@ -116,4 +116,4 @@ def _load(cache: Path, stream: str, watch: Path) -> _Cache:
 
 def _save(cache: Path, state: _Cache) -> None:
     with contextlib.suppress(OSError):  # the next start then reads the seals
-        write_whole(cache, msgspec.json.encode(state), what="published", durable=False)
+        write_atomically(cache, msgspec.json.encode(state), site="published", durable=False)
