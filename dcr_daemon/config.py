@@ -1,9 +1,8 @@
-"""The configuration file: TOML into defaults for a command's options.
+"""The configuration file: reads TOML into default values of a command's options. `cli.app` calls it.
 
 Precedence: flags, then environment (`DCR_…`), then this file, then built-in defaults. Keys are the long flags
 without the dashes. Keys at the top apply to every command that has such an option; a table named after a command
-applies to that command and wins. Nothing is ignored in silence: an unknown key is an error that names the nearest
-known one.
+applies to that command and takes precedence. An unknown key is an error, which names the nearest known one.
 
     endpoint-url = "https://s3.example.com"
 
@@ -26,10 +25,10 @@ Known = Mapping[str, Mapping[str, str]]  #: command -> key as written in the fil
 
 
 def read_config(path: Path, command: str, known: Known) -> dict[str, Any]:
-    """Defaults for `command` out of `path`, by the options' internal names.
+    """The default values for `command` in the file `path`, by the options' internal names.
 
     Raises:
-        UsageError: the file cannot be read, is not TOML, or holds a key or table that nothing reads.
+        UsageError: the file cannot be read, is not TOML, or holds an unknown key or table.
     """
     tables = _parse(path)
     everywhere = {key for options in known.values() for key in options}

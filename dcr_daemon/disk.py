@@ -1,7 +1,7 @@
-"""The one door to durable files: whole or not at all, and durable when it says so.
+"""Single access point for writing durable files: atomically, with fsync of the file and of its directory.
 
-Every step passes a failpoint, `disk.<site>.<step>`, so that a crash and a full disk can be tried at each, and tells
-the runtime what has become durable. Nothing here decides what a failed write means: callers raise `disk_error`.
+Every step passes a failpoint, `disk.<site>.<step>`, at which tests crash the process or fill the disk, and reports to
+the runtime what is durable. The functions raise `OSError`; a caller for which that is final raises `disk_error`.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ _STARVED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
 
 def write_atomically(path: Path, body: bytes | memoryview, *, site: str, durable: bool = True) -> None:
-    """Put a file under its name when all of it is there; what stood there before is replaced at that instant.
+    """Write a file under a temporary name and rename it; the rename replaces an older file in one step.
 
     Args:
         path: in an existing directory.
-        body: all of it.
+        body: the whole content.
         site: one word for the failpoints: write, sync, rename, synced.
-        durable: fsync the file before it gets its name, and the name afterwards. Without, a crash of the machine may
-            leave the old file, none, or bytes that are not these: only for what is judged again whenever it is used.
+        durable: fsync the file before the rename, and the directory afterwards. With False, a crash of the machine may
+            leave the old file, no file, or other bytes: only for files that are verified whenever they are read.
 
     Raises:
-        OSError: it was not written, or is perhaps not durable; the file under `path` is the old or the new one.
+        OSError: the write failed, or it may not be durable; `path` holds the old or the new file, complete.
     """
     temporary = path.with_name(f".{path.name}.partial")
     try:
@@ -50,14 +50,14 @@ def write_atomically(path: Path, body: bytes | memoryview, *, site: str, durable
 
 
 def sync_file(descriptor: int, path: Path, *, site: str) -> None:
-    """Make what was written to a file durable; its name may not be yet."""
+    """Make the content of a file durable (fsync). Its name may not be durable yet."""
     runtime.failpoint(f"disk.{site}.sync")
     os.fsync(descriptor)
     runtime.synced(path)
 
 
 def sync_directory(path: Path, *, site: str) -> None:
-    """Make the names in a directory durable."""
+    """Make the names in a directory durable (fsync)."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -68,22 +68,24 @@ def sync_directory(path: Path, *, site: str) -> None:
 
 
 def disk_full(error: OSError) -> bool:
-    """Whether a write failed for want of room, and not of a disk or of permission."""
+    """Whether a write failed because the disk or the quota is full."""
     return error.errno in _DISK_FULL
 
 
 def out_of_handles(error: OSError) -> bool:
-    """Whether a file was not opened for want of descriptors or memory: that says nothing about the file."""
+    """Whether a file could not be opened because descriptors or memory ran out. That says nothing about the file."""
     return error.errno in _STARVED
 
 
 def disk_error(error: OSError, path: Path) -> ResourceExhausted:
-    """The error to raise for a failed write, whatever was in its way: a disk that is full, read-only or broken."""
+    """The error for a failed write: the disk is full, read-only or broken, or the process is out of descriptors."""
     if disk_full(error):
-        return ResourceExhausted(f"no space left to write {path}", hint="free space there or point it elsewhere")
+        return ResourceExhausted(
+            f"no space left to write {path}", hint="free space there, or configure another directory"
+        )
     reason = error.strerror or str(error)
     if out_of_handles(error):
         return ResourceExhausted(
             f"cannot open {path}: {reason}", hint="raise this process's limits on open files and memory"
         )
-    return ResourceExhausted(f"cannot write {path}: {reason}", hint="look at that disk and its permissions")
+    return ResourceExhausted(f"cannot write {path}: {reason}", hint="check that disk and its permissions")

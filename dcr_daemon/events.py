@@ -30,8 +30,11 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Claimed(Event, frozen=True, kw_only=True):
-    """`ousted`: who held the stream and had not released it. If it is the same name, that is this publisher's dead
-    process, or another living one that was given this name and is fenced from now on."""
+    """A publisher has claimed the stream under `name`.
+
+    `ousted` is the name of the publisher that held the stream and had not released it. If it equals `name`, that was
+    an earlier process of this publisher, or a running one of the same name, which is fenced from now on.
+    """
 
     level = "info"
 
@@ -41,6 +44,8 @@ class Claimed(Event, frozen=True, kw_only=True):
 
 
 class Opened(Event, frozen=True, kw_only=True):
+    """A publisher has begun attempt `attempt` at `version`; `step` is the trainer's."""
+
     level = "info"
 
     version: int
@@ -49,7 +54,7 @@ class Opened(Event, frozen=True, kw_only=True):
 
 
 class ShardTaken(Event, frozen=True, kw_only=True):
-    """A complete input file was read and diffed."""
+    """A complete input file was read and compared with the baseline."""
 
     level = "debug"
 
@@ -59,7 +64,7 @@ class ShardTaken(Event, frozen=True, kw_only=True):
 
 
 class Rounded(Event, frozen=True, kw_only=True):
-    """The input is wider than the model: fp32 masters of a bf16 model, say. Told once per pair of dtypes."""
+    """The input has wider elements than the model, such as fp32 for bf16. Emitted once per pair of dtypes."""
 
     level = "info"
 
@@ -69,7 +74,7 @@ class Rounded(Event, frozen=True, kw_only=True):
 
 
 class Mapped(Event, frozen=True, kw_only=True):
-    """All ranks of a group agreed on what each is the source of. `report` is for people, line by line."""
+    """All ranks of a group have agreed on which elements each of them publishes. `report` is for people, in lines."""
 
     level = "info"
 
@@ -87,6 +92,8 @@ class Mapped(Event, frozen=True, kw_only=True):
 
 
 class ChunkPut(Event, frozen=True, kw_only=True):
+    """Chunk `n` of an attempt is in the bucket."""
+
     level = "debug"
 
     version: int
@@ -97,7 +104,7 @@ class ChunkPut(Event, frozen=True, kw_only=True):
 
 
 class Sealed(Event, frozen=True, kw_only=True):
-    """`seconds` from the opening of the attempt to its seal."""
+    """`version` is sealed: it exists. `seconds` run from the opening of the attempt to its seal."""
 
     level = "info"
 
@@ -113,6 +120,8 @@ class Sealed(Event, frozen=True, kw_only=True):
 
 
 class Aborted(Event, frozen=True, kw_only=True):
+    """An attempt at `version` has ended without a seal."""
+
     level = "warning"
 
     version: int
@@ -121,6 +130,8 @@ class Aborted(Event, frozen=True, kw_only=True):
 
 
 class AnchorPut(Event, frozen=True, kw_only=True):
+    """The anchor of `version`, a whole checkpoint, is in the bucket."""
+
     level = "info"
 
     version: int
@@ -129,7 +140,7 @@ class AnchorPut(Event, frozen=True, kw_only=True):
 
 
 class Rebuilding(Event, frozen=True, kw_only=True):
-    """A publisher's baseline is being built from `what`; told every few seconds. `done` and `total` are in bytes."""
+    """A publisher rebuilds its baseline from `what`. Emitted every few seconds; `done` and `total` are in bytes."""
 
     level = "info"
 
@@ -139,7 +150,7 @@ class Rebuilding(Event, frozen=True, kw_only=True):
 
 
 class Collected(Event, frozen=True, kw_only=True):
-    """Retention deleted objects; nothing below version `floor` need be there any more."""
+    """Retention has deleted objects. No object below version `floor` is needed any more."""
 
     level = "info"
 
@@ -150,7 +161,7 @@ class Collected(Event, frozen=True, kw_only=True):
 
 
 class FencedOut(Event, frozen=True, kw_only=True):
-    """Somebody newer owns this stream or engine."""
+    """A newer owner, `by`, holds this stream or engine (`what`)."""
 
     level = "error"
 
@@ -159,6 +170,8 @@ class FencedOut(Event, frozen=True, kw_only=True):
 
 
 class OpenSeen(Event, frozen=True, kw_only=True):
+    """A replica has read that a publisher has begun an attempt at `version`."""
+
     level = "info"
 
     version: int
@@ -166,7 +179,7 @@ class OpenSeen(Event, frozen=True, kw_only=True):
 
 
 class ChunkFetched(Event, frozen=True, kw_only=True):
-    """`sealed` tells whether the seal was already there: False means it was prefetched."""
+    """A replica has downloaded a chunk. `sealed` is False if it was prefetched, before the seal was there."""
 
     level = "debug"
 
@@ -179,6 +192,8 @@ class ChunkFetched(Event, frozen=True, kw_only=True):
 
 
 class SealSeen(Event, frozen=True, kw_only=True):
+    """A replica has read the seal of `version` in the ledger."""
+
     level = "info"
 
     version: int
@@ -187,6 +202,8 @@ class SealSeen(Event, frozen=True, kw_only=True):
 
 
 class Staged(Event, frozen=True, kw_only=True):
+    """All chunks of `version` are verified and lie in the staging directory."""
+
     level = "info"
 
     version: int
@@ -195,6 +212,8 @@ class Staged(Event, frozen=True, kw_only=True):
 
 
 class Attached(Event, frozen=True, kw_only=True):
+    """A subscriber has attached to its engine; `version` is the one that the engine is verified at, if any."""
+
     level = "info"
 
     version: int | None
@@ -203,6 +222,8 @@ class Attached(Event, frozen=True, kw_only=True):
 
 
 class Prepared(Event, frozen=True, kw_only=True):
+    """The engine has verified the change from `base` to `version` and is ready to swap."""
+
     level = "info"
 
     txn: str
@@ -213,7 +234,7 @@ class Prepared(Event, frozen=True, kw_only=True):
 
 
 class Committed(Event, frozen=True, kw_only=True):
-    """The engine serves `version`. `pause_seconds` is the time in which it generated nothing."""
+    """The engine has `version` now. `pause_seconds` is the time in which it generated nothing."""
 
     level = "info"
 
@@ -226,7 +247,7 @@ class Committed(Event, frozen=True, kw_only=True):
 
 
 class Serving(Event, frozen=True, kw_only=True):
-    """The engine generates, proved at a version that the policy allows: the replica is ready from now on.
+    """The engine generates and is verified at a version that the policy allows: the replica is ready from now on.
 
     Emitted after every attach that ends in serving and after every commit or repair.
     """
@@ -237,7 +258,7 @@ class Serving(Event, frozen=True, kw_only=True):
 
 
 class EngineLost(Event, frozen=True, kw_only=True):
-    """The engine does not answer or is no longer proved: the replica is not ready until the next `Serving`."""
+    """The engine does not answer or is no longer verified: the replica is not ready until the next `Serving`."""
 
     level = "warning"
 
@@ -261,7 +282,7 @@ class Loading(Event, frozen=True, kw_only=True):
 
 
 class Paused(Event, frozen=True, kw_only=True):
-    """Somebody else has paused the engine: the replica is not ready until the next `Serving`."""
+    """Another client has paused the engine: the replica is not ready until the next `Serving`."""
 
     level = "warning"
 
@@ -269,9 +290,10 @@ class Paused(Event, frozen=True, kw_only=True):
 
 
 class Blocked(Event, frozen=True, kw_only=True):
-    """Something stands before a replica's target; it goes on with what it has, and tries again. Told once per reason.
+    """A replica cannot reach its target now; it serves what it has, and tries again. Emitted once per reason.
 
-    `version` cannot be reached now (None: it is not about one). One that is `poisoned` is only gone round by an anchor.
+    `version` is the one that cannot be reached (None: the reason is not a version). If it is `poisoned`, only an
+    anchor of a later version leads past it.
     """
 
     level = "warning"
@@ -282,7 +304,7 @@ class Blocked(Event, frozen=True, kw_only=True):
 
 
 class ScrubEnded(Event, frozen=True, kw_only=True):
-    """A complete pass over the live weights found every tensor as it must be."""
+    """A complete pass over the live weights found no damage."""
 
     level = "info"
 
@@ -293,7 +315,7 @@ class ScrubEnded(Event, frozen=True, kw_only=True):
 
 
 class Damaged(Event, frozen=True, kw_only=True):
-    """A scrub found tensors whose live bits are not those that were accepted; the engine has paused.
+    """A scrub found tensors whose live bits differ from those that were committed; the engine has paused.
 
     `what` names them with their ranks."""
 
@@ -305,6 +327,8 @@ class Damaged(Event, frozen=True, kw_only=True):
 
 
 class RolledBack(Event, frozen=True, kw_only=True):
+    """The engine has undone transaction `txn` and has `version` again."""
+
     level = "error"
 
     txn: str
@@ -313,6 +337,8 @@ class RolledBack(Event, frozen=True, kw_only=True):
 
 
 class Repaired(Event, frozen=True, kw_only=True):
+    """The engine has `version` again after damage or a failed change; `how` says by which means."""
+
     level = "info"
 
     version: int
@@ -320,7 +346,7 @@ class Repaired(Event, frozen=True, kw_only=True):
 
 
 class Alarm(Event, frozen=True, kw_only=True):
-    """Something that must not happen and was contained; `must` cites the protocol."""
+    """A violation of the protocol was found and contained; `must` is the number of the rule in docs/PROTOCOL.md."""
 
     level = "error"
 
@@ -355,6 +381,8 @@ class Degraded(Notice, frozen=True, kw_only=True):
 
 
 class StoreRequest(Event, frozen=True, kw_only=True):
+    """One request to the store has ended, with `outcome`; `seconds` and `bytes` are its own."""
+
     level = "debug"
 
     operation: str
@@ -364,7 +392,7 @@ class StoreRequest(Event, frozen=True, kw_only=True):
 
 
 class RepetitionFilter:
-    """Tells which notices repeat the one before: a listener that writes for people writes each of them once.
+    """Finds the notices that repeat the one before, for listeners that write for people.
 
     Events at debug level between two equal notices do not make the second one new; any other event does.
     """
@@ -373,7 +401,7 @@ class RepetitionFilter:
         self._last: Notice | None = None
 
     def repeats(self, event: Event) -> bool:
-        """Whether `event` is a notice that is equal to the last one. To be asked once about every event."""
+        """Whether `event` is a notice that equals the last one. Call it once for every event."""
         if isinstance(event, Notice) and event == self._last:
             return True
         if isinstance(event, Notice):
@@ -394,4 +422,4 @@ Emit = Callable[[Event], None]
 
 
 def discard(event: Event) -> None:
-    """An `Emit` that nobody listens to."""
+    """An `Emit` that ignores every event."""

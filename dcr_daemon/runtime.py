@@ -1,8 +1,8 @@
-"""The one door to clock, randomness, threads and failpoints.
+"""Single access point for the clock, random numbers, threads and failpoints.
 
-Everything else is forbidden by lint to import `time`, `random`, `secrets`, `uuid` or `threading`, so that a
-simulation can install its own `Runtime` and be deterministic. No clock read here may decide anything (must L8):
-times are for logs, metrics, back-off and waits.
+Lint forbids every other module (vllm_plugin excepted) to import `time`, `random`, `secrets`, `uuid` or `threading`.
+The simulation installs its own `Runtime` and is deterministic. No decision may depend on a clock (must L8): times are
+for logs, metrics, back-off and waits.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ class Runtime(Protocol):
 
 
 class Failpoints:
-    """`name[:n][=action]`, several joined by commas: what happens at the n-th pass (default the first) of an instant.
+    """Armed failpoints, as `name[:n][=action]` joined by commas: the action at the n-th pass (default: the first).
 
-    `*` is every instant: `*:40` is whichever is passed as the fortieth. Actions: `kill` (SIGKILL, the default), `stop`
-    (SIGSTOP: a zombie that somebody may wake), `enospc` and `eio` (that `OSError`, from this pass on), `raise` (a bug,
-    from this pass on).
+    `*` counts the passes of all failpoints: `*:40` is the fortieth of any name. Actions: `kill` (SIGKILL, the default),
+    `stop` (SIGSTOP, for a process that hangs and may be continued), `enospc` and `eio` (that `OSError`, from this pass
+    on), `raise` (a `RuntimeError`, as of a bug, from this pass on).
     """
 
     def __init__(self, text: str) -> None:
         self._lock = threading.Lock()
         self._armed: dict[str, tuple[int, str]] = {}
-        for one in filter(None, text.split(",")):
-            place, _, action = one.partition("=")
+        for entry in filter(None, text.split(",")):
+            place, _, action = entry.partition("=")
             name, _, count = place.partition(":")
             self._armed[name] = (int(count or 1), action or "kill")
 
@@ -147,7 +147,7 @@ async def run_until_first(*works: Coroutine[Any, Any, Any]) -> Any:
 
 
 def nonce(size: int = 8) -> str:
-    """`2 * size` lower-case hex digits nobody has drawn before."""
+    """`2 * size` random lower-case hex digits, unique in practice."""
     return _current.nonce(size)
 
 
@@ -157,17 +157,17 @@ def jitter() -> float:
 
 
 def failpoint(name: str) -> None:
-    """A named instant at which a crash test may kill or stop the process, or take the disk away (`OSError`)."""
+    """A named point at which a crash test may kill or stop the process, or make the disk fail (`OSError`)."""
     _current.failpoint(name)
 
 
 def synced(path: Path) -> None:
-    """A file, or the names in a directory, have just become durable: a simulated disk loses what was not."""
+    """Report that a file, or the names in a directory, are durable now. A simulated crash loses everything else."""
     _current.synced(path)
 
 
 class Workers:
-    """One bounded pool for byte work whose kernels release the GIL."""
+    """A thread pool for byte work, whose kernels release the GIL. `count` 0: one thread per core, 16 at most."""
 
     def __init__(self, count: int = 0) -> None:
         self.count = count or max(1, min(16, len(os.sched_getaffinity(0))))
@@ -178,8 +178,8 @@ class Workers:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
 
     async def run_uncancellable(self, function: Callable[..., T], *args: object) -> T:
-        """As `run`, but a caller that is cancelled waits for the thread to end first: for work that writes to memory
-        which somebody else writes to next."""
+        """As `run`, but a cancelled caller first waits until the thread has ended. For work that writes to memory
+        which is reused afterwards."""
         job = self._pool.submit(function, *args)
         try:
             return await asyncio.wrap_future(job)
@@ -193,7 +193,7 @@ class Workers:
 
 
 class ThreadLocal(Generic[T]):
-    """One value per thread, made by `make` when a thread first asks."""
+    """One value per thread, made by `make` at the thread's first `get`."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
@@ -208,10 +208,10 @@ class ThreadLocal(Generic[T]):
 
 
 class LoopThread:
-    """An event loop on a thread of its own, for synchronous code that must not become asynchronous.
+    """An event loop on its own thread, for synchronous callers (`Publisher`).
 
-    A daemon thread: a script that dies without closing must not hang at exit. A forked process has no such thread:
-    there `here` is False, and nothing may be called.
+    The thread is a daemon thread, so that a script which ends without `close` does not hang. A forked process does not
+    have the thread: there `here` is False, and no other method may be called.
     """
 
     def __init__(self, name: str) -> None:
@@ -226,7 +226,7 @@ class LoopThread:
 
     @property
     def here(self) -> bool:
-        """Whether this is the process that made it."""
+        """Whether this is the process that created the loop."""
         return os.getpid() == self._process
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
@@ -236,7 +236,7 @@ class LoopThread:
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` on the loop and wait for its result. Not to be called on the loop's own thread.
 
-        A caller that is interrupted (Ctrl-C) cancels `work` and waits for its end first: nothing goes on behind.
+        If the caller is interrupted (Ctrl-C), `work` is cancelled and has ended when this raises.
         """
         ended: Future[T] = Future()
         tasks: list[asyncio.Task[T]] = []
@@ -256,7 +256,7 @@ class LoopThread:
             raise
 
     def close(self) -> None:
-        """Cancel what still runs, then end the thread."""
+        """Cancel the tasks that still run, then end the thread."""
         self.call(_cancel_all())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

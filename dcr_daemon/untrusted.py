@@ -1,8 +1,7 @@
-"""Values out of bytes that anybody may have written: a value of the expected shape, or `ValueError`, nothing else.
+"""Decodes bytes from outside (the bucket, the engine's socket): a value of the expected type, or `ValueError`.
 
-msgspec judges shape, range and encoding, in memory bounded by the input. What it leaves to the host is judged here:
-how deep a document may be nested is a number of the format, not of the reader's stack, so that all readers of the same
-bytes come to the same verdict (must L2).
+msgspec checks types, ranges and encoding, in memory bounded by the input. This module adds a limit on nesting: it is a
+constant of the format, independent of the reader's stack, so that all readers of the same bytes decide alike (must L2).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 MAX_NESTING = 64  #: arrays and objects inside one another, in any JSON document that DCR reads
 
-_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # unclosed ones too: whatever the bytes, in linear time
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # also unclosed ones; linear time for any bytes
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
@@ -30,9 +29,9 @@ class Decoder(Protocol[T_co]):
 
 
 def decode_json(decoder: Decoder[T_co], body: bytes) -> T_co:
-    """The JSON document in `body`. Raises `ValueError` for anything that `decoder` does not take, or nested too deep.
+    """The JSON document in `body`. Raises `ValueError` if `decoder` rejects it or it is nested too deep.
 
-    Of a key that occurs twice in one object the last value counts.
+    If a key occurs twice in an object, the last value is used.
     """
     if too_deep(body):
         raise ValueError(f"it is nested deeper than {MAX_NESTING}")
@@ -40,7 +39,7 @@ def decode_json(decoder: Decoder[T_co], body: bytes) -> T_co:
 
 
 def decode(decoder: Decoder[T_co], body: bytes) -> T_co:
-    """What `decoder` makes of `body`. Raises `ValueError` for anything that it does not take."""
+    """`body`, decoded. Raises `ValueError` if `decoder` rejects it."""
     try:
         return decoder.decode(body)
     except (msgspec.MsgspecError, RecursionError) as error:
@@ -48,9 +47,9 @@ def decode(decoder: Decoder[T_co], body: bytes) -> T_co:
 
 
 def load_json(body: bytes) -> Any:
-    """JSON that others write by the same standard, as plain objects: UTF-8, every key once, no NaN and no infinity.
+    """JSON written by other programs, as plain objects. It must be UTF-8, with unique keys, without NaN and infinity.
 
-    Raises `ValueError` for anything else, or what is nested too deep.
+    Raises `ValueError` for anything else, and for a document that is nested too deep.
     """
     if too_deep(body):
         raise ValueError(f"it is nested deeper than {MAX_NESTING}")
@@ -66,11 +65,11 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_number(text: str) -> Never:
-    raise ValueError(f"{text} is no JSON")
+    raise ValueError(f"{text} is not JSON")
 
 
 def too_deep(body: bytes) -> bool:
-    """Whether JSON in `body` is nested deeper than `MAX_NESTING`; of other bytes it says nothing sensible."""
+    """Whether the JSON in `body` is nested deeper than `MAX_NESTING`. The answer means nothing for other bytes."""
     depth = 0
     for bracket in _STRING.sub(b"", body).translate(None, _NOT_BRACKETS):
         depth += 1 if bracket in b"[{" else -1
@@ -83,7 +82,7 @@ def decompress_bounded(body: bytes, what: str, packed_limit: int, unpacked_limit
     """Decompress one zstd frame; both sizes, in bytes, are checked before anything is allocated.
 
     Raises:
-        ValueError: larger than a limit, or no single complete frame of the size that it declares.
+        ValueError: it is larger than a limit, or not one complete frame of the size that it declares.
     """
     if len(body) > packed_limit:
         raise ValueError(f"{what} of {len(body)} bytes; the limit is {packed_limit}")

@@ -1,6 +1,7 @@
-"""What listens to events: logs, metrics, health, the event file. The core knows none of it.
+"""The listeners to events: logs, metrics, readiness with its HTTP probes, the event file, systemd notifications.
 
-`Observer` is the one `Emit` that a daemon or command hands to the core.
+`cli.daemon` builds an `Observer` over them, and passes it as `emit` to the package that runs. Packages below import
+nothing from here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""One `Emit` for many listeners.
+"""Passes events to several listeners.
 
-Emitting never raises into the core: a listener that fails (a full disk under an event file) is dropped, said once
-on the log, and the others go on.
+Emitting never raises: a listener that fails (a full disk under the event file) is removed, which is logged once, and
+the others continue.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Readiness of a daemon, from its events.
 
-Live means that the loop turns (the HTTP server and the watchdog run in it); the store's state never makes a daemon
-dead, or one bucket outage would restart the fleet. Ready means: a publisher holds the claim; a subscriber's engine
-generates, proved at a version that the policy allows. A store that cannot be reached does not end that: the replica
-goes on serving what it has proved, a restart or a router could not make it newer, and all replicas would leave at once.
+Live means that the event loop runs (the HTTP server and the watchdog run in it). The state of the store never makes a
+daemon not live: one outage of the bucket would restart the fleet. A publisher is ready while it holds the claim. A
+subscriber is ready while its engine generates and is verified at a version that the policy allows. An unreachable store
+does not change that: the replica serves what it has, a restart could not make it newer, and otherwise all replicas
+would become unready at once.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from typing import Literal
 from dcr_daemon import events as e
 
 Role = Literal["publisher", "subscriber"]
-#: With 0 a whole fleet would be unready between every seal and its commit. A replica that is this many behind is not
-#: slow but stuck, whatever the pace of the trainer: several versions are fetched and applied as one.
+#: With 0 the whole fleet would be unready between every seal and its commit. A replica that is more versions behind is
+#: stuck and not slow, however fast the trainer is: several versions are fetched and applied as one.
 WITHIN = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """With which versions a replica is ready: at most `within` behind the newest known, or behind a lower `pin`."""
+    """The versions with which a replica is ready: at most `within` behind the newest known, or behind a lower `pin`."""
 
     within: int = WITHIN
     pin: int | None = None
@@ -32,7 +33,7 @@ class Policy:
 
 
 class Health:
-    """An `Emit`. `status` is one line for people; while not `ready` it says why."""
+    """An `Emit`. `status` is one line for people; it says why if not `ready`."""
 
     def __init__(self, role: Role, policy: Policy | None = None) -> None:
         self._role = role
@@ -55,7 +56,7 @@ class Health:
             self._publisher(event)
         else:
             self._subscriber(event)
-            self._judge()
+            self._update()
         if (self.ready, self.status) != before:
             self._changed()
 
@@ -93,8 +94,8 @@ class Health:
                 if reason := _why_not(event):
                     self._served, self._why = None, reason
 
-    def _judge(self) -> None:
-        """Ready or not, and the line that says so."""
+    def _update(self) -> None:
+        """Compute `ready` and `status`."""
         blocked = ""
         if self._blocked is not None:
             version = "" if self._blocked.version is None else f" at version {self._blocked.version}"
@@ -108,18 +109,18 @@ class Health:
         self.status = "; ".join(filter(None, (f"serving version {self._served}, lag {max(lag, 0)}{allowed}", blocked)))
 
 
-_LASTING = ("fenced", "engine lost", "loading", "paused", "damaged")  #: reasons that say more than what is waited for
+_LASTING = ("fenced", "engine lost", "loading", "paused", "damaged")  #: reasons that a notice does not replace
 
 
 def _why_not(event: e.Event) -> str:
-    """Why a replica is not ready from this event on; empty if it does not say so."""
+    """Why a replica is not ready from this event on; empty if the event does not make it unready."""
     match event:
         case e.EngineLost():
             return f"engine lost: {event.reason}"
         case e.Loading():
             return f"loading all of version {event.version}"
         case e.Paused():
-            return f"paused by somebody else at version {event.version}"
+            return f"paused by another client at version {event.version}"
         case e.Damaged():
             return f"damaged: {event.what}"
         case e.FencedOut():

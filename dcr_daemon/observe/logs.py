@@ -1,8 +1,8 @@
-"""Structured logs on stderr: one line per change of state, none per chunk above debug.
+"""Structured logs on stderr: one line per event, at the event's level.
 
-JSON where stderr is not a terminal, aligned key=value lines where it is. Every line carries `event`; the facts'
-own field names are the keys, so that a log search and a metric use the same words. A log that nobody takes any more
-(its reader has died, its disk is full) is no reason to stop: such lines are lost, and the process goes on.
+JSON if stderr is not a terminal, aligned key=value lines if it is. `event` is the event's name and its fields are the
+keys, so that a log search and a metric use the same words. If a line cannot be written (the reader has died, the disk
+is full), it is lost and the process continues.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def configure(level: Level = "info", *, json: bool | None = None) -> None:
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
         logger_factory=_to_stderr,
-        cache_logger_on_first_use=False,  # stderr may be replaced while we run, and lines are few
+        cache_logger_on_first_use=False,  # stderr may be replaced while the process runs
     )
 
 
 class _Stderr:
-    """What structlog writes to, under the name of every level."""
+    """The sink of structlog, which calls it by the name of a level."""
 
     def msg(self, line: str) -> None:
         with contextlib.suppress(OSError, ValueError):
@@ -57,7 +57,7 @@ def _to_stderr(*_: Any) -> _Stderr:
 
 
 def bind(**context: Any) -> None:
-    """Put keys (stream, replica) on every later line of this process, in place of earlier ones."""
+    """Put keys (stream, replica) on every later log line of this process; they replace earlier ones."""
     structlog.contextvars.clear_contextvars()
     structlog.contextvars.bind_contextvars(**context)
 
@@ -85,7 +85,7 @@ def _rounded(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dumps(value: dict[str, Any], **_: Any) -> str:
-    """What a person looks for first comes first."""
+    """The keys that a person looks for first come first."""
     first = {key: value.pop(key) for key in ("timestamp", "level", "event") if key in value}
     value = first | value
     return msgspec.json.encode(value, enc_hook=str).decode()

@@ -1,7 +1,7 @@
-"""Prometheus metrics, made from events alone.
+"""Prometheus metrics, computed from events only.
 
 Prefix `dcr_`, base units (bytes, seconds, ratio), `_total` on counters. Labels have few values: never a version, a
-key or a tensor. docs/OPERATIONS.md lists them; a test compares that list with this file.
+key or a tensor. docs/OPERATIONS.md lists the metrics; a test compares that list with this module.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 
 
 class _Known:
-    """A gauge that is absent until its first value: a version that nobody knows yet is not version 0."""
+    """A gauge that is absent until its first value: an unknown version is not version 0."""
 
     def __init__(self, name: str, text: str, registry: CollectorRegistry) -> None:
         self._gauge, self._registry = Gauge(name, text, registry=None), registry
@@ -36,7 +36,7 @@ class _Known:
 
 
 class Metrics:
-    """An `Emit` with a registry of its own, so that several can live in one process."""
+    """An `Emit` with its own registry, so that one process may have several."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -113,14 +113,14 @@ class Metrics:
             handler(event)
 
     def exposition(self) -> bytes:
-        """Everything in the text format of `CONTENT_TYPE`."""
+        """All metrics in the text format of `CONTENT_TYPE`."""
         return generate_latest(self.registry)
 
     def _versions(self, *, head: int | None = None, served: int | None = None) -> None:
         self._head = max(self._head, head or 0, served or 0)
         self._served = self._served if served is None else served
         self.head.set(self._head)
-        if self._served >= 0:  # a publisher serves nothing, and lags behind nothing
+        if self._served >= 0:  # a publisher has no served version and no lag
             self.served.set(self._served)
             self.lag.set(self._head - self._served)
 
@@ -130,7 +130,7 @@ class Metrics:
 
     def _sealed(self, event: e.Sealed) -> None:
         self._head = max(self._head, event.version)
-        self.head.set(self._head)  # a publisher serves nothing: no lag
+        self.head.set(self._head)  # a publisher has no served version and no lag
         self.versions.labels("sealed").inc()
         self.stages.labels("update").observe(event.seconds)
         if event.elements:

@@ -11,7 +11,7 @@ import socket
 
 
 def notify(*lines: str) -> bool:
-    """Send `KEY=value` lines; False where nobody listens. Never raises: a daemon must not die of its supervisor."""
+    """Send `KEY=value` lines; False if they were not sent. Never raises: a supervisor's fault ends no daemon."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address:
         return False
@@ -25,7 +25,7 @@ def notify(*lines: str) -> bool:
 
 
 def watchdog_interval() -> float | None:
-    """Seconds between signs of life that systemd's `WatchdogSec` asks of this process (half of it), or None."""
+    """Seconds between watchdog notifications: half of what systemd's `WatchdogSec` allows. None without a watchdog."""
     usec = os.environ.get("WATCHDOG_USEC", "")
     pid = os.environ.get("WATCHDOG_PID", str(os.getpid()))
     if not usec.isdigit() or int(usec) == 0 or pid != str(os.getpid()):

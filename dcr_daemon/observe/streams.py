@@ -1,4 +1,4 @@
-"""stdout and stderr as they are used unattended: whoever reads them may go away, and a daemon lives on."""
+"""Writing to stdout and stderr of a process whose reader may go away while it runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TextIO
 
 
 def put(stream: TextIO, text: str) -> None:
-    """Write `text` now. What nobody reads any more is dropped, this text and all later ones.
+    """Write and flush `text`. If the reader has closed the pipe, this text and all later ones are dropped.
 
     Raises:
         OSError: it cannot be written for any other reason, such as a full disk under a redirected stream.
@@ -20,7 +20,7 @@ def put(stream: TextIO, text: str) -> None:
 
 
 def _drop(stream: TextIO) -> None:
-    """Lead a broken pipe to nowhere, so that the interpreter's own flush at exit does not fail either."""
+    """Replace a broken pipe by /dev/null, so that the interpreter's flush at exit does not fail either."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)

@@ -28,10 +28,10 @@ _PLAIN: dict[str, Any] = {"soft_wrap": True, "highlight": False}
 
 def command(
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="Optimizer steps to train and publish.")] = 4,
-    tiny: Annotated[bool, typer.Option("--tiny", help="A generated Qwen3 instead of SmolLM2-135M.")] = False,
-    s3: Annotated[bool, typer.Option("--s3", help="Through a local SeaweedFS instead of a file:// bucket.")] = False,
+    tiny: Annotated[bool, typer.Option("--tiny", help="Use a small generated Qwen3 instead of SmolLM2-135M.")] = False,
+    s3: Annotated[bool, typer.Option("--s3", help="Use a local SeaweedFS (S3) instead of a file:// bucket.")] = False,
     work: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Keep everything there; default: .demo/run-…")
+        Path | None, typer.Option(metavar="DIR", help="Directory for all files, kept afterwards; default: .demo/run-…")
     ] = None,
     json: Json = False,
 ) -> None:
@@ -46,7 +46,7 @@ def command(
     options = DemoOptions(work=work or Path(".demo") / f"run-{runtime.nonce(3)}", steps=steps, tiny=tiny, s3=s3)
     signal.signal(signal.SIGTERM, _interrupt)
     with contextlib.closing(run_demo(options)) as story:
-        finished = _tell(story, Console(stderr=json))
+        finished = _draw(story, Console(stderr=json))
     if json:
         print_json(finished.as_json())
     if not finished.holds:
@@ -54,12 +54,12 @@ def command(
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    """SIGTERM takes the same way out as Ctrl-C: through every `finally`."""
+    """SIGTERM ends the demo as Ctrl-C does: every `finally` runs."""
     raise KeyboardInterrupt
 
 
-def _tell(story: Iterator[Stage | Row | Finished], console: Console) -> Finished:
-    """Draw the story as it happens; returns its end."""
+def _draw(story: Iterator[Stage | Row | Finished], console: Console) -> Finished:
+    """Draw the stages and rows as they come; returns the result."""
     from dcr_demo.run import Finished, Row
 
     with console.status("starting") as status:

@@ -53,7 +53,7 @@ class Process:
     _popen: subprocess.Popen[bytes] | None = None
 
     def start(self) -> Self:
-        """Start it; returns at once. An interrupt meanwhile is raised only when `stop` knows what to stop."""
+        """Start it; returns at once. An interrupt meanwhile is raised only when `stop` has a process to stop."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as files:
             log: IO[bytes] = files.enter_context(self.log.open("ab"))
@@ -137,7 +137,7 @@ class Process:
 
 @contextlib.contextmanager
 def _signals_deferred() -> Iterator[None]:
-    """Hold SIGINT and SIGTERM back while a child is being made: between fork and assignment nobody could stop it."""
+    """Defer SIGINT and SIGTERM while a child is started: between fork and assignment nothing could stop it."""
     held: list[int] = []
     try:
         old = {n: signal.signal(n, lambda n, _: held.append(n)) for n in (signal.SIGINT, signal.SIGTERM)}
@@ -154,7 +154,7 @@ def _signals_deferred() -> Iterator[None]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports on 127.0.0.1 that are free now, and whose SeaweedFS gRPC twins are free too.
+    """Ports on 127.0.0.1 that are free now, and whose SeaweedFS gRPC ports (port + 10000) are free too.
 
     Drawn below the kernel's ephemeral range, so that no outgoing connection takes one meanwhile.
     """
@@ -270,7 +270,7 @@ class VllmServer:
             return False
 
     def socket_open(self) -> bool:
-        """True once the plugin's socket accepts: model loaded, engine born paused (must E2)."""
+        """True once the plugin's socket accepts: model loaded, engine started paused (must E2)."""
         with socket.socket(socket.AF_UNIX) as probe:
             try:
                 probe.connect(str(self.socket))

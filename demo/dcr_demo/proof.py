@@ -1,4 +1,4 @@
-"""The end of the demo: the served model is, bit for bit, the checkpoint that the stream describes.
+"""The proof at the end of the demo: the served model equals the checkpoint that the stream describes, bit for bit.
 
 `dcr materialize` builds the newest version as a plain checkpoint, a second vLLM loads it with its own loader, and
 the two are compared by SHA-256 of every parameter and every buffer on every rank, and by greedy completions with

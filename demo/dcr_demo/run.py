@@ -1,6 +1,6 @@
 """The main job, live: train, publish, refit a server that answers requests, and prove the result.
 
-`run_demo` yields one `Row` per step as it is served, then ends with the proof. It owns no terminal: `dcr demo` draws.
+`run_demo` yields one `Row` per step as it is served, then ends with the proof. It prints nothing: `command` draws.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Something long has begun."""
+    """A stage that takes long has begun."""
 
     what: str
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The end. `requests` ended while versions moved; `failed` of them with an error."""
+    """The result. `requests` ended while versions moved; `failed` of them with an error."""
 
     stream: str
     work: str
@@ -74,7 +74,7 @@ class Finished:
 
 
 def run_demo(options: DemoOptions) -> Generator[Stage | Row | Finished]:
-    """Run it; every process ends with the generator. Raises `ProcessDied` with the end of a log."""
+    """Run the demo; every process ends with the generator. Raises `ProcessDied` with the end of a log."""
     work = short_directory(options.work)
     work.mkdir(parents=True, exist_ok=True)
     yield Stage("writing the model")

@@ -59,7 +59,7 @@ class Scene:
         return self._begin(process)
 
     def _begin(self, process: Process) -> Process:
-        """Its end is arranged before its beginning, so that no interrupt can fall between the two."""
+        """`stop` is registered before the start, so that an interrupt cannot fall between the two."""
         self._stack.callback(process.stop)
         process.start()
         self.processes.append(process)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from dcr_daemon.cli.app import app, run
+from dcr_daemon.errors import ResourceExhausted, UpdateAborted, UsageError
 
 COMMANDS = ("publish", "subscribe", "log", "status", "verify", "materialize", "demo")
 HEAVY = ("torch", "numba", "vllm", "transformers", "boto3", "aioboto3", "botocore", "prometheus_client")
@@ -152,3 +153,12 @@ def test_without_the_checkout_the_demo_says_where_it_is(arguments: list[str]) ->
     process = subprocess.run([sys.executable, "-c", source, "demo", *arguments], capture_output=True, text=True)
     assert process.returncode == 2, process.stderr
     assert "`make demo` in a checkout" in process.stderr
+
+
+def test_kinds_of_errors_keep_the_names_that_programs_read() -> None:
+    """A class may be renamed; `kind` in the output of `--json` and on the engine's socket may not."""
+    from dcr_daemon.ledger.objects import ObjectPending
+    from dcr_daemon.publish.watch.piece_reader import ContentMismatch
+
+    errors = (UsageError, ResourceExhausted, UpdateAborted, ObjectPending, ContentMismatch)
+    assert [error.kind for error in errors] == ["Misuse", "Exhausted", "Given", "NotYet", "NotAsPromised"]

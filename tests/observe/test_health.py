@@ -99,7 +99,7 @@ def test_a_pinned_replica_is_measured_against_its_pin() -> None:
 NOT_READY = [
     (e.EngineLost(reason="it died"), "engine lost: it died"),
     (e.Loading(version=9), "loading all of version 9"),
-    (e.Paused(version=7), "paused by somebody else at version 7"),
+    (e.Paused(version=7), "paused by another client at version 7"),
     (e.Damaged(version=7, tensors=["w"], what="w (rank 1)"), "damaged: w (rank 1)"),
 ]
 

@@ -33,6 +33,8 @@ class ContentMismatch(SourceChanged):
     """A file is the one that was found complete, but does not hold what the checkpoint's table says. Reading it
     again is of no use before somebody writes it again."""
 
+    kind = "NotAsPromised"
+
 
 @dataclass(frozen=True, slots=True)
 class PieceFiles:
