@@ -98,7 +98,7 @@ class RankOf:
 
 
 class Group:
-    """`world` ranks of one process group.
+    """`world` ranks of one process group. `async with` opens them, and closes them unless the body raises.
 
     Args:
         make: options of a rank, by number.
@@ -110,6 +110,13 @@ class Group:
     ) -> None:
         group = runtime.nonce()
         self.ranks = [RankOf(make(n), store(n), emit, Rank(group, n, world)) for n in range(world)]
+
+    async def __aenter__(self) -> Group:
+        return await self.open()
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:  # ranks whose test failed may never agree to close
+            await self.close()
 
     async def open(self) -> Group:
         await asyncio.gather(*(rank.open() for rank in self.ranks))

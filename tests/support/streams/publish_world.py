@@ -66,9 +66,9 @@ class StreamReader:
         return [type(record).__name__ for record in self.records()]
 
     def versions(self) -> dict[int, Weights]:
-        return asyncio.run(self._versions())
+        return asyncio.run(self.read_versions())
 
-    async def _versions(self) -> dict[int, Weights]:
+    async def read_versions(self) -> dict[int, Weights]:
         """Every version rebuilt from version 0 and the chain; fingerprints and anchors are checked on the way."""
         store = FileStore(Path(self.url.removeprefix("file://")))
         ledger = Ledger(store)
