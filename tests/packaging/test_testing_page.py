@@ -1,4 +1,4 @@
-"""docs/TESTING.md names a test for every module: by a test file of the module's name, or in its table."""
+"""docs/TESTING.md names a test for every module of the package, and support/README.md names every module of support."""
 
 from __future__ import annotations
 
@@ -41,3 +41,13 @@ def test_what_the_table_names_exists() -> None:
 
 def test_no_row_is_needless() -> None:
     assert [module for module in TABLE if has_test_file(Path(module))] == []
+
+
+def test_the_readme_of_support_names_every_module() -> None:
+    support = ROOT / "tests" / "support"
+    named = set(re.findall(r"`([\w.]+)`", (support / "README.md").read_text()))
+    modules = [".".join(path.relative_to(support).with_suffix("").parts) for path in support.rglob("*.py")]
+    missing = [
+        name for name in modules if not name.endswith("__init__") and not {name, name.rpartition(".")[2]} & named
+    ]
+    assert missing == []
