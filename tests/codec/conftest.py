@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support.chunks.malformed import ID, Forged, reseal, sample_chunk, sample_layout
+from support.chunks.malformed import ID, EditableChunk, reseal, sample_chunk, sample_layout
 
 from dcr_daemon.canonical.box import Box
 from dcr_daemon.canonical.layout import Layout, TensorSpec
@@ -84,8 +84,8 @@ def layout() -> Layout:
 
 
 @pytest.fixture(scope="session")
-def forge() -> Callable[[bytes], Forged]:
-    return Forged.of
+def forge() -> Callable[[bytes], EditableChunk]:
+    return EditableChunk.of
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from support.faults.crash_sites import IN_A_DIRECTORY, SITES, Site
 from support.faults.sampling import parameters
-from support.processes.fork_server import Nursery
+from support.processes.fork_server import ForkServer
 
 pytestmark = pytest.mark.crash
 
@@ -63,12 +63,12 @@ def url_for(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Site], 
 )
 async def test_whatever_is_killed_comes_back_by_itself(
     case: Case,
-    nursery: Nursery,
+    fork_server: ForkServer,
     tmp_path: Path,
     url_for: Callable[[Site], str],
     record_property: Callable[[str, object], None],
 ) -> None:
-    scene = case.site.scene(nursery, tmp_path, url_for(case.site), case.failpoints)
+    scene = case.site.scene(fork_server, tmp_path, url_for(case.site), case.failpoints)
     await scene.play()
     record_property("site", f"{case.site.role} {case.site.name}")
     record_property("kills", scene.kills)

@@ -11,9 +11,9 @@ from typing import ClassVar
 
 import pytest
 from support.faults.crash_scenes import PublisherScene, replica_serves
-from support.processes.fork_server import Nursery, Process
+from support.processes.fork_server import ForkServer, Process
 from support.stores.faulty_proxy import BadNetwork, Fault
-from support.stores.seaweed import Seaweed, Weed, set_environment
+from support.stores.seaweed import Seaweed, SeaweedProcess, set_environment
 
 pytestmark = [pytest.mark.crash, pytest.mark.seaweed]
 
@@ -31,8 +31,8 @@ class BothDaemons(PublisherScene):
 
     steps: ClassVar[int] = 4
 
-    def __init__(self, nursery: Nursery, home: Path, url: str, endpoint: str) -> None:
-        super().__init__(nursery, home, url)
+    def __init__(self, fork_server: ForkServer, home: Path, url: str, endpoint: str) -> None:
+        super().__init__(fork_server, home, url)
         self._endpoint = ["--endpoint-url", endpoint]
         self.directory = home / "current"
         self.subscriber: Process
@@ -45,7 +45,7 @@ class BothDaemons(PublisherScene):
         places = ["--state", str(self.home / "state-r1"), "--staging", str(self.home / "staging")]
         subscribe = ["subscribe", "--from", self.url, "--engine", f"dir://{self.directory}", "--replica", "r1"]
         subscribe += [*places, *self._endpoint, "--poll", "0.05"]
-        self.subscriber = self.nursery.start(subscribe, self.home / "subscriber.log")
+        self.subscriber = self.fork_server.start(subscribe, self.home / "subscriber.log")
 
     async def served(self, version: int) -> bool:
         assert self.subscriber.poll() is None, self.subscriber.said()
@@ -68,8 +68,8 @@ class BothDaemons(PublisherScene):
 class UnderWeather(BothDaemons):
     """A version in clear air, two in bad weather, one after it."""
 
-    def __init__(self, nursery: Nursery, home: Path, url: str, network: BadNetwork, weather: str) -> None:
-        super().__init__(nursery, home, url, network.url)
+    def __init__(self, fork_server: ForkServer, home: Path, url: str, network: BadNetwork, weather: str) -> None:
+        super().__init__(fork_server, home, url, network.url)
         self._network, self._weather = network, WEATHERS[weather]
 
     async def act(self) -> None:
@@ -90,8 +90,8 @@ class UnderWeather(BothDaemons):
 class UnderKills(BothDaemons):
     """The store dies while each version is on its way, and comes back."""
 
-    def __init__(self, nursery: Nursery, home: Path, url: str, weed: Weed, seed: int) -> None:
-        super().__init__(nursery, home, url, weed.server.endpoint_url)
+    def __init__(self, fork_server: ForkServer, home: Path, url: str, weed: SeaweedProcess, seed: int) -> None:
+        super().__init__(fork_server, home, url, weed.server.endpoint_url)
         self._weed, self._random = weed, random.Random(seed)
 
     async def act(self) -> None:
@@ -112,26 +112,26 @@ class UnderKills(BothDaemons):
 )
 async def test_no_daemon_dies_of_bad_weather(
     weather: str,
-    nursery: Nursery,
+    fork_server: ForkServer,
     tmp_path: Path,
     s3_stream: str,
     seaweed: Seaweed,
     record_property: Callable[[str, object], None],
 ) -> None:
     async with BadNetwork(seaweed.endpoint_url) as network:
-        await UnderWeather(nursery, tmp_path, s3_stream, network, weather).play()
+        await UnderWeather(fork_server, tmp_path, s3_stream, network, weather).play()
         record_property("requests", sum(network.seen[fault] for fault in Fault))
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.faults) for seed in range(1, 6))])
 async def test_a_store_that_is_killed_and_comes_back_costs_time_only(
     seed: int,
-    nursery: Nursery,
+    fork_server: ForkServer,
     tmp_path: Path,
-    own_weed: Weed,
+    own_seaweed: SeaweedProcess,
     monkeypatch: pytest.MonkeyPatch,
     record_property: Callable[[str, object], None],
 ) -> None:
-    set_environment(monkeypatch, own_weed.server)
-    await UnderKills(nursery, tmp_path, own_weed.server.stream(), own_weed, seed).play()
+    set_environment(monkeypatch, own_seaweed.server)
+    await UnderKills(fork_server, tmp_path, own_seaweed.server.stream(), own_seaweed, seed).play()
     record_property("stores", UnderKills.steps - 1)

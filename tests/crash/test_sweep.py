@@ -21,7 +21,7 @@ from support.faults.crash_scenes import (
     SubscriberScene,
 )
 from support.faults.sampling import COMMIT
-from support.processes.fork_server import Nursery
+from support.processes.fork_server import ForkServer
 
 pytestmark = [pytest.mark.crash, pytest.mark.faults, pytest.mark.timeout(7200)]
 
@@ -34,12 +34,12 @@ SECOND = 12  #: instants that the next life passes at most before it is killed t
     "kind", [PublisherScene, SpoolingScene, RestoringScene, CollectingScene, SubscriberScene, LoadingScene]
 )
 async def test_any_instant_will_do(
-    kind: type[Scene], nursery: Nursery, tmp_path: Path, record_property: Callable[[str, object], None]
+    kind: type[Scene], fork_server: ForkServer, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     def scene(name: str, *failpoints: str) -> Scene:
         home = tmp_path / name
         home.mkdir()
-        return kind(nursery, home, (home / "bucket").as_uri(), failpoints)
+        return kind(fork_server, home, (home / "bucket").as_uri(), failpoints)
 
     uncut, passed = scene("uncut"), tmp_path / "passed"
     uncut.environ["DCR_TEST_PASSED"] = str(passed)

@@ -16,7 +16,7 @@ import pytest
 from support.faults.crash_scenes import LOOK, PublisherScene, SubscriberScene, replica_serves
 from support.faults.crash_sites import SITES
 from support.faults.sampling import parameters
-from support.processes.fork_server import DEADLINE, Nursery, Process
+from support.processes.fork_server import DEADLINE, ForkServer, Process
 from support.streams.writer import StreamWriter
 
 from dcr_daemon.ledger import names
@@ -50,8 +50,8 @@ class StoppedPublisher(PublisherScene):
 
     name: ClassVar[str] = "p2"
 
-    def __init__(self, nursery: Nursery, home: Path, url: str, stop: str) -> None:
-        super().__init__(nursery, home, url)
+    def __init__(self, fork_server: ForkServer, home: Path, url: str, stop: str) -> None:
+        super().__init__(fork_server, home, url)
         self._stop = stop
         self.zombie: Process
 
@@ -62,7 +62,7 @@ class StoppedPublisher(PublisherScene):
         self.write(1)
         first = ["publish", "--to", self.url, "--watch", str(self.watch), "--state", str(self.home / "state-p1")]
         first += ["--create", "--base", str(self.base), "--name", "p1", "--anchor-every", "1", "--poll", "0.05"]
-        self.zombie = self.nursery.start(first, self.home / "zombie.log", DCR_FAILPOINT=f"{self._stop}=stop")
+        self.zombie = self.fork_server.start(first, self.home / "zombie.log", DCR_FAILPOINT=f"{self._stop}=stop")
         await until_stopped(self.zombie)
 
     async def act(self) -> None:
@@ -75,7 +75,7 @@ class StoppedPublisher(PublisherScene):
 
     async def check(self) -> None:
         await super().check()
-        collector = self.nursery.start(["gc", self.url], self.home / "gc.log")
+        collector = self.fork_server.start(["gc", self.url], self.home / "gc.log")
         assert await collector.wait() == 0, collector.said()
         assert self._ledger is not None
         seals = await self._ledger.history.between(1)
@@ -90,8 +90,8 @@ class StoppedSubscriber(SubscriberScene):
     replica: ClassVar[str] = "r2"
     last: ClassVar[int] = 3
 
-    def __init__(self, nursery: Nursery, home: Path, url: str, stop: str) -> None:
-        super().__init__(nursery, home, url)
+    def __init__(self, fork_server: ForkServer, home: Path, url: str, stop: str) -> None:
+        super().__init__(fork_server, home, url)
         self._stop = stop
         self.zombie: Process
 
@@ -102,7 +102,7 @@ class StoppedSubscriber(SubscriberScene):
         await self.stream.publish(1)
         first = ["subscribe", "--from", self.url, "--engine", f"dir://{self.directory}", "--replica", "r1"]
         first += ["--state", str(self.home / "state-r1"), "--staging", str(self.home / "staging-r1"), "--poll", "0.05"]
-        self.zombie = self.nursery.start(first, self.home / "zombie.log", DCR_FAILPOINT=f"{self._stop}=stop")
+        self.zombie = self.fork_server.start(first, self.home / "zombie.log", DCR_FAILPOINT=f"{self._stop}=stop")
         async with asyncio.timeout(DEADLINE):  # what it might fetch ahead comes only when it has attached
             while not (self.zombie.stopped or await replica_serves(self.store, "r1", self.directory, 1)):
                 assert self.zombie.poll() is None, self.zombie.said()
@@ -132,15 +132,15 @@ async def until_stopped(process: Process) -> None:
 
 @pytest.mark.parametrize("stop", parameters(PUBLISHER, EVERY_TIME))
 async def test_a_publisher_that_wakes_up_too_late_is_fenced(
-    stop: str, nursery: Nursery, tmp_path: Path, s3_stream: str, record_property: Callable[[str, object], None]
+    stop: str, fork_server: ForkServer, tmp_path: Path, s3_stream: str, record_property: Callable[[str, object], None]
 ) -> None:
-    await StoppedPublisher(nursery, tmp_path, s3_stream, stop).play()
+    await StoppedPublisher(fork_server, tmp_path, s3_stream, stop).play()
     record_property("zombies", 1)
 
 
 @pytest.mark.parametrize("stop", parameters(SUBSCRIBER, EVERY_TIME))
 async def test_a_subscriber_that_wakes_up_too_late_is_fenced(
-    stop: str, nursery: Nursery, tmp_path: Path, s3_stream: str, record_property: Callable[[str, object], None]
+    stop: str, fork_server: ForkServer, tmp_path: Path, s3_stream: str, record_property: Callable[[str, object], None]
 ) -> None:
-    await StoppedSubscriber(nursery, tmp_path, s3_stream, stop).play()
+    await StoppedSubscriber(fork_server, tmp_path, s3_stream, stop).play()
     record_property("zombies", 1)

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from support.chunks.malformed import Forged, sample_chunk, sample_layout
+from support.chunks.malformed import EditableChunk, sample_chunk, sample_layout
 from support.stores.memory import MemoryStore
 
 from dcr_daemon.canonical.fingerprint import Vector, advance, fingerprint, total
@@ -122,7 +122,7 @@ def stream() -> SampleStream:
 
 
 def _seal(s: SampleStream, before: Vector) -> None:
-    forged = Forged.of(chunks()[0])
+    forged = EditableChunk.of(chunks()[0])
     forged.header |= {"attempt": 2, "base": 0, "version": 1}
     data = forged.build()
     chunk = open_chunk(data, LAYOUT)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zstandard
-from support.chunks.malformed import Forged, reseal
+from support.chunks.malformed import EditableChunk, reseal
 from support.events import RecordedEvents
 from support.measure.memory_limit import memory_limit
 from support.streams.writer import StreamWriter
@@ -286,7 +286,7 @@ def lie(kind: int, *, size: int, frame: Callable[[], bytes] | None = None) -> Ed
     """A chunk that says of one of its streams that it has `size` bytes, stored as this frame; its checksum fits."""
 
     def edit(body: bytes) -> bytes:
-        forged = Forged.of(body)
+        forged = EditableChunk.of(body)
         forged.sizes[kind] = size
         if frame is not None:
             forged.stored[kind] = frame()
@@ -296,7 +296,7 @@ def lie(kind: int, *, size: int, frame: Callable[[], bytes] | None = None) -> Ed
 
 
 def many_segments(body: bytes) -> bytes:
-    forged = Forged.of(body)
+    forged = EditableChunk.of(body)
     forged.header["segments"] = 1 << 16
     return forged.build()
 

@@ -9,7 +9,7 @@ import numpy as np
 from fuzz import samples
 from fuzz.data_provider import DataProvider
 from fuzz.harness import REFUSED, as_file, target
-from support.chunks.malformed import Forged, reseal
+from support.chunks.malformed import EditableChunk, reseal
 from support.chunks.whole_tensors import in_whole
 
 from dcr_daemon.canonical.fingerprint import advance, fingerprint
@@ -81,7 +81,7 @@ _COLUMNS = (
 def _forge(provider: DataProvider) -> tuple[bytes, int]:
     """A chunk whose table, streams or sizes are spoiled behind a good checksum; the number of the one it was."""
     number = provider.below(len(samples.chunks()))
-    forged = Forged.of(samples.chunks()[number])
+    forged = EditableChunk.of(samples.chunks()[number])
     for _ in range(provider.below(4)):
         table = forged.table
         name = provider.pick(_COLUMNS)

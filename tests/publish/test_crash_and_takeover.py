@@ -7,7 +7,7 @@ import contextlib
 from typing import Any
 
 import pytest
-from support.faults.failing_requests import Dead, SmallWorld, SpoiltStore, each_request, history, kill, parts, run, same
+from support.faults.failing_requests import Dead, FaultyStore, SmallWorld, each_request, history, kill, parts, run, same
 
 from dcr_daemon.errors import Fenced
 from dcr_daemon.events import FencedOut
@@ -15,7 +15,7 @@ from dcr_daemon.ledger.records import Release
 from dcr_daemon.publish.group.leader import Leader
 
 
-async def life(world: SmallWorld, store: SpoiltStore, versions: list[int], **more: Any) -> list[Leader]:
+async def life(world: SmallWorld, store: FaultyStore, versions: list[int], **more: Any) -> list[Leader]:
     """One process: publish what is not published yet, then release. The session, to be killed by whoever kills it."""
     session = await world.open(store, **more)
     try:
@@ -35,7 +35,7 @@ async def life(world: SmallWorld, store: SpoiltStore, versions: list[int], **mor
 
 def requests(world: SmallWorld) -> list[str]:
     async def log() -> list[str]:
-        store = SpoiltStore()
+        store = FaultyStore()
         await life(world, store, [1, 2, 3])
         return store.log
 
@@ -53,7 +53,7 @@ def test_a_crash_at_any_request_loses_nothing(
 
     async def die(number: int) -> None:
         world.forget("one")
-        store = SpoiltStore()
+        store = FaultyStore()
         store.spoil = lambda n, operation, key: when if n == number else None
         with contextlib.suppress(Dead):
             await life(world, store, [1, 2, 3])
@@ -82,7 +82,7 @@ def test_a_takeover_at_any_request_leaves_one_history_and_stops_the_loser(
 
     async def take_over(number: int) -> None:
         world.forget("one", "two")
-        store = SpoiltStore()
+        store = FaultyStore()
 
         async def rival() -> None:
             store.spoil = lambda n, operation, key: None

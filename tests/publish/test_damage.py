@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.faults.failing_requests import SmallWorld, SpoiltStore, kill, run, same
+from support.faults.failing_requests import FaultyStore, SmallWorld, kill, run, same
 from support.streams.publish_world import PublishWorld, step_weights
 from support.streams.replica import Replica
 
@@ -45,7 +45,7 @@ def test_the_scrub_finds_one_flipped_bit_and_the_baseline_is_rebuilt_and_anchore
     world = small_world
 
     async def check() -> None:
-        store = SpoiltStore()
+        store = FaultyStore()
         session = await world.open(store, scrub_rate=1e6, anchor_every=None, anchor_share=None)
         await world.publish(session, world.draw(1))
         session.context.baseline[spot[0]][spot[1]] ^= 4
@@ -66,7 +66,7 @@ def test_a_scrub_of_a_sound_baseline_finds_nothing_whatever_was_published_or_und
     world = small_world
 
     async def check() -> None:
-        session = await world.open(SpoiltStore(), scrub_rate=1e9)
+        session = await world.open(FaultyStore(), scrub_rate=1e9)
         for seed in range(1, 6):
             await world.publish(session, world.draw(seed))
             await world.diff(session, world.draw(90 + seed))
@@ -86,7 +86,7 @@ def test_damage_that_went_into_a_sealed_version_is_gone_round_by_the_next(
     world = small_world
 
     async def check() -> None:
-        store = SpoiltStore()
+        store = FaultyStore()
         session = await world.open(store, scrub_rate=1e6, anchor_every=None, anchor_share=None)
         await world.publish(session, world.draw(1))
         session.context.baseline[0][7] ^= 0x40
@@ -129,7 +129,7 @@ def test_an_abort_finds_damage_by_the_fingerprint_and_rebuilds(small_world: Smal
     world = small_world
 
     async def check() -> None:
-        store = SpoiltStore()
+        store = FaultyStore()
         session = await world.open(store)
         await world.publish(session, world.draw(1))
         session.context.baseline[0][7] ^= 0x40
@@ -152,7 +152,7 @@ def test_a_bucket_from_which_the_head_cannot_be_built_any_more(small_world: Smal
     suffixes = {"chunk": (".dcr",), "vector": ("fingerprint.bin",), "part": (".part.json",)}
 
     async def check() -> None:
-        store = SpoiltStore()
+        store = FaultyStore()
         session = await world.open(store, anchor_every=None, anchor_share=None, upload_base=what == "anchor and chunk")
         for seed in (1, 2):
             await world.publish(session, world.draw(seed))
@@ -186,7 +186,7 @@ def test_an_anchor_of_bytes_that_change_while_they_are_read_is_never_recorded(sm
     world = small_world
 
     async def check() -> None:
-        store = SpoiltStore()
+        store = FaultyStore()
         session = await world.open(store, anchor_every=None, anchor_share=None)
         await world.publish(session, world.draw(1))
 

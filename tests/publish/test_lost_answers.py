@@ -7,7 +7,7 @@ import itertools
 from typing import Any
 
 import pytest
-from support.faults.failing_requests import SmallWorld, SpoiltStore, each_request, history, parts, run, same
+from support.faults.failing_requests import FaultyStore, SmallWorld, each_request, history, parts, run, same
 
 from dcr_daemon.errors import StoreUnavailable
 from dcr_daemon.ledger.records import Abort, Anchor, Release, Seal
@@ -15,7 +15,7 @@ from dcr_daemon.ledger.records import Abort, Anchor, Release, Seal
 KINDS = ("lost", "unheard", "ghost")
 
 
-async def whole(world: SmallWorld, store: SpoiltStore) -> None:
+async def whole(world: SmallWorld, store: FaultyStore) -> None:
     """Create, claim, two versions and an anchor, an attempt that is given up, another version, release."""
     for _ in range(20):
         try:
@@ -41,7 +41,7 @@ async def anchor(session: Any) -> None:
         await session.anchor_if_due()
 
 
-async def judge(world: SmallWorld, store: SpoiltStore) -> None:
+async def judge(world: SmallWorld, store: FaultyStore) -> None:
     """What must hold whatever went wrong; then somebody else comes and goes on."""
     found = await world.versions(store)
     assert [same(weights, world.draw(seed)) for seed, weights in enumerate(found)] == [True] * 4
@@ -51,9 +51,9 @@ async def judge(world: SmallWorld, store: SpoiltStore) -> None:
     assert same((await world.versions(store))[4], world.draw(4))
 
 
-async def attempt(world: SmallWorld, faults: dict[int, str]) -> SpoiltStore:
+async def attempt(world: SmallWorld, faults: dict[int, str]) -> FaultyStore:
     world.forget("one", "two")
-    store = SpoiltStore()
+    store = FaultyStore()
     store.spoil = lambda number, operation, key: faults.get(number)
     await whole(world, store)
     store.spoil = lambda number, operation, key: None

@@ -1,5 +1,5 @@
 """Groups of ranks in this room."""
 
-from support.ranks.group_scenes import ranks, warm_ranks
+from support.ranks.group_scenes import ranks, shared_rank_server
 
-__all__ = ["ranks", "warm_ranks"]
+__all__ = ["ranks", "shared_rank_server"]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from support.faults.sampling import parameters
-from support.processes.fork_server import Nursery
+from support.processes.fork_server import ForkServer
 from support.ranks.failpoints import IN_FAILURE, LEADER, MEMBER, OUTSIDE
 from support.ranks.group_scenes import Ranks
 from support.ranks.programs.steps import FENCED
@@ -65,7 +65,7 @@ CASES = cases()
 
 @pytest.mark.parametrize("case", parameters(CASES, EVERY_TIME["killed"], group=lambda case: case.instant))
 async def test_a_rank_is_killed_and_the_group_starts_again(
-    case: Case, ranks: Nursery, tmp_path: Path, s3_stream: str, record_property: Callable[[str, object], None]
+    case: Case, ranks: ForkServer, tmp_path: Path, s3_stream: str, record_property: Callable[[str, object], None]
 ) -> None:
     group = Ranks(ranks, tmp_path, s3_stream)
     group.go(*range(1, STEPS + 1))
@@ -78,7 +78,7 @@ async def test_a_rank_is_killed_and_the_group_starts_again(
 
 
 @pytest.mark.parametrize("case", parameters(CASES, EVERY_TIME["stopped"], group=lambda case: case.instant))
-async def test_a_rank_that_sleeps_is_waited_for(case: Case, ranks: Nursery, tmp_path: Path, s3_stream: str) -> None:
+async def test_a_rank_that_sleeps_is_waited_for(case: Case, ranks: ForkServer, tmp_path: Path, s3_stream: str) -> None:
     group = Ranks(ranks, tmp_path, s3_stream)
     group.go(*range(1, STEPS + 1))
     life = group.start(MESH, STEPS, armed={case.rank: case.failpoint("stop")}, spoilt=case.spoilt)
@@ -94,7 +94,7 @@ async def test_a_rank_that_sleeps_is_waited_for(case: Case, ranks: Nursery, tmp_
     parameters(cases(without=OUTSIDE), EVERY_TIME["left over"], group=lambda case: case.instant),
 )
 async def test_a_rank_of_an_older_group_never_gets_into_a_seal(
-    case: Case, ranks: Nursery, tmp_path: Path, s3_stream: str, record_property: Callable[[str, object], None]
+    case: Case, ranks: ForkServer, tmp_path: Path, s3_stream: str, record_property: Callable[[str, object], None]
 ) -> None:
     """It sleeps; its group is ended and started elsewhere, publishes, and goes on when the sleeper wakes up."""
     group = Ranks(ranks, tmp_path, s3_stream)
@@ -114,7 +114,7 @@ async def test_a_rank_of_an_older_group_never_gets_into_a_seal(
 
 @pytest.mark.parametrize("step", [1, 2])
 async def test_a_rank_that_cannot_take_part_fails_the_update_on_all_and_the_next_is_right(
-    step: int, ranks: Nursery, tmp_path: Path, s3_stream: str
+    step: int, ranks: ForkServer, tmp_path: Path, s3_stream: str
 ) -> None:
     """Half of its weights are missing at first: before the ranks have agreed on who holds what, and after."""
     group = Ranks(ranks, tmp_path, s3_stream)
@@ -128,7 +128,7 @@ async def test_a_rank_that_cannot_take_part_fails_the_update_on_all_and_the_next
 @pytest.mark.slow
 @pytest.mark.parametrize("failing", [False, True], ids=["smooth", "failing"])
 async def test_every_instant_that_a_rank_passes_is_tried(
-    failing: bool, ranks: Nursery, tmp_path: Path, s3_stream: str
+    failing: bool, ranks: ForkServer, tmp_path: Path, s3_stream: str
 ) -> None:
     group = Ranks(ranks, tmp_path, s3_stream)
     group.go(*range(1, STEPS + 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.processes.fork_server import Nursery
+from support.processes.fork_server import ForkServer
 from support.ranks.group_scenes import Ranks
 from support.ranks.programs.steps import NAME, write_step
 
@@ -24,7 +24,7 @@ async def grow_and_shrink(group: Ranks, meshes: list[str]) -> list[int]:
 
 
 async def test_the_number_of_ranks_changes_and_the_stream_goes_on(
-    ranks: Nursery, tmp_path: Path, s3_stream: str
+    ranks: ForkServer, tmp_path: Path, s3_stream: str
 ) -> None:
     group = Ranks(ranks, tmp_path, s3_stream)
     worlds = await grow_and_shrink(group, ["4", "2", "4"])
@@ -32,7 +32,7 @@ async def test_the_number_of_ranks_changes_and_the_stream_goes_on(
 
 
 async def test_meshes_change_and_in_the_end_one_process_goes_on_from_a_directory(
-    ranks: Nursery, tmp_path: Path, s3_stream: str
+    ranks: ForkServer, tmp_path: Path, s3_stream: str
 ) -> None:
     group = Ranks(ranks, tmp_path, s3_stream)
     worlds = await grow_and_shrink(group, ["2x2", "1x4", "4", "2x1", "1"])

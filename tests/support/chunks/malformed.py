@@ -1,4 +1,4 @@
-"""A sample of every kind of segment, and a workshop for chunks that no writer would make."""
+"""Sample chunks with every kind of segment, and chunks that no writer would make: edited, with matching checksums."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ID = ChunkId(stream="0123456789abcdef", attempt=7, base=3, version=4, group="g1"
 
 
 @dataclass
-class Forged:
+class EditableChunk:
     """A chunk taken apart; `build` puts it together with sizes and checksum that fit, so deeper checks are reached."""
 
     header: dict[str, Any]
@@ -31,7 +31,7 @@ class Forged:
     tail: bytes = b""
 
     @classmethod
-    def of(cls, data: bytes) -> Forged:
+    def of(cls, data: bytes) -> EditableChunk:
         header = fmt.HEADER.unpack_from(data)
         names = "magic format zero checksum attempt base version rank n stream group nonce streams zero2 segments"
         fields = dict(zip(names.split(), header, strict=True))
@@ -49,12 +49,12 @@ class Forged:
         assert table is not None
         return table
 
-    def with_table(self, **columns: list[int]) -> Forged:
+    def with_table(self, **columns: list[int]) -> EditableChunk:
         """Replace columns of the segment table."""
         table = self.table
         for name, values in columns.items():
             setattr(table, name, np.array(values, dtype=getattr(table, name).dtype))
-        return Forged(dict(self.header), {**self.streams, 0: fmt.pack_table(table)}, self.stored, self.sizes)
+        return EditableChunk(dict(self.header), {**self.streams, 0: fmt.pack_table(table)}, self.stored, self.sizes)
 
     def build(self) -> bytes:
         entries, bodies = [], []

@@ -30,7 +30,7 @@ from dcr_daemon.store import open_store
 from dcr_daemon.store.port import Store
 from dcr_daemon.subscribe.materialize import materialize
 from dcr_daemon.subscribe.status import LIMIT
-from support.processes.fork_server import DEADLINE, Nursery, Process
+from support.processes.fork_server import DEADLINE, ForkServer, Process
 from support.streams.versions import Versions
 from support.streams.writer import StreamWriter
 
@@ -41,8 +41,8 @@ SHARD = 30_000  #: bytes; a version has a handful of shards
 class Scene:
     """One daemon, started again after each kill. `failpoints` are what its first, second, ... life is armed with."""
 
-    def __init__(self, nursery: Nursery, home: Path, url: str, failpoints: Sequence[str] = ()) -> None:
-        self.nursery, self.home, self.url = nursery, home, url
+    def __init__(self, fork_server: ForkServer, home: Path, url: str, failpoints: Sequence[str] = ()) -> None:
+        self.fork_server, self.home, self.url = fork_server, home, url
         self.failpoints = list(failpoints)
         self.lives: list[Process] = []
         self.kills = 0
@@ -90,7 +90,7 @@ class Scene:
         failpoint = self.failpoints[n] if n < len(self.failpoints) else ""
         log = self.home / f"{type(self).__name__}-{n}.log"
         environ = {"DCR_FAILPOINT": failpoint, **self.environ}
-        self.lives.append(self.nursery.start(self.arguments(), log, entry=self.entry, **environ))
+        self.lives.append(self.fork_server.start(self.arguments(), log, entry=self.entry, **environ))
 
     def revive(self) -> bool:
         """Start the daemon again if its failpoint killed it; tells whether. Any other end fails the test."""
@@ -140,8 +140,8 @@ class PublisherScene(Scene):
     name: ClassVar[str] = "p1"
     steps: ClassVar[int] = 3
 
-    def __init__(self, nursery: Nursery, home: Path, url: str, failpoints: Sequence[str] = ()) -> None:
-        super().__init__(nursery, home, url, failpoints)
+    def __init__(self, fork_server: ForkServer, home: Path, url: str, failpoints: Sequence[str] = ()) -> None:
+        super().__init__(fork_server, home, url, failpoints)
         self.versions = Versions(home)
         for _ in range(self.steps):
             self.versions.step()
@@ -258,7 +258,7 @@ class RestoringScene(PublisherScene):
             self.write(step)
         first = ["publish", "--to", self.url, "--watch", str(self.watch), "--state", str(self.home / "state-p1")]
         first += ["--create", "--base", str(self.base), "--anchor-every", "2", "--poll", "0.05", "--once"]
-        process = self.nursery.start(first, self.home / "first.log")
+        process = self.fork_server.start(first, self.home / "first.log")
         assert await process.wait() == 0, process.said()
 
     async def act(self) -> None:
@@ -294,7 +294,7 @@ class CollectingScene(PublisherScene):
     async def collect(self) -> None:
         """What a killed round has left is found by `dcr gc`, and it is all that was left."""
         policy = ["--keep-versions", "1", "--name", self.name]
-        process = self.nursery.start(["gc", self.url, *policy], self.home / "gc.log")
+        process = self.fork_server.start(["gc", self.url, *policy], self.home / "gc.log")
         assert await process.wait() == 0, process.said()
         await self.check_collected()
 
@@ -321,7 +321,7 @@ class CollectorScene(CollectingScene):
             self.write(step)
         once = [*PublisherScene.arguments(self), "--once"]
         for failpoint, status in (("publish.part.put:2", -signal.SIGKILL), ("", 0)):
-            process = self.nursery.start(once, self.home / "publisher.log", DCR_FAILPOINT=failpoint)
+            process = self.fork_server.start(once, self.home / "publisher.log", DCR_FAILPOINT=failpoint)
             assert await process.wait() == status, process.said()
 
     def arguments(self) -> list[str]:
@@ -358,8 +358,8 @@ class SubscriberScene(Scene):
     last: ClassVar[int] = 4
     replica: ClassVar[str] = "r1"
 
-    def __init__(self, nursery: Nursery, home: Path, url: str, failpoints: Sequence[str] = ()) -> None:
-        super().__init__(nursery, home, url, failpoints)
+    def __init__(self, fork_server: ForkServer, home: Path, url: str, failpoints: Sequence[str] = ()) -> None:
+        super().__init__(fork_server, home, url, failpoints)
         self.versions = Versions(home)
         for _ in range(self.last):
             self.versions.step()

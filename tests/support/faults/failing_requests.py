@@ -1,4 +1,4 @@
-"""A real publishing session on a tiny model and a store in memory that can be spoilt at any request, deterministically.
+"""A real publishing session on a tiny model and a store in memory, any request of which can be made to fail.
 
 Nothing here decides anything: sessions, ledgers and verdicts are the product's. Byte work runs inline and no time
 passes, so a run is the same every time, and a loop over all of its requests is quick.
@@ -67,7 +67,7 @@ class Dead(BaseException):
     """The process ends at this instant: nothing of it runs any more, no `except` of its own either."""
 
 
-class SpoiltStore(MemoryStore):
+class FaultyStore(MemoryStore):
     """Calls `spoil(number, operation, key)` at each request, probes aside; what that answers befalls the request.
 
     `lost`: the request never arrives; `unheard`: it takes effect and its answer is lost; `ghost`: it arrives three

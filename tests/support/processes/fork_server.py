@@ -3,7 +3,7 @@
     python -m support.processes.fork_server [MODULE...]     one JSON request per line on stdin, one answer on stdout
 
 A crash matrix starts thousands of processes, and their imports would be most of what it does. A fork is a process
-like any other (its own pid, descriptors, locks, death); the nursery has one thread, no event loop and no open file
+like any other (its own pid, descriptors, locks, death); the server has one thread, no event loop and no open file
 when it forks, and each child makes its runtime anew, so that it reads its own `DCR_FAILPOINT`. A MODULE is what some
 children need beside the package.
 """
@@ -25,7 +25,7 @@ from pathlib import Path
 
 import pytest
 
-from support.processes.parent_death import leash
+from support.processes.parent_death import set_parent_death_signal
 from support.processes.python import import_path, module_command
 
 WARM = (
@@ -45,17 +45,17 @@ DEADLINE = 120.0  #: seconds that anything waited for may take
 
 
 class Process:
-    """One child, named by its log. Its status is known only to the nursery, whose child it is."""
+    """One child, named by its log. Its status is known only to the fork server, its parent."""
 
-    def __init__(self, nursery: Nursery, pid: int, log: Path) -> None:
+    def __init__(self, fork_server: ForkServer, pid: int, log: Path) -> None:
         self.pid, self.log = pid, log
-        self._nursery = nursery
+        self._fork_server = fork_server
         self._status: int | None = None
 
     def poll(self) -> int | None:
         """As `Popen.poll`: None while it lives, stopped or not; else its exit code or minus its signal."""
         if self._status is None:
-            self._status = self._nursery.ask(poll=self.pid)
+            self._status = self._fork_server.ask(poll=self.pid)
         return self._status
 
     @property
@@ -86,8 +86,8 @@ class Process:
         return self.log.read_text(errors="replace")[-20_000:]
 
 
-class Nursery:
-    """The process that forks. One per test worker, since a start of it costs a second; more with `modules`."""
+class ForkServer:
+    """The process that forks. One per pytest worker: its start costs a second, more with `modules`."""
 
     def __init__(self, *modules: str) -> None:
         command, environment = module_command(__name__, *modules), os.environ | import_path()
@@ -135,16 +135,16 @@ class Nursery:
 
 
 @pytest.fixture(scope="session")
-def warm_nursery() -> Iterator[Nursery]:
-    nursery = Nursery()
-    yield nursery
-    nursery.close()
+def shared_fork_server() -> Iterator[ForkServer]:
+    fork_server = ForkServer()
+    yield fork_server
+    fork_server.close()
 
 
 @pytest.fixture
-def nursery(warm_nursery: Nursery) -> Iterator[Nursery]:
-    yield warm_nursery
-    warm_nursery.end()
+def fork_server(shared_fork_server: ForkServer) -> Iterator[ForkServer]:
+    yield shared_fork_server
+    shared_fork_server.end()
 
 
 def _poll(pid: int) -> int | None:
@@ -168,7 +168,7 @@ def _start(request: dict) -> int:
 
 
 def _child(request: dict) -> int:
-    leash()
+    set_parent_death_signal()
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (log, 1), (log, 2)):

@@ -18,7 +18,7 @@ import pytest
 
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.store import open_store
-from support.processes.fork_server import DEADLINE, Nursery, Process
+from support.processes.fork_server import DEADLINE, ForkServer, Process
 from support.ranks.launch import environment
 from support.ranks.programs.steps import bits, write_base
 from support.ranks.stream_checks import check_stream
@@ -28,17 +28,17 @@ MODULES = ("support.ranks.programs.steps", "torch.distributed.checkpoint", "dcr_
 
 
 @pytest.fixture(scope="session")
-def warm_ranks() -> Iterator[Nursery]:
-    """A nursery whose children have torch: one per test worker, ten seconds."""
-    nursery = Nursery(*MODULES)
-    yield nursery
-    nursery.close()
+def shared_rank_server() -> Iterator[ForkServer]:
+    """A fork server that has imported torch: one per pytest worker; its start takes ten seconds."""
+    fork_server = ForkServer(*MODULES)
+    yield fork_server
+    fork_server.close()
 
 
 @pytest.fixture
-def ranks(warm_ranks: Nursery) -> Iterator[Nursery]:
-    yield warm_ranks
-    warm_ranks.end()
+def ranks(shared_rank_server: ForkServer) -> Iterator[ForkServer]:
+    yield shared_rank_server
+    shared_rank_server.end()
 
 
 class Life:
@@ -72,8 +72,8 @@ class Life:
 class Ranks:
     """Groups that publish to one stream, one life after another; `home` holds all they leave behind."""
 
-    def __init__(self, nursery: Nursery, home: Path, url: str) -> None:
-        self.nursery, self.home, self.url = nursery, home, url
+    def __init__(self, fork_server: ForkServer, home: Path, url: str) -> None:
+        self.fork_server, self.home, self.url = fork_server, home, url
         self.base = write_base(home / "base")
         self.lives: list[Life] = []
 
@@ -105,7 +105,7 @@ class Ranks:
             if passed:
                 environ["DCR_TEST_PASSED"] = str(self.home / f"passed-{life}-{rank}")
             log = self.home / f"life-{life}-rank-{rank}.log"
-            processes.append(self.nursery.start(places, log, entry="support.ranks.programs.steps:main", **environ))
+            processes.append(self.fork_server.start(places, log, entry="support.ranks.programs.steps:main", **environ))
         self.lives.append(Life(processes))
         return self.lives[-1]
 

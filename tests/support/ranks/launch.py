@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from support.processes.parent_death import leash_here
+from support.processes.parent_death import parent_death_signal
 from support.processes.python import import_path, module_command
 
 
@@ -44,7 +44,7 @@ class Group:
                         stdin=subprocess.DEVNULL,
                         stdout=told,
                         stderr=told,
-                        preexec_fn=leash_here(),
+                        preexec_fn=parent_death_signal(),
                     )
                 )
 

@@ -15,7 +15,7 @@ from uuid import uuid4
 
 import pytest
 
-from support.processes.parent_death import leash_here
+from support.processes.parent_death import parent_death_signal
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Seaweed:
         return f"s3://{self.bucket}/stream-{uuid4().hex}"
 
 
-class Weed:
+class SeaweedProcess:
     """One server in one directory, at the same ports from its first start on."""
 
     def __init__(self, place: Path) -> None:
@@ -88,7 +88,9 @@ class Weed:
         keys = {"AWS_ACCESS_KEY_ID": "dcr-key", "AWS_SECRET_ACCESS_KEY": "dcr-secret"}
         with (self.place / "log").open("ab") as log:
             environ = {**os.environ, **keys}
-            self._process = subprocess.Popen(arguments, env=environ, stdout=log, stderr=log, preexec_fn=leash_here())
+            self._process = subprocess.Popen(
+                arguments, env=environ, stdout=log, stderr=log, preexec_fn=parent_death_signal()
+            )
         self.server = Seaweed(f"http://127.0.0.1:{s3}", "dcr-key", "dcr-secret", "dcr", self._process.pid)
         return _answers(self._process, self.server)
 
@@ -106,15 +108,15 @@ class Weed:
 @pytest.fixture(scope="session")
 def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seaweed]:
     """SeaweedFS, started on first use and stopped with the session."""
-    weed = Weed(tmp_path_factory.mktemp("seaweed"))
+    weed = SeaweedProcess(tmp_path_factory.mktemp("seaweed"))
     yield weed.start()
     weed.stop()
 
 
 @pytest.fixture
-def own_weed(tmp_path: Path) -> Iterator[Weed]:
+def own_seaweed(tmp_path: Path) -> Iterator[SeaweedProcess]:
     """A SeaweedFS of this test's own, started; to be killed and started again."""
-    weed = Weed(tmp_path / "seaweed")
+    weed = SeaweedProcess(tmp_path / "seaweed")
     weed.start()
     yield weed
     weed.stop()
