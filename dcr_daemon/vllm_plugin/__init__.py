@@ -1,21 +1,30 @@
-"""Runs inside vLLM: EngineCore's half, the endpoint's socket, the worker's hands.
+"""The plugin that runs inside vLLM's processes, so that a subscriber can change live weights over a private socket.
 
     VLLM_PLUGINS=dcr,dcr_endpoint DCR_SOCKET=/run/dcr/vllm.sock \\
         vllm serve MODEL --worker-extension-cls dcr_daemon.vllm_plugin.WorkerExtension
 
-Three pieces that vLLM finds by itself: the general plugin `register` (in every process), the endpoint plugin
-`endpoint_plugin` (in API servers), and `WorkerExtension` (in workers). Without `DCR_SOCKET` all of them do nothing.
+It runs in three processes. vLLM finds each part by itself; without `DCR_SOCKET` all of them do nothing:
+
+    API server   `endpoint_plugin` (an endpoint plugin) starts `endpoint.py`. The subscriber's calls (`engine.messages`)
+                 come in over the socket, go to EngineCore as utility calls, and their answers go back.
+    EngineCore   `register` (a general plugin) installs `core/`. Utility calls come in; it pauses and resumes the
+                 scheduler and sends `calls` to all workers.
+    worker       `WorkerExtension` is mixed into vLLM's worker, with `worker/`, `loader/` and `weights/`. `calls` come
+                 in through `collective_rpc`; it reads and writes the live weights.
+
+`settings`, `compat`, `calls` and `cpu_rig` are shared. `register` runs in every process of vLLM.
 
     DCR_SOCKET           absolute path of the private unix socket; switches the plugin on
     DCR_PAUSE            keep | wait | abort: what a swap does with requests in flight (keep)
     DCR_CACHES           reset | keep: prefix and encoder caches at a swap (reset)
     DCR_STAGE_CAP        bytes of host memory each worker may hold for one transaction (2147483648)
+    DCR_LOADED_CAP       bytes of all tensors together that vLLM's loader computes with; more are refused (67108864)
     DCR_BACKGROUND_CPUS  cores for the workers' background threads, as 0-3,8 (all allowed ones, at nice 19)
-    DCR_GATE             port | health: keep the port shut until the engine is proved, or let /health say 503 (port)
+    DCR_GATE             port | health: keep the port shut until the engine is proved, or answer 503 at /health (port)
     DCR_WATCHDOG         seconds after which a worker that does not return ends the engine; 0 never (900)
 
-Importing this package costs nothing: vLLM swallows a plugin that fails to import, so everything that may fail runs in
-`register`, whose errors end the process with their text.
+Importing this package imports nothing else: vLLM ignores a plugin that fails to import, so everything that may fail
+runs in `register`, whose errors end the process with their text.
 """
 
 from __future__ import annotations
@@ -28,9 +37,9 @@ if TYPE_CHECKING:
 
 
 def register() -> None:
-    """The general plugin: guards in EngineCore, the CPU rig. Runs in every process of vLLM, perhaps repeatedly.
+    """The general plugin: installs the guards in EngineCore and the CPU rig. Runs in every process, maybe repeatedly.
 
-    Raises `UnsupportedVllm`, which ends the process, if this vLLM or its command line cannot carry us.
+    Raises `UnsupportedVllm`, which ends the process, if this vLLM or its command line cannot run the plugin.
     """
     import os
 
@@ -47,7 +56,7 @@ def register() -> None:
 
 
 def endpoint_plugin() -> Endpoint:
-    """Factory of the endpoint plugin. Not called `endpoint`: importing that module would take the name."""
+    """Factory of the endpoint plugin. It cannot be called `endpoint`: importing that module would replace it."""
     from dcr_daemon.vllm_plugin.endpoint import Endpoint
     from dcr_daemon.vllm_plugin.settings import Settings
 
@@ -55,7 +64,7 @@ def endpoint_plugin() -> Endpoint:
 
 
 def __getattr__(name: str) -> Any:
-    """`WorkerExtension` is imported by workers only: it needs torch."""
+    """Import `WorkerExtension` only when a worker asks for it: it needs torch."""
     if name != "WorkerExtension":
         raise AttributeError(f"module {__name__} has no attribute {name}")
     from dcr_daemon.vllm_plugin.worker.extension import WorkerExtension

@@ -1,4 +1,4 @@
-"""What EngineCore says to its workers, and what each worker answers.
+"""The records between EngineCore (`core.worker_group`) and each worker (`worker.extension`).
 
 One worker method, `dcr_call(env) -> dict`, that never raises (must E3): `collective_rpc("dcr_call", args=(env,))`
 without a time-out. `env` is a `Call`, the answer a `Reply`, both as plain dicts of builtins so that any executor can
@@ -12,10 +12,10 @@ Order of a transaction, each step on all ranks before the next (musts E1, E4, E5
 
 `begin` sets dirty and writes nothing; `apply` and `rollback` return live sums over exactly the changed elements, which
 must equal, byte for byte, that rank's own `PreparedRank.after` (or `.before`) from `join`. Tensors that the loader
-computes with (`loaded`) have no sums there: the loader runs at `join`, on scratch, and `apply` and `rollback` are not
-ok unless live memory holds what it made, or what was there before. A dense load is
+computes with have no sums there: the loader runs at `join`, on copies of the parameters, and `apply` (`rollback`) is ok
+only if live memory then holds its result (the values from before). A dense load is
 start(check) → join → begin(kind=load) → start(load) → join → start(fingerprint) → join → commit, and can only go
-forward; any other load may take its place.
+forward; another load may replace it.
 
 Sums are u64 little-endian, indices u32, counts i64, packed as bytes. Box numbers are indices into the `boxes` that
 this rank returned at attach. Two boxes with equal (tensor, dst, shape, strides) are replicas, on one rank or several;
@@ -59,18 +59,18 @@ class Op(StrEnum):
     COMMIT = "commit"  #: TxnRef -> Status; clears dirty, forgets the old values
     ROLLBACK = "rollback"  #: TxnRef -> Sums; old values written back, still begun and dirty: judge, then `close`
     CLOSE = "close"  #: TxnRef -> Status; ends a rolled back transaction whose sums were judged good
-    DROP = "drop"  #: {} -> Status; forgets what is prepared, cancels a running job; refused while begun
+    DROP = "drop"  #: {} -> Status; forgets the prepared transaction, cancels a running job; refused while begun
     CHECKSUMS = "checksums"  #: {} -> Checksums; sha256 of every parameter and buffer
-    PLACEMENT = "placement"  #: {} -> list of dicts for people: where each canonical tensor lies
+    PLACEMENT = "placement"  #: {} -> list of dicts for diagnosis: where each canonical tensor lies
     FAULT = "fault"  #: tests only, needs DCR_TEST_FAULTS=1 in the worker's environment
 
 
 class Code(StrEnum):
-    """Why a call was not ok: what the caller does next depends on it."""
+    """Why a call was not ok; it decides what the caller does next."""
 
     FENCED = "fenced"  #: a newer owner attached
     REFUSED = "refused"  #: cannot be done in this state or with this model; the text says why
-    UNPROVED = "unproved"  #: somebody else may have changed the weights, or storage moved: attach again
+    UNPROVED = "unproved"  #: an external writer may have changed the weights, or storage moved: attach again
     CORRUPT = "corrupt"  #: a chunk or file is damaged: fetch it again
     EXHAUSTED = "exhausted"  #: the first hop alone is over the cap
     FAILED = "failed"  #: unforeseen; see the worker's log
@@ -84,7 +84,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """`generation` counts writes by anybody else (reload, sleep, LoRA …); when it moves, all is unproved (F1)."""
+    """`generation` counts external writes (reload, sleep, LoRA …); when it changes, the engine is unproved (must
+    F1)."""
 
     rank: int
     call: str
@@ -102,7 +103,7 @@ class JobKind(StrEnum):
     COMPARE = "compare"
     FINGERPRINT = "fingerprint"
     SCRUB = "scrub"
-    CHECK = "check"  #: of a load: whether its files hold what it will write; reads files only
+    CHECK = "check"  #: whether the files of a load hold all that it will write; reads files only
     LOAD = "load"
 
 
@@ -144,8 +145,11 @@ class BoxRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TensorHandling(StrEnum):
-    """What one rank's loader does with a canonical tensor. Joined over ranks: any `refused` refuses it; placed boxes
-    must tile it; `loader_computed` on one is that or `skipped` on all; `skipped` everywhere is left out."""
+    """What one rank's loader does with a canonical tensor.
+
+    Joined over ranks: one `REFUSED` refuses the tensor; the boxes of `PLACED` must tile it; if one rank says
+    `LOADER_COMPUTED`, all others say that or `SKIPPED`; a tensor that is `SKIPPED` on all ranks is left out.
+    """
 
     PLACED = "placed"
     LOADER_COMPUTED = "loaded"  #: the loader computes with it: it is loaded whole
@@ -154,7 +158,7 @@ class TensorHandling(StrEnum):
 
 
 class AttachedRank(msgspec.Struct, frozen=True, kw_only=True):
-    """`adopted` names a begun transaction: then only the token has changed and the rest is empty (must E6).
+    """`adopted` names a begun transaction: then only the token has changed, and the other fields are empty (must E6).
 
     `held` is in layout order; `refusals` maps tensor names (or "" for the whole model) to reasons.
     """
@@ -170,8 +174,8 @@ class AttachedRank(msgspec.Struct, frozen=True, kw_only=True):
 class HopFiles(msgspec.Struct, frozen=True, kw_only=True):
     """One version: chunk files on this host, in the order in which segments are numbered.
 
-    `loaded`: file of all loaded tensors as this version has them, empty if none has changed since the first hop's
-    base; `after`: the version's vector, which they must sum to.
+    `loaded`: path of a file with this version's bytes of all loader-computed tensors, empty if none of them has changed
+    since the first hop's base. `after`: path of the version's vector, which those bytes must sum to.
     """
 
     version: int
@@ -185,9 +189,10 @@ class HopFiles(msgspec.Struct, frozen=True, kw_only=True):
 class Start(msgspec.Struct, frozen=True, kw_only=True):
     """`id` names the job; for a prepare it is also the transaction's id.
 
-    `files`: safetensors of everything (load only). `loaded`: of the loaded tensors alone (compare, and a load of
-    nothing else). `vector`: file of what either must sum to. `tensors`: the first, and the one after the last, of a
-    scrub; `rate`: bytes a second that it may read, 0 for no limit.
+    `files`: paths of safetensors files with all tensors (load only). `loaded`: path of a file with the loader-computed
+    tensors alone (compare, or a load of nothing else). `vector`: path of the vector that either must sum to. For a
+    scrub, `tensors`: its first tensor and the one after its last; `rate`: bytes per second that it may read, 0 for no
+    limit.
     """
 
     id: str
@@ -216,7 +221,7 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """`progress` in [0, 1], for people."""
+    """`progress` in [0, 1], for logs."""
 
     id: str
     kind: JobKind
@@ -250,10 +255,10 @@ class Sums(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PreparedRank(msgspec.Struct, frozen=True, kw_only=True):
-    """`fits` hops are in the transaction (fewer than asked: the rest is over the cap; `hops` has that many).
+    """`fits`: how many hops the transaction holds; further hops would exceed the cap. `hops` has that many entries.
 
-    `before` and `after` are what `rollback` and `apply` must answer. For each tensor, distinct boxes' after − before
-    must equal the sum over hops and segments of after − before.
+    `before` and `after` are what `rollback` and `apply` must answer. For each tensor, the sum of after − before over
+    distinct boxes must equal the sum of after − before over hops and segments.
     """
 
     txn: str
@@ -265,14 +270,15 @@ class PreparedRank(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FingerprintRank(msgspec.Struct, frozen=True, kw_only=True):
-    """`sums[i]` is the sum over all of box i of this rank; after a scrub 0 for boxes of tensors not asked for."""
+    """`sums[i]` is the sum over box i of this rank; after a scrub it is 0 for boxes of tensors that were not asked
+    for."""
 
     id: str
     sums: bytes
 
 
 class ComparedRank(msgspec.Struct, frozen=True, kw_only=True):
-    """Names of the parameters that do not hold what the loader makes of the values given."""
+    """`differ`: parameters that do not hold what the loader computes from the given values."""
 
     id: str
     differ: list[str]

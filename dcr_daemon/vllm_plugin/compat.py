@@ -1,8 +1,9 @@
-"""Every internal name of vLLM that the engine half touches, checked before anything is changed.
+"""Every internal name of vLLM that the EngineCore half uses, checked before anything is changed.
 
-Promises: a vLLM in which one of these moved does not start with our plugin enabled, and says which name is missing; it
-never starts half guarded. Names that only the worker half touches are checked there, at its first call. A name belongs
-in this table if a later vLLM may move it without breaking its own public interface.
+Runs in every process of vLLM, called by `register`. Promises: if a name is missing in this vLLM, the process does not
+start with the plugin enabled, and its message names it; it never starts with only some of the guards. Names that only
+the workers use are checked there, at the first call. A name belongs in this table if a later vLLM may move it without
+breaking its own public interface.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ CPU_RIG_NAMES: dict[str, tuple[str, ...]] = {
 
 
 class UnsupportedVllm(RuntimeError):
-    """This vLLM, or the way it was started, cannot carry the plugin."""
+    """The plugin cannot run in this vLLM, or in a vLLM that was started this way."""
 
 
 def missing(names: dict[str, tuple[str, ...]]) -> list[str]:
-    """Which of `names` this vLLM does not have, as dotted paths in order."""
+    """The dotted paths of those `names` that this vLLM lacks, in order."""
     gone: list[str] = []
     for module, attributes in names.items():
         try:
@@ -67,7 +68,7 @@ def missing(names: dict[str, tuple[str, ...]]) -> list[str]:
 
 
 def wrong_signatures(parameters: dict[tuple[str, str], tuple[str, ...]]) -> list[str]:
-    """Which callables do not take the parameters that we pass."""
+    """The callables that lack a parameter that we pass by name."""
     wrong: list[str] = []
     for (module, path), wanted in parameters.items():
         value: object = importlib.import_module(module)
@@ -93,15 +94,15 @@ def require(names: dict[str, tuple[str, ...]]) -> None:
 
 
 def require_start(environ: os._Environ[str] | dict[str, str]) -> None:
-    """Refuse a start that could never be proved: our parts are three, and all must be there.
+    """Refuse a start without one of the plugin's three parts: such an engine could never be proved.
 
     Raises `UnsupportedVllm` naming the variable to change.
     """
     plugins = [name.strip() for name in environ.get("VLLM_PLUGINS", "").split(",")]
     if "dcr_endpoint" not in plugins or "dcr" not in plugins:
         raise UnsupportedVllm(
-            "dcr: DCR_SOCKET is set, but VLLM_PLUGINS does not name both of our plugins, so nobody could ever prove "
-            "this engine. Set VLLM_PLUGINS=dcr,dcr_endpoint (and your own plugins), or unset DCR_SOCKET."
+            "dcr: DCR_SOCKET is set, but VLLM_PLUGINS does not name both plugins of DCR, so this engine could "
+            "never be proved. Set VLLM_PLUGINS=dcr,dcr_endpoint (and your own plugins), or unset DCR_SOCKET."
         )
     if environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
         raise UnsupportedVllm(

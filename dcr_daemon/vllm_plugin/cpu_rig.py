@@ -1,9 +1,10 @@
-"""For servers on a CPU only: leave linear weights where the loader put them.
+"""For servers on a CPU: keep linear weights where the loader put them.
 
-vLLM's CPU backend repacks every unquantised linear weight after loading into an opaque kernel object and frees the
-original (and gives `lm_head` a hidden packed copy beside it). Such weights cannot be changed in place. With this
-hook a linear layer multiplies with its own parameter through torch instead: the same mathematics at a lower speed,
-which is what a test rig on a laptop wants. It is inert on every other platform, where weights stay where they are.
+Called by `register` in every process of vLLM. vLLM's CPU backend repacks every unquantised linear weight after loading
+into an opaque kernel object and frees the original (`lm_head` keeps the original and gets a hidden packed copy). Such
+weights cannot be changed in place. With this hook a linear layer multiplies with its own parameter through torch: the
+same mathematics at a lower speed, which is enough for tests on a laptop. On other platforms, which do not repack, the
+hook does nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dcr_daemon.vllm_plugin import compat
 
 
 def install() -> bool:
-    """Replace the CPU dispatch. True if this platform is a CPU and the hook is in place; repeatable."""
+    """Replace the CPU dispatch. Returns whether this platform is a CPU, and so the hook is in place; repeatable."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -27,7 +28,7 @@ def install() -> bool:
         return True
 
     def dispatch_cpu_unquantized_gemm(layer: Any, remove_weight: bool) -> None:
-        """What callers look up at call time. Only matrices are ours: a packed convolution is refused at attach."""
+        """Callers look this up at call time. Only matrices stay unpacked: a packed convolution is refused at attach."""
         import torch
 
         if layer.weight.ndim != 2:

@@ -1,12 +1,13 @@
 """The engine's private socket, and the gate before its public port.
 
-vLLM's API server loads this as an endpoint plugin and calls `init_state` before it listens. Promises: one socket per
-engine group, opened by the API server with client index 0, mode 0600, in a directory that is nobody else's; a live
-socket is never replaced (must E3). The port stays shut until the engine is proved and serves (must E2), and `/health`
-says 503 whenever the engine is dead or holds no known version. A call that arrived runs to its end whether or not
-its client waits.
+Runs in the API server, which loads `Endpoint` as an endpoint plugin and calls `init_state` before it listens. The
+subscriber's calls (`engine.messages`) come in over the socket, go to EngineCore unchanged as utility calls, and their
+answers go back; only the polling of long operations happens here.
 
-The socket's records go to EngineCore as they are; only the polling of the workers' jobs happens here.
+Promises: one socket per engine group, opened by the API server with client index 0, mode 0600, in a private directory;
+a live socket is never replaced (must E3). The port stays shut until the engine is proved and serves (must E2), and
+`/health` answers 503 whenever the engine is dead or holds no known version. A call that has arrived runs to its end
+even if its client disconnects.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from dcr_daemon.vllm_plugin.core.hooks import METHOD
 from dcr_daemon.vllm_plugin.settings import Settings
 
 log = logging.getLogger("vllm.dcr")
-POLL_FIRST, POLL = 0.005, 0.03  #: seconds between polls of a job; oftener would show in generation
-SCRUB_POLL = 0.5  #: of a scrub, which nobody waits for
-WATCH = 0.25  #: seconds between looks at the engine's state
+POLL_FIRST, POLL = 0.005, 0.03  #: seconds between polls of an operation; a shorter interval would slow generation
+SCRUB_POLL = 0.5  #: seconds between polls of a scrub, which nobody waits for
+WATCH = 0.25  #: seconds between polls of the engine's status
 CONNECTIONS = 64  #: clients at once; a subscriber needs one
 
 
@@ -55,7 +56,7 @@ class Endpoint:
         self._server: SocketServer | None = None
 
     def attach_router(self, app: Any) -> None:
-        """Replace GET /health by one that also knows whether the weights are a known version."""
+        """Replace GET /health by one that also checks whether the weights are a known version."""
         if self._settings.socket is None:
             return
         from fastapi import Response
@@ -80,7 +81,7 @@ class Endpoint:
         if self._settings.gate == "port":
             log.info("dcr: the port stays shut until %s has brought a proved version", self._settings.socket)
             await self._wait_served(engines)
-            log.info("dcr: the engine is proved and serves; opening the port")
+            log.info("dcr: the engine is proved and serves; the port opens")
         self._watcher = asyncio.create_task(self._watch(engines), name="dcr-watch")
 
     async def _wait_served(self, engines: EngineGroup) -> None:
@@ -91,7 +92,7 @@ class Endpoint:
             status = await engines.status()
 
     async def _watch(self, engines: EngineGroup) -> None:
-        """Keep `_ready` current: a pause does not end readiness, an unknown version does."""
+        """Keep `_ready` up to date: a pause does not end readiness, an unknown version does."""
         try:
             while True:
                 status = await engines.status()
@@ -111,18 +112,18 @@ class Endpoint:
 
 
 class EngineGroup:
-    """All engines behind one API server, asked as one."""
+    """All engines behind one API server, called as one."""
 
     def __init__(self, core_client: Any) -> None:
         self._client = core_client
-        self._count = 1  #: engines, as the last answer showed
+        self._count = 1  #: number of engines that answered the last call
         self._tokens = 0
-        self._looks = 0
+        self._status_calls = 0
 
     async def call(self, call: AnyCall) -> AnyAnswer:
-        """One call to its end. Raises `EngineGone` if the engine process is dead."""
+        """Carry out one call to its end. Raises `EngineGone` if the engine process is dead."""
         if isinstance(call, Attach):
-            # Every attach comes through here, so all engines draw the same token.
+            # Every attach passes here, so all engines get the same token.
             self._tokens += 1
             call = msgspec.structs.replace(call, at_least=self._tokens)
         if isinstance(call, messages.Swap | messages.FinishAdopted) and self._count > 1:
@@ -130,37 +131,38 @@ class EngineGroup:
         return merge(call, await self._run_to_end(call))
 
     async def _call_jointly(self, call: messages.Swap | messages.FinishAdopted) -> AnyAnswer:
-        """All engines move, or none: each writes and is judged, and only when all are good do they commit (must E9).
+        """Commit on all engines or on none: each writes, verifies and holds; then all commit or all roll back (must
+        E9).
 
-        If this process dies in between they stay begun and paused, and the next owner settles them, jointly again.
+        If this process dies in between, the engines stay begun and paused, and the next owner finishes them jointly.
         """
         began = time.monotonic()
-        found = await self._run_to_end(msgspec.structs.replace(call, hold=True))
-        way = joint_verdict(found)
-        if way is None:
-            return merge(call, found)
+        held = await self._run_to_end(msgspec.structs.replace(call, hold=True))
+        decision = joint_verdict(held)
+        if decision is None:
+            return merge(call, held)
         end = messages.FinishAdopted(
             id=f"{call.id}-end",
             txn=call.txn,
             token=call.token,
             incarnation=call.incarnation,
-            back=way is JointDecision.ROLL_BACK,
+            back=decision is JointDecision.ROLL_BACK,
         )
         return with_pause(merge(call, await self._run_to_end(end)), time.monotonic() - began)
 
     async def _run_to_end(self, call: AnyCall) -> list[AnyAnswer]:
         """The answer of every engine, polled until none is pending."""
         answers = await self._call_all(call)
-        nap, longest = POLL_FIRST, SCRUB_POLL if isinstance(call, messages.Scrub) else POLL
+        interval, longest = POLL_FIRST, SCRUB_POLL if isinstance(call, messages.Scrub) else POLL
         while any(isinstance(answer, Pending) for answer in answers):
-            await asyncio.sleep(nap)
-            nap = min(longest, nap * 2)
+            await asyncio.sleep(interval)
+            interval = min(longest, interval * 2)
             answers = await self._call_all(messages.Poll(id=call.id))
         return answers
 
     async def status(self) -> EngineStatus:
-        self._looks += 1
-        answer = await self.call(messages.Status(id=f"look-{self._looks}"))
+        self._status_calls += 1
+        answer = await self.call(messages.Status(id=f"status-{self._status_calls}"))
         return messages.result_of(answer, EngineStatus)
 
     async def _call_all(self, call: AnyCall) -> list[AnyAnswer]:
@@ -175,8 +177,8 @@ class EngineGroup:
 
 
 class Connection:
-    """One client. `active` while a call of its own is carried out, which is the only time that it may not be closed:
-    a client that sends nothing, half a call, or does not take its answer, holds nobody up."""
+    """One client. `active` while one of its calls is carried out; only then it may not be closed. So a client that
+    sends nothing, or half a call, or does not read its answer, blocks nobody."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.active = False
@@ -184,30 +186,30 @@ class Connection:
         self._writer = writer
 
     async def serve(self, answer: Callable[[bytes], Awaitable[AnyAnswer]]) -> None:
-        """One call after the other, until the client goes away or is dropped."""
+        """Answer one call after the other, until the client disconnects or is dropped."""
         try:
             while (body := await messages.read_frame(self._reader)) is not None:
-                # The call is not tied to the client: one that hangs up finds its answer gone, and asks `outcome`.
+                # The call goes on if the client disconnects; the client can ask for its outcome later (`Outcome`).
                 self.active = True
                 try:
-                    found = await answer(body)
+                    answered = await answer(body)
                 finally:
                     self.active = False
-                self._writer.write(messages.frame(messages.encode(found)))
+                self._writer.write(messages.frame(messages.encode(answered)))
                 await self._writer.drain()
         except (OSError, asyncio.IncompleteReadError, UsageError) as error:
-            log.info("dcr: a client of the socket went away: %s", error)
+            log.info("dcr: a client of the socket disconnected: %s", error)
         finally:
             self._writer.close()
 
     def drop(self) -> None:
-        """Close it at once, whatever it has not read yet."""
+        """Close the connection at once, even if the client has not read everything."""
         self._writer.transport.abort()
 
 
 class SocketServer:
-    """The private unix socket. One task per connection, one call at a time on each; no more than `CONNECTIONS`, of
-    which the one that has been there longest without a call makes room for a new one."""
+    """The private unix socket. One task per connection, one call at a time on each. At most `CONNECTIONS`: for a new
+    one the oldest connection without a call under way is closed."""
 
     def __init__(self, path: Path, engines: EngineGroup) -> None:
         self._path = path
@@ -224,7 +226,7 @@ class SocketServer:
         log.info("dcr: listening on %s", self._path)
 
     async def close(self) -> None:
-        """Stop listening and let the next server have the path."""
+        """Stop listening and release the path for the next server."""
         if self._server is not None:
             self._server.close()
             self._path.unlink(missing_ok=True)
@@ -234,9 +236,9 @@ class SocketServer:
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = Connection(reader, writer)
         if len(self._connections) >= CONNECTIONS:
-            idle = next((one for one in self._connections if not one.active), None)
+            idle = next((other for other in self._connections if not other.active), None)
             if idle is None:
-                log.warning("dcr: %d calls are under way; another client is turned away", CONNECTIONS)
+                log.warning("dcr: %d calls are under way; a new client is refused", CONNECTIONS)
                 connection.drop()
                 return
             self._connections.remove(idle)
@@ -255,12 +257,12 @@ class SocketServer:
             call = messages.decode_call(body)
             call_id = call.id
             if isinstance(call, messages.Poll):
-                raise UsageError("polls stay inside the server")
+                raise UsageError("a client may not poll: the server polls until a call has ended")
             return await self._engines.call(call)
         except DcrError as error:
             return messages.refused(call_id, error)
-        except Exception as error:  # the socket's supervisor: what vLLM raised for a utility call has no type
-            # Most often a worker has just died and the engine follows. Either way its state must be found anew.
+        except Exception as error:  # vLLM raises untyped errors for a utility call
+            # Usually a worker has just died and the engine will end. In any case its state must be read again.
             log.exception("dcr: a call failed in the engine")
             return messages.refused(
                 call_id, EngineGone(f"the engine failed: {error}", hint="attach again; see the server's log")
@@ -268,7 +270,7 @@ class SocketServer:
 
 
 def private_directory(path: Path) -> None:
-    """Make the socket's directory, mode 0700, or check that an existing one is ours alone."""
+    """Make the socket's directory, mode 0700, or check that an existing one belongs to this user alone."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = path.stat()
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
@@ -292,7 +294,7 @@ def take_lock(path: Path) -> int:
 
 
 def bind_private(path: Path) -> socket.socket:
-    """A bound unix socket, mode 0600 from its first instant. The caller holds the lock, so what lies there is stale."""
+    """A bound unix socket, mode 0600 from the start. The caller holds the lock, so an existing socket file is stale."""
     if path.exists() and not path.is_socket():
         raise UnsupportedVllm(f"dcr: {path} exists and is not a socket")
     path.unlink(missing_ok=True)

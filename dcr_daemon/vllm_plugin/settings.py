@@ -1,4 +1,4 @@
-"""What the environment of a vLLM server tells the plugin, read once per process and checked as a whole."""
+"""The plugin's environment variables. Every process of a vLLM server reads them once and checks all of them."""
 
 from __future__ import annotations
 

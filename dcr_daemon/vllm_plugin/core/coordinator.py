@@ -1,13 +1,14 @@
-"""A change of the live weights, from prepared to committed, rolled back, or repaired (musts E4, E5, E6).
+"""Two-phase commit of one change of the live weights over all ranks (musts E4, E5, E6).
 
-    prepare ─► HELD ─[joint verdict]─► PREPARED ─ swap ─► BEGUN ─ apply ─► judged ─► COMMITTED
-                 └──────── drop ◄──────────┘                │  └─ again ─┘   │
-                                                            └── rollback ◄───┘  ─► judged ─► ROLLED BACK
-    BEGUN, whoever left it so: settle (as swap; a load from the files it was given), or another dense load, which goes
-    forward only; then the process ends.
+    prepare ─► HELD ─[joint verdict]─► PREPARED ─ swap ─► BEGUN ─ apply ─► verified ─► COMMITTED
+                 └──────── drop ◄──────────┘                │  └─ again ─┘    │
+                                                            └── rollback ◄────┘ ─► verified ─► ROLLED BACK
+    BEGUN at attach: finish_adopted (continues as swap does; a load is repeated from its files), or a dense load, which
+    goes forward only; if loads fail as well, the process ends.
 
-This is EngineCore's side: it asks all ranks, judges their answers jointly and decides. Old values stay in the workers
-until every rank was judged; after the first rank committed only forward.
+Runs in the EngineCore process, called by `Core` with the subscriber's calls; the methods return steps of an
+`Operation`. The coordinator asks all ranks, verifies their answers jointly and decides. The workers keep the old values
+until every rank is verified; after the first rank has committed, the transaction only goes forward.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from dcr_daemon.vllm_plugin.core.state import DeltaTransaction, EngineState, Loa
 from dcr_daemon.wording import shorten
 
 log = logging.getLogger("vllm.dcr")
-PEER_FAILED = "another engine could not go forward"
+PEER_FAILED = "another engine could not go forward"  #: reason of a rollback that a joint decision asked for
 TRIES = 2  #: applies before a rollback, and complete dense loads before the engine process ends
 
 
@@ -57,9 +58,9 @@ class TransactionCoordinator:
     def __init__(self, state: EngineState) -> None:
         self._state = state
         self._reader = staged_summary.SummaryReader()
-        self._verified_after = 0  #: tries after which the begun transaction was judged good, 0 if it was not
+        self._verified_after = 0  #: tries after which the begun transaction was verified, 0 if it was not
         self._pause_state_before: Any = None  #: the scheduler's pause state before the begun transaction
-        self._loads = 0
+        self._failed_loads = 0
 
     def drop(self) -> None:
         self._state.prepared = None
@@ -68,9 +69,9 @@ class TransactionCoordinator:
     # -- prove ----------------------------------------------------------------------------------------------------
 
     def prove(self, call: messages.Prove) -> Steps:
-        """Declare the version that the live weights are: exact tensors by their sums, loaded ones by what the loader
-        makes of the bytes given. If they hold something else they are fed once, as a load of nothing but them. An
-        engine that was at no known version is brought to rest, and its caches handled, as for a change."""
+        """Prove that the live weights are a version: exact tensors by their sums, loader-computed ones by comparing the
+        parameters with what the loader computes from the given bytes. If those differ, they are loaded once, as a load
+        of these tensors alone. An engine at no known version is paused and its caches are handled, as for a change."""
         state = self._state
         placement, live = state.require_live()
         if wrong := verify_sums.differing(placement, live.vector, read_vector(call.vector, placement.layout)):
@@ -81,13 +82,13 @@ class TransactionCoordinator:
         if placement.computed:
             if not call.loaded:
                 names = shorten(placement.computed)
-                raise EngineRefused(f"the loader computes with {names}: their bytes are needed to prove a version")
+                raise EngineRefused(f"the loader computes with {names}: a proof needs their bytes", hint="attach again")
             start = Start(id=call.id, kind=JobKind.COMPARE, loaded=call.loaded, vector=call.vector)
             ranks = yield from state.job(start, ComparedRank)
             state.require_live()
             if differ := sorted({name for rank in ranks for name in rank.differ}):
-                log.warning("dcr: version %s is loaded into %s", call.version, shorten(differ))
-                start = Start(id=f"{call.id}-feed", kind=JobKind.LOAD, loaded=call.loaded, vector=call.vector)
+                log.warning("dcr: loading version %s into %s, which held other values", call.version, shorten(differ))
+                start = Start(id=f"{call.id}-computed", kind=JobKind.LOAD, loaded=call.loaded, vector=call.vector)
                 ended: Swapped = yield from self._load(
                     LoadTransaction(f"load-{call.id}", start, call.version, call.label)
                 )
@@ -95,7 +96,7 @@ class TransactionCoordinator:
                     raise EngineRefused(f"version {call.version} was not proved: {ended.reason}", hint="load an anchor")
                 return
         if state.proved is None:
-            # The caches are of whatever was live before: what somebody else wrote since, they do not know.
+            # The caches belong to the weights from before: an external writer may have changed the weights since.
             with self._paused("proof") as (_, resting):
                 if resting is not None:
                     yield resting
@@ -107,7 +108,7 @@ class TransactionCoordinator:
     # -- prepare --------------------------------------------------------------------------------------------------
 
     def prepare(self, call: messages.Prepare) -> Steps:
-        """Decode and sum on all ranks while generation goes on, then judge; nothing is written (must E4)."""
+        """Decode and sum on all ranks while generation goes on, then verify jointly; nothing is written (must E4)."""
         state, txn = self._state, call.txn
         placement, live = state.require_live()
         self._require_chain(txn)
@@ -134,7 +135,7 @@ class TransactionCoordinator:
         return Prepared(txn=txn.id, changed=changed, fits=fits)
 
     def _prepare_on_all(self, txn: Transaction) -> JobSteps[tuple[list[PreparedRank], list[VersionDelta]]]:
-        """Every rank holds the same number of hops: as many as fit on the fullest."""
+        """Prepare the same number of hops on every rank: as many as fit on the rank with the least room."""
         state, hops = self._state, list(txn.hops)
         while True:
             start = Start(id=txn.id, kind=JobKind.PREPARE, hops=[_files(hop) for hop in hops])
@@ -158,15 +159,15 @@ class TransactionCoordinator:
                 )
 
     def _forget_everywhere(self) -> None:
-        """Best effort: a rank that refuses to forget has begun, and says so at the next attach."""
+        """Ask every rank to drop what is prepared. A rank that has begun refuses, and says so at the next attach."""
         self._state.prepared = None
         self._state.workers.replies(Op.DROP)
 
     # -- swap -----------------------------------------------------------------------------------------------------
 
     def swap(self, txn: str, *, hold: bool = False) -> Steps:
-        """Pause, write, judge, commit, resume; or, to `hold`, stop before the commit. A second call for a transaction
-        that ended gets its outcome."""
+        """Pause, write, verify, commit, resume. With `hold`, stop before the commit and wait for the joint decision.
+        A second call for a transaction that ended gets its outcome."""
         state = self._state
         if txn in state.outcomes:
             return state.outcomes[txn]
@@ -179,18 +180,18 @@ class TransactionCoordinator:
         with self._paused("swap") as (was, resting):
             if resting is not None:
                 yield resting
-            state.require_live()  # while it came to rest, others had their turn
+            state.require_live()  # other calls ran while the engine came to rest
             state.workers.ask(Op.CHECK, Status, TxnRef(txn=txn))
         state.prepared, state.begun_record, self._pause_state_before, self._verified_after = None, change, was, 0
         state.begun, state.proved = txn, None
         if fault := _failures(state.workers.replies(Op.BEGIN, Begin(txn=txn))):
             # Not every rank is dirty, so none has written and none may.
-            return self._roll_back(change, f"begin: {fault}", 0, started)
-        return self._apply_or_roll_back(change, started, hold=hold)
+            return self._roll_back(change, f"begin: {fault}", tries=0, started=started)
+        return self._apply_or_roll_back(change, started=started, hold=hold)
 
     @contextlib.contextmanager
     def _paused(self, what: str) -> Iterator[tuple[Any, Future[Any] | None]]:
-        """Pause; if anything fails before the change begins, the pause state is as it was."""
+        """Pause; if the body fails before the change begins, return to the pause state from before."""
         state = self._state
         was = state.host.state()
         state.paused_for = what
@@ -205,7 +206,7 @@ class TransactionCoordinator:
             raise
 
     def finish_adopted(self, call: messages.FinishAdopted) -> Steps:
-        """End what somebody left begun, as swap would have: forward, else back (must E6)."""
+        """Finish a transaction that an earlier owner left begun, as swap would: forward, else back (must E6)."""
         state, change, txn = self._state, self._state.begun_record, call.txn
         if txn in state.outcomes:
             return state.outcomes[txn]
@@ -217,42 +218,44 @@ class TransactionCoordinator:
             try:
                 return (yield from self._load(replace(change, start=start)))
             except DcrError as error:
-                why = f"a load was interrupted, and its files do not serve any more: {error}"
-                return self._still_begun(txn, why, 0, started)
+                why = f"a load was interrupted, and its files cannot be used any more: {error}"
+                return self._still_begun(txn, why, tries=0, started=started)
         if change is None or change.txn != txn:
-            return self._still_begun(txn, "it can go neither forward nor back: load an anchor", 0, started)
+            return self._still_begun(
+                txn, "it can go neither forward nor back: load an anchor", tries=0, started=started
+            )
         statuses = state.workers.ask(Op.STATUS, Status)
         state.note_external_writes()
         committed = any(status.outcomes.get(txn) == Verdict.COMMITTED for status in statuses)
         if state.live is None:
-            # Only the changed elements would be judged, and anything else may have been written meanwhile.
-            why = "somebody else wrote the weights while it was begun"
+            # Only the changed elements are verified, and an external writer may have changed any other.
+            why = "an external writer wrote the weights while it was begun"
             if committed:
-                return self._still_begun(txn, f"{why}: load an anchor", 0, started)
-            return self._roll_back(change, why, 0, started)
+                return self._still_begun(txn, f"{why}: load an anchor", tries=0, started=started)
+            return self._roll_back(change, why, tries=0, started=started)
         if committed:
-            return self._commit(change, self._verified_after, started)
+            return self._commit(change, tries=self._verified_after, started=started)
         if call.back:
-            return self._roll_back(change, PEER_FAILED, self._verified_after, started)
+            return self._roll_back(change, PEER_FAILED, tries=self._verified_after, started=started)
         if self._verified_after and not call.hold:
-            return self._commit(change, self._verified_after, started)
-        return self._apply_or_roll_back(change, started, hold=call.hold)
+            return self._commit(change, tries=self._verified_after, started=started)
+        return self._apply_or_roll_back(change, started=started, hold=call.hold)
 
-    def _apply_or_roll_back(self, change: DeltaTransaction, started: float, *, hold: bool = False) -> Swapped:
-        """Apply and judge, twice at most; commit (or hold), or roll back."""
+    def _apply_or_roll_back(self, change: DeltaTransaction, *, started: float, hold: bool = False) -> Swapped:
+        """Apply and verify, at most `TRIES` times; then commit (or hold), or roll back."""
         fault = ""
         for tries in range(1, TRIES + 1):
             fault = self._apply_and_verify(change)
             if not fault and hold:
                 self._verified_after = tries
-                return self._still_begun(change.txn, AWAITING_VERDICT, tries, started)
+                return self._still_begun(change.txn, AWAITING_VERDICT, tries=tries, started=started)
             if not fault:
-                return self._commit(change, tries, started)
+                return self._commit(change, tries=tries, started=started)
             log.warning("dcr: transaction %s, apply %d: %s", change.txn, tries, fault)
-        return self._roll_back(change, fault, TRIES, started)
+        return self._roll_back(change, fault, tries=TRIES, started=started)
 
     def _apply_and_verify(self, change: DeltaTransaction) -> str:
-        """Write on all ranks and judge what the weights sum to now. Empty if all is as it must be."""
+        """Write on all ranks and verify what the weights sum to now. Returns the fault, "" if there is none."""
         state = self._state
         replies = state.workers.replies(Op.APPLY, TxnRef(txn=change.txn))
         if fault := _failures(replies):
@@ -260,8 +263,8 @@ class TransactionCoordinator:
         found = [calls.parse(reply.result, Sums) for reply in replies]
         return verify_sums.compare_written(state.placed, [rank.after for rank in change.ranks], found)
 
-    def _commit(self, change: DeltaTransaction, tries: int, started: float) -> Swapped:
-        """All ranks were judged good: from the first commit on only forward, so a rank that fails is asked again."""
+    def _commit(self, change: DeltaTransaction, *, tries: int, started: float) -> Swapped:
+        """All ranks are verified. From the first commit on only forward, so a rank that fails is asked again."""
         state = self._state
         fault = ""
         for _ in range(TRIES):
@@ -269,11 +272,11 @@ class TransactionCoordinator:
             if not fault:
                 state.accept(change.version, change.after)
                 state.host.label(change.label)
-                return self._finish(change.txn, Verdict.COMMITTED, "", tries, started)
-        return self._still_begun(change.txn, f"commit: {fault}", tries, started)
+                return self._finish(change.txn, Verdict.COMMITTED, tries=tries, started=started)
+        return self._still_begun(change.txn, f"commit: {fault}", tries=tries, started=started)
 
-    def _roll_back(self, change: DeltaTransaction, why: str, tries: int, started: float) -> Swapped:
-        """Old values back on every rank that began, judged by the sums they had before."""
+    def _roll_back(self, change: DeltaTransaction, reason: str, *, tries: int, started: float) -> Swapped:
+        """Write the old values back on every rank that began, and verify them by the sums from before."""
         state = self._state
         fault = ""
         for _ in range(TRIES):
@@ -286,12 +289,12 @@ class TransactionCoordinator:
             dirty = [status.rank for status in state.workers.ask(Op.STATUS, Status) if status.dirty]
             fault = f"ranks {dirty} stay dirty" if dirty else ""
         if fault:
-            return self._still_begun(change.txn, f"{why}; rollback: {fault}", tries, started)
-        state.proved = change.base if state.live is not None else None  # None: somebody else has written since
-        return self._finish(change.txn, Verdict.ROLLED_BACK, why, tries, started)
+            return self._still_begun(change.txn, f"{reason}; rollback: {fault}", tries=tries, started=started)
+        state.proved = change.base if state.live is not None else None  # None: an external writer has written since
+        return self._finish(change.txn, Verdict.ROLLED_BACK, tries=tries, started=started, reason=reason)
 
     def _restore_and_verify(self, change: DeltaTransaction) -> str:
-        """Roll back and judge. A rank that never began has nothing to give back, and may say so."""
+        """Roll back and verify; returns the fault. A rank that never began has no old values and may refuse."""
         state = self._state
         replies = state.workers.replies(Op.ROLLBACK, TxnRef(txn=change.txn))
         statuses = state.workers.ask(Op.STATUS, Status)
@@ -303,12 +306,12 @@ class TransactionCoordinator:
             found.append(calls.parse(reply.result, Sums) if reply.ok else rank.before)
         return verify_sums.compare_written(state.placed, [rank.before for rank in change.ranks], found)
 
-    def _finish(self, txn: str, verdict: Verdict, why: str, tries: int, started: float) -> Swapped:
-        """Clean on all ranks: back to the pause state from before, and the outcome is kept."""
+    def _finish(self, txn: str, verdict: Verdict, *, tries: int, started: float, reason: str = "") -> Swapped:
+        """All ranks are clean: return to the pause state from before, and keep the outcome."""
         state = self._state
-        self._state.begun_record, state.begun, self._loads = None, None, 0
+        self._state.begun_record, state.begun, self._failed_loads = None, None, 0
         state.paused_for = ""
-        state.note_external_writes()  # somebody may have written while it was begun: then nobody knows what is live now
+        state.note_external_writes()  # a write while it was begun makes the live weights unknown
         if state.proved is None:
             state.host.halt()
         else:
@@ -322,36 +325,38 @@ class TransactionCoordinator:
                 serving=state.host.running,
                 pause=time.monotonic() - started,
                 tries=tries,
-                reason=why,
+                reason=reason,
             )
         )
 
-    def _still_begun(self, txn: str, why: str, tries: int, started: float) -> Swapped:
-        """Neither forward nor back: the engine stays paused until somebody settles or loads (must E1)."""
+    def _still_begun(self, txn: str, reason: str, *, tries: int, started: float) -> Swapped:
+        """The transaction can go neither forward nor back now: the engine stays paused until an owner finishes it or
+        loads (must E1)."""
         log.log(
-            logging.DEBUG if why == AWAITING_VERDICT else logging.ERROR,
+            logging.DEBUG if reason == AWAITING_VERDICT else logging.ERROR,
             "dcr: transaction %s is still begun, the engine stays paused: %s",
             txn,
-            why,
+            reason,
         )
         pause = time.monotonic() - started
         return Swapped(
-            txn=txn, verdict=Verdict.BEGUN, version=None, serving=False, pause=pause, tries=tries, reason=why
+            txn=txn, verdict=Verdict.BEGUN, version=None, serving=False, pause=pause, tries=tries, reason=reason
         )
 
     # -- dense repair ---------------------------------------------------------------------------------------------
 
     def load(self, call: messages.Load) -> Steps:
-        """Write everything from files, as `_load` does."""
+        """Write all tensors from the files of an anchor, as `_load` does."""
         start = Start(id=call.id, kind=JobKind.LOAD, files=call.files, vector=call.vector)
         return self._load(LoadTransaction(f"load-{call.id}", start, call.version, call.label))
 
     def _load(self, load: LoadTransaction) -> Steps:
-        """Write from files, sum everything, commit. Supersedes whatever is begun; goes forward only.
+        """Write from files, sum all weights, commit. Replaces a begun transaction; goes forward only.
 
-        Files that are damaged, or that this engine cannot hold, are refused with nothing paused or written. Weights
-        that do not sum to the version after a complete load, and ranks that cannot even begin one while they are
-        between versions, end the engine process the second time: there is nothing further to try (must E5).
+        Files that are damaged, or that this engine cannot hold, are refused before anything is paused or written. Two
+        things end the engine process when they happen the second time, because nothing is left to try (must E5):
+        weights that do not sum to the version after a complete load, and ranks between versions that cannot begin a
+        load.
         """
         state, placement, start = self._state, self._state.placed, load.start
         vector = read_vector(start.vector, placement.layout)
@@ -373,20 +378,20 @@ class TransactionCoordinator:
         live = yield from state.fingerprint(f"{start.id}-sums", placement)
         if wrong := verify_sums.differing(placement, live.vector, vector):
             reason = f"the loaded weights are not version {version}: {shorten(wrong)}"
-            self._state.begun_record = None  # these files do not serve
+            self._state.begun_record = None  # these files cannot be used again
             self._count_failed_load(reason)
-            return self._still_begun(txn, reason, 1, started)
+            return self._still_begun(txn, reason, tries=1, started=started)
         if fault := _failures(state.workers.replies(Op.COMMIT, TxnRef(txn=txn))):
-            return self._still_begun(txn, f"commit: {fault}", 1, started)
+            return self._still_begun(txn, f"commit: {fault}", tries=1, started=started)
         state.accept(version, live)
         state.host.label(load.label)
-        return self._finish(txn, Verdict.COMMITTED, "", 1, started)
+        return self._finish(txn, Verdict.COMMITTED, tries=1, started=started)
 
     def _count_failed_load(self, reason: str, *, give_up: bool = True) -> None:
-        """Count what only a new process can cure, and end this one when it has happened often enough (must E5)."""
-        self._loads += give_up
-        if self._loads >= TRIES:
-            self._state.host.end(f"{reason}, {self._loads} times")
+        """Count failures that only a new process can cure, and end this one after `TRIES` of them (must E5)."""
+        self._failed_loads += give_up
+        if self._failed_loads >= TRIES:
+            self._state.host.end(f"{reason}, {self._failed_loads} times")
 
 
 def _files(hop: VersionDelta) -> calls.HopFiles:
@@ -396,5 +401,5 @@ def _files(hop: VersionDelta) -> calls.HopFiles:
 
 
 def _failures(replies: list[Reply]) -> str:
-    """What the ranks that were not ok said; empty if all were."""
+    """The errors of the ranks that were not ok; empty if all were."""
     return "; ".join(f"rank {reply.rank}: {reply.error}" for reply in replies if not reply.ok)

@@ -1,8 +1,10 @@
-"""One answer from the answers of several data parallel engines (must E9). Pure.
+"""Merges the answers of several data parallel engines into one answer (must E9). Pure.
 
-Dense engines are independent copies: each judges its own ranks, and a change ends in one verdict: all engines write and
-hold, then all commit or all go back. Where they differ all the same, the answer says which engine says what, and attach
-tells them to be of no version, so that a load repairs them. (Where experts are split over engines, attach refuses.)
+Runs in the API server, called by `endpoint.EngineGroup`: a call and one answer per engine come in, one answer goes out.
+Dense engines are independent copies. Each verifies its own ranks; a change ends in one joint decision: all engines
+write and hold, then all commit or all roll back. If engines differ all the same, the answer says which engine says
+what, and attach reports no version, so that a load repairs them. (Where experts are split over engines, attach
+refuses.)
 """
 
 from __future__ import annotations
@@ -20,11 +22,11 @@ from dcr_daemon.engine.port import Attached, EngineStatus, Prepared, Scrubbed, S
 from dcr_daemon.errors import EngineRefused
 
 T = TypeVar("T")
-AWAITING_VERDICT = "written and judged good; waiting for the other engines"  #: why a transaction is still begun
+AWAITING_VERDICT = "written and verified; waiting for the other engines"  #: why a transaction is still begun
 
 
 class JointDecision(Enum):
-    """How engines that hold a judged change go on."""
+    """What engines that hold a verified change do next."""
 
     COMMIT = "commit"
     ROLL_BACK = "roll back"
@@ -34,8 +36,8 @@ Changing = messages.Swap | messages.FinishAdopted | messages.Load
 
 
 def merge(call: AnyCall, answers: Sequence[AnyAnswer]) -> AnyAnswer:
-    """The common answer. A refusal of any engine is the answer, unless another one has changed its weights already:
-    then the verdict says what each did."""
+    """The common answer. A refusal by any engine is the answer, unless another engine has changed its weights already:
+    then the verdict lists what each engine did."""
     if len(answers) == 1:
         return answers[0]
     for answer in answers:
@@ -52,20 +54,22 @@ def merge(call: AnyCall, answers: Sequence[AnyAnswer]) -> AnyAnswer:
 
 
 def joint_verdict(answers: Sequence[AnyAnswer]) -> JointDecision | None:
-    """Forward if every engine is good (or has committed before), back if one is not; None if none waits for a verdict,
-    or if one has committed and another cannot: that is left as it is, and told."""
+    """Commit if every engine is verified (or has committed before); roll back if one is not and none has committed.
+
+    None if no engine waits for a decision, or if one has committed and another cannot: the answer then reports both.
+    """
     swaps = [messages.result_of(answer, Swapped) if isinstance(answer, Done) else None for answer in answers]
     held = [swap is not None and swap.verdict is Verdict.BEGUN and swap.reason == AWAITING_VERDICT for swap in swaps]
     committed = [swap is not None and swap.verdict is Verdict.COMMITTED for swap in swaps]
     if not any(held):
         return None
-    if all(one or other for one, other in zip(held, committed, strict=True)):
+    if all(is_held or is_committed for is_held, is_committed in zip(held, committed, strict=True)):
         return JointDecision.COMMIT
     return None if any(committed) else JointDecision.ROLL_BACK
 
 
 def with_pause(answer: AnyAnswer, pause: float) -> AnyAnswer:
-    """The same outcome, with the pause of both its halves."""
+    """The same outcome with the pause (seconds) of both phases."""
     if not isinstance(answer, Done):
         return answer
     swapped = messages.result_of(answer, Swapped)
@@ -87,8 +91,8 @@ def _merged(call: AnyCall, answers: Sequence[AnyAnswer]) -> object:
         case messages.Inspect():
             return _report(_results(answers, Report))
         case messages.Checksums():
-            ranks = [one for engine in _results(answers, list[RankChecksums]) for one in engine]
-            return [msgspec.structs.replace(one, rank=number) for number, one in enumerate(ranks)]
+            ranks = [rank for engine in _results(answers, list[RankChecksums]) for rank in engine]
+            return [msgspec.structs.replace(rank, rank=number) for number, rank in enumerate(ranks)]
     return None
 
 
@@ -96,9 +100,9 @@ def _results(answers: Sequence[AnyAnswer], kind: type[T]) -> list[T]:
     return [messages.result_of(answer, kind) for answer in answers]
 
 
-def _same(values: Sequence[T], what: str) -> T:
+def _same(values: Sequence[T], difference: str) -> T:
     if any(value != values[0] for value in values):
-        raise EngineRefused(f"the data parallel engines {what}: {list(values)}", hint="restart the server")
+        raise EngineRefused(f"the data parallel engines {difference}: {list(values)}", hint="restart the server")
     return values[0]
 
 
@@ -120,7 +124,7 @@ def _attached(engines: Sequence[Attached]) -> Attached:
 
 
 def _common_vector(vectors: Sequence[bytes]) -> bytes:
-    """0, which no version has, where the engines differ: together they are at none until one is loaded into all."""
+    """The engines' vector, with 0, which no version has, where they differ: so no version matches until a load."""
     columns = np.stack([np.frombuffer(vector, "<u8") for vector in vectors])
     return np.where((columns == columns[0]).all(axis=0), columns[0], np.uint64(0)).astype("<u8").tobytes()
 
@@ -138,7 +142,7 @@ def _swapped(answers: Sequence[AnyAnswer]) -> Swapped:
         f"engine {number}: " + (f"{swap.verdict} {swap.reason}".strip() if swap else getattr(answer, "message", ""))
         for number, (swap, answer) in enumerate(zip(swaps, answers, strict=True))
     ]
-    # An engine that refused has not moved, no more than one that went back.
+    # An engine that refused has changed nothing, like one that rolled back.
     unmoved = all(swap.verdict is Verdict.ROLLED_BACK for swap in known)
     agreed = unmoved or (len(known) == len(swaps) and len({swap.verdict for swap in known}) == 1)
     verdict = known[0].verdict if agreed else Verdict.BEGUN
@@ -164,7 +168,7 @@ def _status(engines: Sequence[EngineStatus]) -> EngineStatus:
 
 
 def _scrubbed(engines: Sequence[Scrubbed]) -> Scrubbed:
-    """As far as the one that came least far: what others have looked at beyond is looked at again."""
+    """Continue where the slowest engine stopped; the others sum some tensors again."""
     ends = [engine.next for engine in engines if engine.next is not None]
     return Scrubbed(
         version=_common(engine.version for engine in engines),
@@ -172,15 +176,15 @@ def _scrubbed(engines: Sequence[Scrubbed]) -> Scrubbed:
         bytes=sum(engine.bytes for engine in engines),
         next=min(ends, default=None),
         differing=[
-            msgspec.structs.replace(one, engine=number)
+            msgspec.structs.replace(difference, engine=number)
             for number, engine in enumerate(engines)
-            for one in engine.differing
+            for difference in engine.differing
         ],
     )
 
 
 def _report(engines: Sequence[Report]) -> Report:
-    """Ranks of all engines side by side; a tensor's sum is shown only where all engines agree."""
+    """The ranks of all engines one after another; a tensor's sum is shown only if all engines agree."""
     tensors = []
     for rows in zip(*(engine.tensors for engine in engines), strict=True):
         agreed = len({row.sum for row in rows}) == 1

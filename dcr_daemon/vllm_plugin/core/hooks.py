@@ -1,8 +1,9 @@
-"""How the core sits in EngineCore: two wraps of existing methods and one new method, nothing replaced.
+"""How `Core` is installed in vLLM's EngineCore: two wrapped methods and one new method; nothing is replaced.
 
-`run_busy_loop` begins paused with the guards in place, before the first request is taken (must E2); `resume_scheduler`
-asks the core, whoever calls it (must E1); `dcr_core` is a utility call like vLLM's own. A plugin is loaded *inside*
-`EngineCore.__init__`, so nothing can be done there; the core is made when the loop starts.
+Runs in the EngineCore process; `register` calls `install`. The wrapped `run_busy_loop` starts paused with the guards in
+place, before the first request is taken (must E2). The wrapped `resume_scheduler` asks the core, whoever calls it
+(must E1). `dcr_core` is a utility call like vLLM's own. vLLM loads a plugin *inside* `EngineCore.__init__`, so nothing
+can be done there; the core is made when the loop starts.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from dcr_daemon.vllm_plugin.core.worker_group import WorkerGroup
 from dcr_daemon.vllm_plugin.settings import Settings
 
 log = logging.getLogger("vllm.dcr")
-EXIT_HOPELESS = 87  #: status of an engine process that ended itself (must E5)
+EXIT_HOPELESS = 87  #: exit status of an engine process that ended itself (must E5)
 METHOD = "dcr_core"
 
 
@@ -69,7 +70,7 @@ def _guarded(resume_scheduler: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def dcr_core(engine: Any, record: bytes) -> bytes | Future[bytes]:
-    """One call of the engine's socket as a utility call of EngineCore: a record in, a record out."""
+    """A call of the engine's socket, as a utility call of EngineCore: an encoded call in, an encoded answer out."""
     try:
         call = messages.decode_call(record)
     except UsageError as error:
@@ -79,22 +80,22 @@ def dcr_core(engine: Any, record: bytes) -> bytes | Future[bytes]:
         return messages.encode(answer)
     encoded: Future[bytes] = Future()
 
-    def settle(done: Future[Answer]) -> None:
+    def encode(done: Future[Answer]) -> None:
         error = done.exception()
         if error is None:
             encoded.set_result(messages.encode(done.result()))
         else:
             encoded.set_exception(error)
 
-    answer.add_done_callback(settle)
+    answer.add_done_callback(encode)
     return encoded
 
 
 def make_core(engine: Any, settings: Settings) -> Core:
-    """Raises `UnsupportedVllm` if the workers of this engine cannot be ours."""
+    """The core of an engine. Raises `UnsupportedVllm` if its workers lack the worker extension."""
     if not engine.vllm_config.parallel_config.worker_extension_cls:
         raise UnsupportedVllm(
-            "dcr: DCR_SOCKET is set, but the workers lack our extension. "
+            "dcr: DCR_SOCKET is set, but the workers lack DCR's extension. "
             "Start vLLM with --worker-extension-cls dcr_daemon.vllm_plugin.WorkerExtension, or unset DCR_SOCKET."
         )
     host = EngineHost(engine, settings)
@@ -106,7 +107,7 @@ def make_core(engine: Any, settings: Settings) -> Core:
 
 
 def _detecting_writes(collective_rpc: Callable[..., Any], core: Core) -> Callable[..., Any]:
-    """After somebody has told the workers to write weights, and before the next step of the model, look (must F1)."""
+    """Check for external writes after each RPC that makes the workers write, before the model's next step (must F1)."""
 
     @functools.wraps(collective_rpc)
     def call(method: Any, *args: Any, **kwargs: Any) -> Any:
@@ -120,7 +121,7 @@ def _detecting_writes(collective_rpc: Callable[..., Any], core: Core) -> Callabl
 
 
 class EngineHost:
-    """EngineCore as the core sees it."""
+    """`state.Host` over vLLM's EngineCore."""
 
     def __init__(self, engine: Any, settings: Settings) -> None:
         from vllm.v1.core.sched.interface import PauseState
@@ -134,7 +135,7 @@ class EngineHost:
         return bool(self._engine.scheduler.pause_state == self._states.UNPAUSED)
 
     def pause(self) -> Future[Any] | None:
-        # `wait` and `abort` would let requests that somebody paused in flight run on, or end them.
+        # In an engine that is paused already, `wait` would let the paused requests run on and `abort` would end them.
         mode = self._settings.pause if self.running else "keep"
         rest: Future[Any] | None = self._engine.pause_scheduler(mode=mode, clear_cache=self._settings.caches == "reset")
         return rest
@@ -158,7 +159,7 @@ class EngineHost:
         self._engine.set_weight_version(text)
 
     def end(self, reason: str) -> None:
-        """The workers first: one that hangs would outlive a parent that is simply gone."""
+        """Kill the workers first: a worker that hangs would outlive its parent."""
         log.critical("dcr: ending the engine: %s", reason)
         for worker in getattr(self._engine.model_executor, "workers", None) or ():
             process = getattr(worker, "proc", None)
@@ -168,7 +169,7 @@ class EngineHost:
 
 
 class ExecutorTransport:
-    """vLLM's executor as a wire. An error in a queue, whoever caused it, is an answer that is not ours."""
+    """`WorkerTransport` over vLLM's executor. An error in a queue is a reply to an earlier call, not to ours."""
 
     def __init__(self, executor: Any, watchdog: Watchdog) -> None:
         self._executor = executor
@@ -187,16 +188,16 @@ class ExecutorTransport:
     def next_reply(self, rank: int) -> Any:
         queues = getattr(self._executor, "response_mqs", None)
         if queues is None:
-            raise RuntimeError("dcr: a worker's reply was not to our call, and this executor has no queues to read on")
+            raise RuntimeError("dcr: a worker replied to another call, and this executor has no queues to read further")
         with self._watchdog.watching("stale reply"):
             _, result = queues[rank].dequeue()
         return result
 
 
 class Watchdog:
-    """Ends the engine when a call to the workers does not come back (must E5).
+    """Ends the engine when a call to the workers does not return (must E5).
 
-    One thread for the life of the process: a swap must not pay for starting one. `limit` in seconds; 0 switches it off.
+    One thread for the life of the process, so that no swap waits for a thread to start. `limit` in seconds; 0: off.
     """
 
     def __init__(self, limit: float, end: Callable[[str], None]) -> None:
@@ -223,7 +224,7 @@ class Watchdog:
             self._changed.notify()
 
     def _watch(self) -> None:
-        """An odd count means a call is out; it is late if the count stands still for the whole limit."""
+        """An odd count means that a call is under way; it is late if the count does not change within the limit."""
         with self._changed:
             while True:
                 seen = self._count

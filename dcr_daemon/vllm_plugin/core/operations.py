@@ -1,8 +1,9 @@
-"""Work that needs more than one call: a generator that is taken a step further whenever it is polled.
+"""Work that takes more than one call: a generator that advances one step at each poll.
 
-A step runs on EngineCore's thread and never waits. An operation yields `None` ("poll me again": a job runs in the
-workers) or a `Future` ("go on when this is done": the engine is coming to rest), and returns its result. So a long
-prepare costs generation nothing but a few short calls, and a swap that found the engine idle is over in one.
+Runs in the EngineCore process; `Core` starts operations and polls them. A step never waits. An operation yields `None`
+("poll me again": a job runs in the workers) or a `Future` ("go on when this is done": the engine is coming to rest),
+and returns its result. So a long prepare costs generation nothing but a few short calls, and a swap that found the
+engine idle is over in one.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ Steps = JobSteps[Any]
 
 
 class Operation:
-    """One running call. `kind` is its operation's name, for messages. With `so_far` it gives way to any other call and
-    then answers that."""
+    """One running call. `kind`: the call's name, for messages. An operation with `so_far` can be preempted by any other
+    call; its answer is then what `so_far` returns."""
 
     def __init__(self, call_id: str, kind: str, steps: Steps, so_far: Callable[[], object] | None = None) -> None:
         self.id = call_id
@@ -36,11 +37,11 @@ class Operation:
         return self.answer is None
 
     def advance(self) -> Answer | Future[Answer]:
-        """Take the next step. An operation that ended keeps giving its answer."""
+        """Take the next step. An operation that has ended returns its answer again."""
         return self._step(lambda: next(self._steps))
 
     def end(self, why: DcrError) -> None:
-        """Stop an operation whose owner is gone; its own clean-up runs now."""
+        """End the operation with an error; its clean-up runs now."""
         self._close(refused(self.id, why))
 
     @property
@@ -48,7 +49,7 @@ class Operation:
         return self._so_far is not None
 
     def preempt(self) -> None:
-        """End an operation that is to be in nobody's way with what it has so far."""
+        """End a preemptible operation; its answer is the work done so far."""
         if self._so_far is not None:
             self._close(done(self.id, self._so_far()))
 
@@ -69,7 +70,7 @@ class Operation:
             self.answer = refused(self.id, error)
             return self.answer
         except Exception as error:
-            # Whoever asks again is told, and the next call is not kept waiting by an operation that is no more.
+            # The next poll gets this answer, and the next call does not find a busy engine.
             gone = EngineGone(f"{self.kind} failed: {error}", hint="attach again; see the server's log")
             self.answer = refused(self.id, gone)
             raise
@@ -78,14 +79,14 @@ class Operation:
         return self._after(waits_for)
 
     def _after(self, waits_for: Future[Any]) -> Future[Answer]:
-        """Go on when the engine has come to rest; its failure is thrown into the operation."""
+        """Continue when the future is done; its error is thrown into the operation."""
         outer: Future[Answer] = Future()
 
         def proceed(rested: Future[Any]) -> None:
             error = rested.exception()
             try:
                 answer = self._step(lambda: self._steps.throw(error) if error else next(self._steps))
-            except Exception as unforeseen:  # noqa: BLE001  a callback's error is swallowed and the caller would wait for ever
+            except Exception as unforeseen:  # noqa: BLE001  a future swallows what its callback raises
                 outer.set_exception(unforeseen)
                 return
             if isinstance(answer, Future):

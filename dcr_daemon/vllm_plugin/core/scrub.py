@@ -1,12 +1,13 @@
-"""A pass over live weights that finds what no wrap can see: bits that changed by themselves (musts E4, F1).
+"""The scrub: a pass over live weights that finds bits that changed without a write (musts E4, F1).
 
-Batch after batch of tensors is summed on the workers' background threads and compared, box by box, with what those
-boxes were accepted at. That reference moves with every commit, and a commit ends the pass first, so no batch is judged
-by another version than it was summed at. A difference counts only if a second look finds it too.
+Runs in the EngineCore process as a preemptible operation that `Core` starts. The workers' background threads sum one
+batch of tensors after another; the sums are compared, box by box, with those that were accepted. Every commit changes
+the accepted sums, and a commit ends the pass first, so no batch is compared with another version than it was summed at.
+A difference counts only if a second sum shows it too.
 
-The engine is paused then, and stays so until an owner has attached and repaired it. To go on would be to answer from
-weights that are no sealed version (must E1), for as long as an operator takes to notice; and a replica that is out for
-the time of one load costs less than a rollout that nobody can use. So there is no switch.
+After a difference the engine is paused until an owner has attached and repaired it. Going on would mean to answer from
+weights that are no sealed version (must E1) until an operator notices; and a replica that is out for the time of one
+load costs less than a rollout that nobody can use. So no option switches this off.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from dcr_daemon.vllm_plugin.core.operations import JobSteps, Steps
 from dcr_daemon.vllm_plugin.core.state import EngineState
 from dcr_daemon.wording import shorten
 
-BATCH = 256 << 20  #: bytes of one job at most, if it has more than one tensor
-PATIENCE = 4.0  #: seconds one job may take at the rate asked for, if it has more than one tensor
-LEG = 30.0  #: seconds of one call, about
+MAX_BATCH = 256 << 20  #: bytes of one job, if it has more than one tensor
+MAX_BATCH_SECONDS = 4.0  #: duration of one job at the requested rate, if it has more than one tensor
+CALL_SECONDS = 30.0  #: approximate duration of one call
 
 
 class ScrubPass:
-    """One call. `so_far` may be asked for at any time, also after its steps were closed."""
+    """One call of the scrub. `so_far` may be called at any time, also after its steps were closed."""
 
     def __init__(self, state: EngineState, call: messages.Scrub) -> None:
         self._state = state
@@ -48,9 +49,9 @@ class ScrubPass:
         )
 
     def steps(self) -> Steps:
-        """Raises `EngineRefused` if the engine is at no known version, or somebody else writes meanwhile."""
+        """Raises `EngineRefused` if the engine is at no known version, or an external writer writes meanwhile."""
         state, began = self._state, time.monotonic()
-        while self._tensors == 0 or time.monotonic() - began < LEG:
+        while self._tensors == 0 or time.monotonic() - began < CALL_SECONDS:
             placement, live = state.require_live()
             if state.proved is None:
                 raise EngineRefused("the engine is at no known version", hint="prove it, or load an anchor")
@@ -60,17 +61,17 @@ class ScrubPass:
                 break
             if differing := (yield from self._look(placement, live, batch)):
                 self._done = True
-                state.unprove(f"the live weights changed by themselves: {_described(differing)}")
+                state.unprove(f"live weights changed without a write: {_described(differing)}")
                 return self.so_far(differing)
             self._at = batch.stop
         return self.so_far()
 
     def _batch(self, placement: verify_sums.JointPlacement) -> range:
-        """The next tensors, at least one while there are any; as many as are soon summed at this rate."""
-        room = min(BATCH, self._call.rate * PATIENCE) if self._call.rate else BATCH
+        """The next tensors: at least one if any is left, and as many as the limits of a batch allow."""
+        budget = min(MAX_BATCH, self._call.rate * MAX_BATCH_SECONDS) if self._call.rate else MAX_BATCH
         layout, exact = placement.layout, placement.exact
         stop, size = self._at, 0
-        while stop < len(layout) and (size == 0 or size + layout[stop].nbytes <= room):
+        while stop < len(layout) and (size == 0 or size + layout[stop].nbytes <= budget):
             size += layout[stop].nbytes if exact[stop] else 0
             stop += 1
         return range(self._at, stop)
@@ -78,11 +79,11 @@ class ScrubPass:
     def _look(
         self, placement: verify_sums.JointPlacement, live: verify_sums.LiveSums, batch: range
     ) -> JobSteps[list[Difference]]:
-        """What differs in a batch, twice in a row."""
+        """The differences that two sums of the batch in a row show."""
         found = verify_sums.find_damage(placement, live, (yield from self._summed(batch)), batch)
         if found:
             again = verify_sums.find_damage(placement, live, (yield from self._summed(batch)), batch)
-            found = [one for one in found if one in again]
+            found = [difference for difference in found if difference in again]
         exact = placement.exact
         self._tensors += int(exact[batch.start : batch.stop].sum())
         self._bytes += sum(placement.layout[tensor].nbytes for tensor in batch if exact[tensor])
@@ -95,9 +96,9 @@ class ScrubPass:
         try:
             return (yield from self._state.job(start, FingerprintRank))
         except EngineRefused:
-            self._state.require_live()  # says so if somebody else's write has ended the job
+            self._state.require_live()  # names the cause if an external write has ended the job
             raise
 
 
 def _described(differing: list[Difference]) -> str:
-    return shorten(f"{one.tensor} (rank {', '.join(map(str, one.ranks))})" for one in differing)
+    return shorten(f"{tensor.tensor} (rank {', '.join(map(str, tensor.ranks))})" for tensor in differing)

@@ -1,9 +1,11 @@
-"""All workers of one engine, asked as one. Lives on EngineCore's thread.
+"""Calls all workers of one engine and matches their replies. Runs on EngineCore's thread.
 
-A reply counts only under the call's own id (must E3). Somebody else's failed RPC leaves replies behind: vLLM raises at
-the first failing rank and does not read the later ones. A stale reply is read past, until that rank's own answer comes;
-a stale *error* is raised again by vLLM, which loses the replies it had read, so the call is made once more under a new
-id. Calls that could not be repeated are preceded by one that can. So the queues are in step again for everybody.
+Called by everything in `core`: an operation of `calls` goes out to every rank, and the parsed results come back in rank
+order. A reply counts only if it carries the call's own id (must E3). Another component's failed RPC leaves replies in
+the queues: vLLM raises at the first failing rank and does not read the later ones. A stale reply is skipped until that
+rank's own reply comes. A stale *error* is raised again by vLLM, which loses the replies it had read, so the call is
+made once more under a new id; before a call that cannot be repeated, one that can is made. Afterwards all queues are in
+step.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ from dcr_daemon.vllm_plugin.calls import Code, Op, Reply
 log = logging.getLogger("vllm.dcr")
 T = TypeVar("T")
 
-#: A second one would be refused, so a lost reply must not happen.
+#: A worker refuses to carry these out twice, so their replies must not be lost.
 ONCE = (Op.ATTACH, Op.START)
-STALE = 64  #: replies left behind that we read past, per rank
+STALE = 64  #: stale replies that are skipped, per rank
 
 _KINDS: dict[str, type[DcrError]] = {
     Code.FENCED: Fenced,
@@ -37,25 +39,25 @@ _KINDS: dict[str, type[DcrError]] = {
 
 
 class WorkerTransport(Protocol):
-    """How calls reach the workers; `hooks` implements it over vLLM's executor."""
+    """Carries calls to the workers; `hooks` implements it over vLLM's executor."""
 
     def send(self, call: dict[str, Any]) -> Sequence[Any] | None:
-        """One answer per rank, whatever it is. None: an error of an earlier call came up, the answers are lost."""
+        """One object per rank, not checked. None: vLLM raised an error of an earlier call and the replies are lost."""
         ...
 
     def next_reply(self, rank: int) -> Any:
-        """The next thing in one rank's queue; for reading past stale replies only."""
+        """The next object in one rank's queue; only to skip stale replies."""
         ...
 
 
 class WorkerGroup:
-    """Calls all ranks; keeps the highest weights generation each rank has shown.
+    """Calls all ranks; keeps each rank's last weights generation, and the owner token that calls carry.
 
-    Raises the error kind that a rank's code stands for, naming the ranks, unless told to hand replies back.
+    `ask` raises the error kind that a rank's code stands for, and names the ranks; `replies` returns every reply.
     """
 
-    def __init__(self, wire: WorkerTransport) -> None:
-        self._wire = wire
+    def __init__(self, transport: WorkerTransport) -> None:
+        self._transport = transport
         self._nonce = secrets.token_hex(4)
         self._calls = 0
         self.token = 0
@@ -75,29 +77,29 @@ class WorkerGroup:
             self._calls += 1
             name = f"{self._nonce}-{self._calls}"
             call = calls.Call(op=op, call=name, token=self.token, arg=calls.plain(arg) if arg else {})
-            answers = self._wire.send(calls.plain(call))
+            answers = self._transport.send(calls.plain(call))
             if answers is not None:
                 replies = [self._own(rank, answer, name) for rank, answer in enumerate(answers)]
                 self.generations = [reply.generation for reply in replies]
                 return replies
-        raise EngineRefused("the workers answer with nothing but errors of earlier calls", hint="restart the server")
+        raise EngineRefused("the workers answer only with errors of earlier calls", hint="restart the server")
 
     def _own(self, rank: int, answer: Any, call: str) -> Reply:
         for _ in range(STALE):
             if isinstance(answer, dict) and answer.get("call") == call:
                 return calls.parse(answer, Reply)
-            log.warning("dcr: rank %d had a stale reply in its queue; reading on to our own", rank)
-            answer = self._wire.next_reply(rank)
-        raise EngineRefused(f"rank {rank} does not answer our calls in order", hint="restart the server")
+            log.warning("dcr: rank %d had a stale reply in its queue; reading the next one", rank)
+            answer = self._transport.next_reply(rank)
+        raise EngineRefused(f"rank {rank} does not answer calls in order", hint="restart the server")
 
 
 def kind_of(code: str) -> type[DcrError]:
-    """The error that a worker's code stands for."""
+    """The error kind that a worker's code stands for."""
     return _KINDS.get(code, EngineRefused)
 
 
 def raise_for(op: Op, replies: Sequence[Reply]) -> None:
-    """Raise the error of the ranks that were not ok; of several kinds the first rank's."""
+    """Raise an error that names the ranks that were not ok; its kind is that of the first such rank."""
     bad = [reply for reply in replies if not reply.ok]
     if not bad:
         return

@@ -1,8 +1,9 @@
-"""The worker extension: one method in every vLLM worker, a guard on its forward pass, wraps on whoever writes weights.
+"""The worker extension: the RPC of every vLLM worker, a guard on its forward pass, and wraps around external writers.
 
-`--worker-extension-cls dcr_daemon.vllm_plugin.WorkerExtension` makes vLLM mix this class into its worker. It defines
-nothing but `dcr_call`, because vLLM refuses an extension whose names clash. `dcr_call` never raises: an exception on
-one rank would leave another rank's answer behind for the next call to read (must E3).
+Runs in the worker process. `--worker-extension-cls dcr_daemon.vllm_plugin.WorkerExtension` makes vLLM mix this class
+into its worker; EngineCore (`core.worker_group`) calls its method `dcr_call`, one `calls.Call` in, one `calls.Reply`
+out. The class defines nothing else, because vLLM refuses an extension whose names clash with its own. `dcr_call` never
+raises: after an exception on one rank the next call would read another rank's old reply (must E3).
 """
 
 from __future__ import annotations
@@ -30,31 +31,32 @@ FREE = (Op.HELLO, Op.STATUS, Op.CHECKSUMS, Op.ATTACH, Op.FAULT)  #: need no curr
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker. All state lies in one attribute, made by the first call."""
+    """Mixed into vLLM's worker. Its whole state is one `WorkerSession`, which the first call makes."""
 
     def dcr_call(self, env: dict[str, Any]) -> dict[str, Any]:
         """Answer one `calls.Call` with one `calls.Reply`; never raises."""
         call = str(env.get("call", "")) if isinstance(env, dict) else ""
         rank = getattr(self, "rank", -1)
         try:
-            state = self.__dict__.get("_dcr_session")
-            if state is None:
-                state = self.__dict__["_dcr_session"] = install(self)
+            session = self.__dict__.get("_dcr_session")
+            if session is None:
+                session = self.__dict__["_dcr_session"] = install(self)
         except Exception as error:  # must E3: no exception leaves a worker
             log.exception("dcr: this worker cannot be guarded")
             return calls.plain(Reply(rank=rank, call=call, ok=False, code=Code.FAILED, error=str(error)))
-        return answer(state, env, call)
+        return answer(session, env, call)
 
 
-def answer(rank: WorkerSession, env: dict[str, Any], call: str) -> dict[str, Any]:
-    """Parse, fence, dispatch; whatever goes wrong becomes a reply that still tells the worker's state."""
+def answer(session: WorkerSession, env: dict[str, Any], call: str) -> dict[str, Any]:
+    """Parse the call, check its token, carry it out; every error becomes a reply that still reports the worker's
+    state."""
     code, error, hint, result = "", "", "", None
     try:
         message = calls.parse(env, calls.Call)
         op = Op(message.op)
         if op not in FREE:
-            rank.require_token(message.token)
-        result = _dispatch(rank, op, message)
+            session.require_token(message.token)
+        result = _dispatch(session, op, message)
     except Refusal as refusal:
         code, error, hint = refusal.code, refusal.error, refusal.hint
     except (DcrError, OSError) as failure:
@@ -66,105 +68,105 @@ def answer(rank: WorkerSession, env: dict[str, Any], call: str) -> dict[str, Any
         code, error = Code.FAILED, f"{type(failure).__name__}: {failure}"
     return calls.plain(
         Reply(
-            rank=rank.rank,
+            rank=session.rank,
             call=call,
             ok=not code,
             code=code,
             error=error,
             hint=hint,
-            generation=rank.generation,
-            dirty=rank.dirty,
+            generation=session.generation,
+            dirty=session.dirty,
             result=result,
         )
     )
 
 
-def _dispatch(rank: WorkerSession, op: Op, message: calls.Call) -> Any:
+def _dispatch(session: WorkerSession, op: Op, message: calls.Call) -> Any:
     simple: dict[Op, Callable[[], Any]] = {
-        Op.HELLO: rank.status,
-        Op.STATUS: rank.status,
-        Op.CHECKSUMS: rank.checksums,
-        Op.PLACEMENT: rank.placement,
-        Op.DROP: rank.drop,
+        Op.HELLO: session.status,
+        Op.STATUS: session.status,
+        Op.CHECKSUMS: session.checksums,
+        Op.PLACEMENT: session.placement,
+        Op.DROP: session.drop,
     }
     if op in simple:
         return simple[op]()
     if op is Op.ATTACH:
-        return rank.attach(message.token, calls.parse(message.arg, calls.Attach))
+        return session.attach(message.token, calls.parse(message.arg, calls.Attach))
     if op is Op.FAULT:
         if not faults.ENABLED:
-            raise Refusal(Code.REFUSED, "faults are for tests: DCR_TEST_FAULTS is not set in this worker")
-        return _inject(rank, message.arg)
+            raise Refusal(Code.REFUSED, "faults are for tests only: DCR_TEST_FAULTS is not set in this worker")
+        return _inject(session, message.arg)
     with_argument: dict[Op, tuple[type, Callable[[Any], Any]]] = {
-        Op.START: (calls.Start, rank.start),
-        Op.POLL: (calls.JobRef, rank.poll),
-        Op.JOIN: (calls.JobRef, rank.join),
-        Op.CANCEL: (calls.JobRef, rank.cancel),
-        Op.APPROVE: (calls.TxnRef, rank.approve),
-        Op.CHECK: (calls.TxnRef, rank.check),
-        Op.BEGIN: (calls.Begin, rank.begin),
-        Op.APPLY: (calls.TxnRef, rank.apply),
-        Op.COMMIT: (calls.TxnRef, rank.commit),
-        Op.ROLLBACK: (calls.TxnRef, rank.rollback),
-        Op.CLOSE: (calls.TxnRef, rank.close),
+        Op.START: (calls.Start, session.start),
+        Op.POLL: (calls.JobRef, session.poll),
+        Op.JOIN: (calls.JobRef, session.join),
+        Op.CANCEL: (calls.JobRef, session.cancel),
+        Op.APPROVE: (calls.TxnRef, session.approve),
+        Op.CHECK: (calls.TxnRef, session.check),
+        Op.BEGIN: (calls.Begin, session.begin),
+        Op.APPLY: (calls.TxnRef, session.apply),
+        Op.COMMIT: (calls.TxnRef, session.commit),
+        Op.ROLLBACK: (calls.TxnRef, session.rollback),
+        Op.CLOSE: (calls.TxnRef, session.close),
     }
     kind, method = with_argument[op]
     return method(calls.parse(message.arg, kind))
 
 
-def _inject(rank: WorkerSession, arg: dict[str, Any]) -> None:
-    """A fault on every rank, or on the one that `rank` names; `damage` names a tensor in which a bit flips now."""
-    if arg.pop("rank", rank.rank) != rank.rank:
+def _inject(session: WorkerSession, arg: dict[str, Any]) -> None:
+    """Inject a fault on every rank, or only on the one that `rank` names; `damage` flips a bit of the named tensor."""
+    if arg.pop("rank", session.rank) != session.rank:
         return
     if "damage" in arg:
-        rank.damage(str(arg["damage"]))
+        session.damage(str(arg["damage"]))
     else:
         faults.inject(**arg)
 
 
 def install(worker: Any) -> WorkerSession:
-    """Make the state of a vLLM worker, guard its forward pass and watch whoever writes weights."""
+    """Make the session of a vLLM worker, guard its forward pass and wrap its external writers."""
     from vllm.platforms import current_platform
 
-    rank = WorkerSession(
+    session = WorkerSession(
         rank=int(worker.rank),
         model=worker.model_runner.get_model(),
         config=worker.vllm_config,
         platform=str(current_platform.device_name),
         device=worker.device,
     )
-    guard(worker, rank)
-    return rank
+    guard(worker, session)
+    return session
 
 
-def guard(worker: Any, rank: WorkerSession) -> None:
-    """Wrap the worker's own methods, on the instance: vLLM looks them up there at each call."""
+def guard(worker: Any, session: WorkerSession) -> None:
+    """Wrap methods of the worker, on the instance: vLLM looks them up there at each call."""
     missing = [name for name in FORWARD if not callable(getattr(worker, name, None))]
     if missing:
         raise RuntimeError(f"this vLLM's worker lacks {', '.join(missing)}: it cannot be guarded")
     for name in FORWARD:
-        setattr(worker, name, _guarded(getattr(worker, name), rank))
+        setattr(worker, name, _guarded(getattr(worker, name), session))
     for name in calls.WRITERS:
         if callable(getattr(worker, name, None)):
-            setattr(worker, name, _watched(getattr(worker, name), name, rank))
+            setattr(worker, name, _watched(getattr(worker, name), name, session))
 
 
-def _guarded(forward: Callable[..., Any], rank: WorkerSession) -> Callable[..., Any]:
+def _guarded(forward: Callable[..., Any], session: WorkerSession) -> Callable[..., Any]:
     @functools.wraps(forward)
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        if rank.dirty:
-            # Raising would be reported by one rank only, while the others wait for it in a collective (must E1).
-            log.critical("asked for a forward pass while weights are half written: this worker ends")
+        if session.dirty:
+            # An exception would be reported by one rank only, while the others wait for it in a collective (must E1).
+            log.critical("dcr: a forward pass was requested while weights are half written: this worker ends")
             os._exit(EXIT_DIRTY)
         return forward(*args, **kwargs)
 
     return guarded
 
 
-def _watched(writer: Callable[..., Any], name: str, rank: WorkerSession) -> Callable[..., Any]:
+def _watched(writer: Callable[..., Any], name: str, session: WorkerSession) -> Callable[..., Any]:
     @functools.wraps(writer)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        rank.note_external_write(name)  # before the write, so that a failing one counts too
+        session.note_external_write(name)  # before the write, so that a failing write counts as well
         return writer(*args, **kwargs)
 
     return watched

@@ -1,8 +1,9 @@
-"""One background thread per worker, one job at a time: prepare, full fingerprint, scrub, dense load (must E4).
+"""The worker's background thread, and one job at a time on it: prepare, fingerprint, scrub, dense load (must E4).
 
-A worker runs one RPC at a time and no forward pass beside it, so long work happens here, started, polled and joined
-by short calls. A job never touches the worker's state: `join`, on the main thread, publishes its result. The thread
-runs at nice 19 on cores of its own choice, because a thread inherits the one core that vLLM pins the main thread to.
+Runs in the worker process; `session` starts, polls and joins jobs. A worker runs one RPC at a time and no forward pass
+beside it, so long work happens on this thread and the RPCs stay short. A job never changes the worker's state: `join`,
+on the main thread, takes over its result. The thread runs at nice 19 and sets its own cores, because it would inherit
+the one core that vLLM pins the main thread to.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ LIVE = (JobState.QUEUED, JobState.RUNNING)
 
 
 class Cancelled(Exception):
-    """The job was asked to stop and did so between two slices."""
+    """The job was cancelled and stopped between two slices."""
 
 
 @dataclass(slots=True)
 class Job:
-    """`stamp` is what the worker's weights were when it started: a result joined under another one is void."""
+    """`stamp`: the worker's (generation, epoch) when the job started; a result that is joined under another is void."""
 
     id: str
     kind: JobKind
@@ -49,15 +50,15 @@ class Job:
         return self.state in LIVE
 
     def check_cancelled(self, size: int = 0) -> None:
-        """Called by the work between slices (of `size` bytes); raises `Cancelled`."""
+        """Called between slices of `size` bytes; raises `Cancelled` if the job was cancelled."""
         if self.cancelled.is_set():
             raise Cancelled
 
     def rate_limited(self, rate: float) -> Callable[[int], None]:
-        """A tick that holds the work to `rate` bytes a second (0: to none); a cancel ends its sleep at once."""
+        """A slice callback that limits the work to `rate` bytes per second (0: no limit); a cancel ends its sleep."""
         began, done = time.monotonic(), 0
 
-        def tick(size: int) -> None:
+        def after_slice(size: int) -> None:
             nonlocal done
             done += size
             ahead = done / rate - (time.monotonic() - began) if rate else 0.0
@@ -65,7 +66,7 @@ class Job:
                 self.cancelled.wait(ahead)
             self.check_cancelled()
 
-        return tick
+        return after_slice
 
     def report_progress(self, progress: float) -> None:
         self.progress = progress
@@ -79,7 +80,7 @@ class Job:
 
 
 def allowed_cpus() -> set[int]:
-    """Cores this worker may use, whatever single one its main thread is pinned to: those of the engine process."""
+    """Cores that this worker may use: those of the engine process, and the one that its main thread is pinned to."""
     try:
         return os.sched_getaffinity(os.getppid()) | os.sched_getaffinity(0)
     except OSError:
@@ -87,7 +88,7 @@ def allowed_cpus() -> set[int]:
 
 
 class BackgroundThread:
-    """The thread. `start` and everything else here is called on the worker's main thread only."""
+    """The thread and its job. All methods are called on the worker's main thread only."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Job] = queue.SimpleQueue()
@@ -99,11 +100,11 @@ class BackgroundThread:
         ready.wait()
 
     def use_cpus(self, cpus: list[int] | None) -> None:
-        """Move the thread to these cores; None: all that the engine may use."""
+        """Set the thread's cores; None: all that the engine may use."""
         try:
             os.sched_setaffinity(self._native, set(cpus) if cpus else self._cpus)
         except OSError as error:
-            log.warning("background thread stays on its cores: %s", error)
+            log.warning("the background thread keeps its cores: %s", error)
 
     def start(self, job: Job) -> None:
         assert self.job is None or not self.job.live, "one job at a time"
@@ -136,7 +137,7 @@ class BackgroundThread:
         except (DcrError, OSError) as error:
             job.code, job.error = code_of(error), str(error)
             return JobState.FAILED
-        except Exception as error:  # the thread must outlive any job, and the caller be told
+        except Exception as error:  # the thread must survive any job, and the caller must get the error
             log.exception("job %s failed", job.id)
             job.code, job.error = Code.FAILED, f"{type(error).__name__}: {error}"
             return JobState.FAILED
@@ -145,9 +146,9 @@ class BackgroundThread:
 
 
 def code_of(error: Exception) -> Code:
-    """What the caller is to do about an error."""
+    """The code that tells the caller what to do about an error."""
     if isinstance(error, (Corrupt, OSError)):
-        return Code.CORRUPT  # a staged file that cannot be read is fetched again, as a damaged one is
+        return Code.CORRUPT  # a staged file that cannot be read is fetched again, like a damaged one
     if isinstance(error, ResourceExhausted):
         return Code.EXHAUSTED
     return Code.REFUSED

@@ -1,8 +1,8 @@
-"""What one worker knows and may do: its owner's token, its placement, at most one transaction, at most one job.
+"""State of one worker: the owner's token, the attachment, at most one transaction and at most one job.
 
-The transaction lives by state, not by time (must E6). All methods run on the worker's main thread, one RPC at a time,
-never beside a forward pass. `Refusal` is the only way to say no; the caller turns it, and anything unforeseen, into a
-reply (must E3).
+Runs in the worker process. `extension` calls one method per `calls.Op`; all of them run on the worker's main thread,
+one RPC at a time, never beside a forward pass. A transaction ends only by commit or rollback, never by a time-out (must
+E6). A method refuses by raising `Refusal`; the caller turns it, and any unforeseen error, into a reply (must E3).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BEGUN_STATES = (TxnState.BEGUN, TxnState.ROLLED_BACK)
 
 
 class Refusal(Exception):
-    """A call that is answered with `ok = False`."""
+    """The call is answered with `ok=False`, `code`, `error` and `hint`."""
 
     def __init__(self, code: Code, error: str, hint: str = "") -> None:
         super().__init__(error)
@@ -43,7 +43,7 @@ class WorkerSession:
 
     Args:
         rank: global rank of the worker.
-        model: the live model; `config`: vLLM's `VllmConfig`, handed through to the rules of `eligibility`.
+        model: the live model. `config`: vLLM's `VllmConfig`, for the rules of `loader.eligibility`.
         platform: "cpu", "cuda", "rocm" …
     """
 
@@ -53,7 +53,7 @@ class WorkerSession:
         self.dirty = False
         self.generation = 0
         self._changed_by = ""
-        self._epoch = 0  # moves with every write of our own, and when what was prepared is dropped
+        self._epoch = 0  # rises with each write of our own, and when a prepared transaction is dropped
         self._token = 0
         self._attachment: Attachment | None = None
         self._arena: Arena | None = None
@@ -97,7 +97,7 @@ class WorkerSession:
         return self._attached().describe()
 
     def damage(self, tensor: str) -> None:
-        """For tests: flip a bit of a tensor where this rank holds it."""
+        """For tests: flip one bit of a tensor, if this rank holds it."""
         here = self._attached()
         for number in here.placement.by_tensor.get(here.layout.index(tensor), [])[:1]:
             row = here.placement.rows[number]
@@ -107,7 +107,8 @@ class WorkerSession:
             )
 
     def note_external_write(self, name: str) -> None:
-        """Somebody else is about to change weights: whatever we know of them is void (must F1)."""
+        """An external writer (`name`) is about to change weights: all that is known about them becomes void (must
+        F1)."""
         self._background.quiesce()
         self.generation += 1
         self._changed_by = name
@@ -121,8 +122,11 @@ class WorkerSession:
             raise Refusal(Code.FENCED, f"fenced: token {token}, the owner has {self._token}")
 
     def attach(self, token: int, arg: calls.Attach) -> calls.AttachedRank:
-        """Become the owner. While a transaction is begun, nothing but the token changes (must E6): recording or
-        reserving anew would destroy the old values that a rollback needs."""
+        """Take the new owner's token, place the layout and reserve memory for a transaction.
+
+        While a transaction is begun only the token changes (must E6): placing or reserving again would destroy the old
+        values that a rollback needs.
+        """
         if token <= self._token:
             raise Refusal(Code.FENCED, f"fenced: token {token} is not above {self._token}")
         if self._state in BEGUN_STATES:
@@ -148,7 +152,7 @@ class WorkerSession:
         )
 
     def _record(self, layout: Layout) -> Attachment:
-        """Find out where a layout lies now."""
+        """Find out where the layout's tensors lie in memory now."""
         self._attachment = attach(
             self._model,
             self._config,
@@ -161,7 +165,7 @@ class WorkerSession:
         return self._attachment
 
     def _reserve(self, cap: int) -> None:
-        """Have exactly `cap` bytes for a transaction, those of an earlier attach if they are as many."""
+        """Reserve exactly `cap` bytes for a transaction; an earlier reservation of that size is kept."""
         if self._arena is not None and self._arena.size == max(cap, 8):
             return
         self._arena = None
@@ -169,10 +173,12 @@ class WorkerSession:
             self._arena = Arena(cap)
         except MemoryError:
             self._attachment = None
-            raise Refusal(Code.EXHAUSTED, f"no {cap} bytes for a transaction", "lower the transaction cap") from None
+            raise Refusal(
+                Code.EXHAUSTED, f"cannot reserve {cap} bytes for a transaction", "lower DCR_STAGE_CAP"
+            ) from None
 
     def _recorded(self) -> Attachment:
-        """What attach found, whether or not somebody has written since."""
+        """The attachment, even if an external writer has written since."""
         if self._attachment is None:
             raise Refusal(Code.REFUSED, "no layout is attached", "attach first")
         if self._attachment.placement.refusals:
@@ -180,19 +186,21 @@ class WorkerSession:
         return self._attachment
 
     def _attached(self) -> Attachment:
+        """The attachment. Refuses if an external writer may have written since."""
         here = self._recorded()
         if here.generation != self.generation:
-            raise Refusal(Code.UNPROVED, f"weights may have been changed by {self._changed_by}", "attach again")
+            raise Refusal(Code.UNPROVED, f"{self._changed_by} may have changed the weights", "attach again")
         return here
 
     # -- jobs ----------------------------------------------------------------------------------------------------
 
     def start(self, arg: calls.Start) -> calls.JobStatus:
-        # Files may be checked in any state: no weight is looked at.
+        """Start a job on the background thread; its result is taken over by `join`."""
+        # Files may be checked in any state: the check reads no weight.
         here = self._recorded() if arg.kind is JobKind.CHECK else self._attached()
         job = self._background.job
         if job is not None and (job.kind is JobKind.SCRUB or arg.kind is JobKind.CHECK):
-            # A scrub is in nobody's way; and before a load comes, whatever still runs has lost its owner.
+            # A scrub may be cancelled at any time; a load is checked first, and by then no other job has an owner.
             self._background.quiesce()
         elif job is not None and job.live:
             raise Refusal(Code.REFUSED, f"job {job.id} ({job.kind}) is {job.state}", "join or cancel it first")
@@ -204,14 +212,14 @@ class WorkerSession:
         ):
             raise Refusal(Code.REFUSED, f"transaction {self._txn_id} is {self._state}")
         if arg.kind is JobKind.LOAD and not loading_now:
-            raise Refusal(Code.REFUSED, "a load is begun first")
+            raise Refusal(Code.REFUSED, "a load job needs a begun load", "send begin with kind=load first")
         if arg.kind is JobKind.PREPARE:
             self._forget()
         self._background.start(Job(arg.id, arg.kind, self._work(arg, here), (self.generation, self._epoch)))
         return self._job(arg.id).status
 
     def _work(self, arg: calls.Start, here: Attachment) -> Callable[[Job], Any]:
-        """What the thread will do: read weights, except in a load, which is begun and dirty."""
+        """The work of a job. It reads weights; only a load, which is begun and dirty, writes them."""
         arena = self._arena
         assert arena is not None, "reserved at attach"
         return {
@@ -233,13 +241,13 @@ class WorkerSession:
         return self._job(arg.id).status
 
     def cancel(self, arg: calls.JobRef) -> calls.JobStatus:
-        """Ask a job to stop; it may have finished by then. Poll until it is no longer live."""
+        """Ask a job to stop; it may finish all the same. Poll until it is no longer live."""
         job = self._job(arg.id)
         job.cancelled.set()
         return job.status
 
     def join(self, arg: calls.JobRef) -> Any:
-        """Take a finished job's result over. A result from before a write is void."""
+        """Take over a finished job's result. A result from before a write is void."""
         job = self._job(arg.id)
         if job.live:
             raise Refusal(Code.REFUSED, f"job {job.id} is {job.state}", "poll until it is done")
@@ -268,21 +276,23 @@ class WorkerSession:
     # -- the transaction -----------------------------------------------------------------------------------------
 
     def approve(self, arg: calls.TxnRef) -> calls.Status:
-        """All ranks were judged jointly and found good: this transaction may begin (must E4)."""
+        """All ranks were verified jointly: this transaction may begin (must E4)."""
         self._expect(arg.txn, TxnState.HELD, TxnState.PREPARED)
         self._state = TxnState.PREPARED
         return self.status()
 
     def check(self, arg: calls.TxnRef) -> calls.Status:
-        """Whether it could begin now; the same that `begin` asks for, without doing it."""
+        """Check that the transaction could begin now, as `begin` does, but change nothing."""
         self._expect(arg.txn, TxnState.PREPARED, TxnState.BEGUN)
         self._require_unmoved()
         return self.status()
 
     def begin(self, arg: calls.Begin) -> calls.Status:
-        """Dirty from here on, on all ranks before any of them writes (must E1). A dense load supersedes what can
-        neither go forward nor back (must E5), an unfinished load too: it writes everything, so no old value is needed
-        any more, nor does it matter who has written meanwhile, or where storages have moved to."""
+        """Set dirty; all ranks do so before any of them writes (must E1).
+
+        A dense load replaces a transaction that can go neither forward nor back, and an unfinished load (must E5): it
+        writes all tensors, so it needs no old values, and external writes or moved storages do not matter.
+        """
         if arg.kind == "delta":
             if self._state in BEGUN_STATES:
                 self._expect(arg.txn, TxnState.BEGUN)
@@ -312,14 +322,15 @@ class WorkerSession:
         return sums
 
     def rollback(self, arg: calls.TxnRef) -> calls.Sums:
-        """Write the old values back. Still dirty: `close` ends it once the sums were judged."""
+        """Write the old values back. The worker stays dirty until `close`, after the sums were verified."""
         txn, here = self._writable(arg.txn)
         sums = txn.rollback(here.live, here.placement)
         self._state, self._applied = TxnState.ROLLED_BACK, False
         return sums
 
     def commit(self, arg: calls.TxnRef) -> calls.Status:
-        """Forget the old values; clean. Repeatable, because other ranks may have to be asked again."""
+        """Forget the old values and clear dirty. Repeatable, because a failed rank makes the caller ask all ranks
+        again."""
         if self._outcomes.get(arg.txn) == "committed" and self._txn_id is None:
             return self.status()
         self._expect(arg.txn, TxnState.BEGUN)
@@ -332,14 +343,14 @@ class WorkerSession:
         return ended
 
     def close(self, arg: calls.TxnRef) -> calls.Status:
-        """The old sums are back on all ranks: clean again, at the old version. Repeatable."""
+        """Clear dirty after a rollback that was verified on all ranks. Repeatable."""
         if self._outcomes.get(arg.txn) == "rolled back" and self._txn_id is None:
             return self.status()
         self._expect(arg.txn, TxnState.ROLLED_BACK)
         return self._end(arg.txn, "rolled back")
 
     def drop(self) -> calls.Status:
-        """Forget what is prepared or being prepared."""
+        """Forget the prepared transaction and stop a running job."""
         if self._state in BEGUN_STATES:
             raise Refusal(Code.REFUSED, f"transaction {self._txn_id} is {self._state}; it ends in commit or rollback")
         self._background.quiesce()
@@ -355,7 +366,7 @@ class WorkerSession:
         return self.status()
 
     def _forget(self) -> None:
-        """Nothing is held any more, and no finished job may bring it back."""
+        """Forget the transaction; the new epoch voids the results of jobs that are running or finished."""
         self._epoch += 1
         self._txn, self._txn_id, self._kind, self._applied = None, None, "", False
         self._state = TxnState.NONE
@@ -371,11 +382,15 @@ class WorkerSession:
             raise Refusal(Code.UNPROVED, f"storage of {moved} moved or was replaced", "attach again")
 
     def _writable(self, name: str) -> tuple[Transaction, Attachment]:
-        """A begun delta and where to write it. Also after somebody else's write: then rollback is the way out."""
+        """A begun delta and where to write it. Works also after an external write: a rollback is still possible."""
         self._expect(name, *BEGUN_STATES)
         here = self._attachment
         if self._txn is None or here is None:
-            raise Refusal(Code.REFUSED, f"{name} is a dense load: it only goes forward", "load again, then commit")
+            raise Refusal(
+                Code.REFUSED,
+                f"{name} is a dense load, which cannot be applied or rolled back",
+                "load again, then commit",
+            )
         moved = here.live.moved_parameter()
         if moved is not None:
             raise Refusal(Code.UNPROVED, f"storage of {moved} moved or was replaced inside a transaction")

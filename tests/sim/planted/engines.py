@@ -25,10 +25,10 @@ def anybody_may_resume(put: Put) -> None:
     """A change that is neither written nor taken back is left, and generation goes on."""
     right = TransactionCoordinator._still_begun
 
-    def still_begun(self: TransactionCoordinator, *arguments: Any) -> Any:
+    def still_begun(self: TransactionCoordinator, *arguments: Any, **options: Any) -> Any:
         self._state.paused_for = ""
         self._state.host.paused = "no"  # type: ignore[attr-defined]
-        return right(self, *arguments)
+        return right(self, *arguments, **options)
 
     put(TransactionCoordinator, "_still_begun", still_begun)
 
@@ -48,10 +48,10 @@ def rollback_resumes(put: Put) -> None:
     """What is rolled back is resumed, also where it had never been ready."""
     right = TransactionCoordinator._finish
 
-    def end(self: TransactionCoordinator, txn: str, verdict: Verdict, *arguments: Any) -> Any:
+    def end(self: TransactionCoordinator, txn: str, verdict: Verdict, **options: Any) -> Any:
         if verdict is Verdict.ROLLED_BACK:
             self._pause_state_before = "no"
-        return right(self, txn, verdict, *arguments)
+        return right(self, txn, verdict, **options)
 
     put(TransactionCoordinator, "_finish", end)
 
@@ -89,8 +89,8 @@ def failed_change_raises_the_version(put: Put) -> None:
     """After a rollback the engine says that it is at the new version."""
     right = TransactionCoordinator._roll_back
 
-    def roll_back(self: TransactionCoordinator, change: Any, *arguments: Any) -> Any:
-        ended = right(self, change, *arguments)
+    def roll_back(self: TransactionCoordinator, change: Any, *arguments: Any, **options: Any) -> Any:
+        ended = right(self, change, *arguments, **options)
         if ended.verdict is Verdict.ROLLED_BACK:
             self._state.proved = change.version
         return ended
