@@ -1,13 +1,15 @@
-"""Tensors that the engine's loader computes with: fed whole through that loader, into scratch, and copied from there.
+"""Loader-computed tensors: vLLM's loader runs over them on copies of the parameters, and the result is written.
 
-A cast router bias, `A_log`, a norm kept in another dtype: their bits are in no parameter, so they can neither be summed
-nor changed element by element. But the model's own `load_weights`, given just these tensors, says what the parameters
-must hold. It runs on copies of the parameters, while the engine is clean and before anything is written. What it
-makes there is absolute bits, which a transaction writes, writes again and takes back as it does all others (must E5).
+Runs in the worker process. A cast router bias, `A_log`, a norm kept in another dtype: their bits are in no parameter,
+so they can neither be summed nor changed element by element. But the model's own `load_weights`, given just these
+tensors, computes what the parameters must hold. It runs on copies of the parameters, while the engine is clean and
+before anything is written. The result is absolute bits, which a transaction can write, write again and take back like
+all others (must E5).
 
-Promises: no live tensor is written by a loader (a fence raises first); what it makes does not depend on what was there
-before (a second pass must change nothing). It does not prove that the live values are some version's: `differing`
-compares them with what canonical bytes give, and the caller knows whose bytes those are.
+Canonical bytes come in (`Values`), parameters with old and new bits go out (`ComputedParameter`); `worker.attachment`
+calls it. Promises: a loader writes no live tensor (`WriteGuard` raises first), and its result does not depend on what
+was there before (a second run must give the same). It does not prove that the live values are a version's: the caller
+compares them with the result, and knows which version's bytes it gave.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from dcr_daemon.wording import shorten
 if TYPE_CHECKING:
     from dcr_daemon.vllm_plugin.weights.placement import Placement
 
-Values = dict[int, Bits]  #: canonical lanes by tensor, whole
+Values = dict[int, Bits]  #: all canonical bits of each tensor, by its number in the layout
 Load = Callable[[Any], Any]
 
 _SIGNED_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -50,12 +52,12 @@ def record_alone(
 ) -> Recording:
     """What the loader does when it is given only the tensors that it was seen to compute with.
 
-    Above `cap` bytes of them nothing is run: the reason stands under the name "", as for a loader that raises.
+    If they are more than `cap` bytes, nothing is run, and the reason is under the name "", as for a loader that raises.
     """
     specs = [spec for spec in layout if spec.name in recording.rejected]
     size = sum(spec.nbytes for spec in specs)
     if size > cap:
-        reason = f"{size} bytes of such tensors would be fed whole at each change, the cap is {cap} (DCR_LOADED_CAP)"
+        reason = f"each change would load {size} bytes of such tensors whole, the cap is {cap} (DCR_LOADED_CAP)"
         return Recording(rejected={"": reason})
     return record(load, parameters, Layout(specs))
 
@@ -63,11 +65,11 @@ def record_alone(
 def plan_computed(
     recording: Recording, alone: Recording, obstacle: Callable[[str], str | None], layout: Layout
 ) -> tuple[dict[int, tuple[str, ...]], dict[str, str]]:
-    """The tensors that can be fed with the parameters they fill, and why the others cannot.
+    """The tensors that can be loaded whole, with the parameters that they fill, and the reasons against the others.
 
     Args:
-        recording: the whole checkpoint's; alone: that of the tensors which it rejected.
-        obstacle: why a parameter must not be written as the loader leaves it, or None.
+        recording: of the whole checkpoint. `alone`: of the tensors that `recording` rejected.
+        obstacle: gives the reason why a parameter must not be written as the loader leaves it, or None.
     """
     names = [name for name in recording.rejected if name in layout]
     if "" in alone.rejected:
@@ -109,7 +111,7 @@ def read_values(paths: Sequence[str], layout: Layout, tensors: Sequence[int], ve
 
 
 class WriteGuard(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped here
-    """Within, writing to a live tensor raises before it happens."""
+    """While active, an operation that would write a live tensor raises before it runs."""
 
     def __init__(self, live: Iterable[torch.Tensor]) -> None:
         super().__init__()
@@ -128,7 +130,7 @@ class WriteGuard(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped h
 
 @dataclass(frozen=True, slots=True)
 class ComputedParameter:
-    """What feeding some values means for one parameter: its bits before, and what the loader makes of them."""
+    """One parameter that the loader fills: its bits before, and what the loader computes from the given values."""
 
     name: str
     live: torch.Tensor
@@ -137,7 +139,7 @@ class ComputedParameter:
 
 
 class ComputedLoader:
-    """The loaded tensors of one worker.
+    """Runs the model's loader over the loader-computed tensors of one worker.
 
     Args:
         live: live tensors by name, those of `placement.computed` among them.
@@ -158,12 +160,12 @@ class ComputedLoader:
         self._live = {name: live[name] for name in names}
         self._load_formats = {name: placement.load_formats[name] for name in names}
         for width in {layout[tensor].width for tensor in self.tensors}:
-            sum_run(np.zeros(8, dtype=bits_dtype(width)), 0)  # compiled now, not while somebody waits
+            sum_run(np.zeros(8, dtype=bits_dtype(width)), 0)  # compile the kernel at attach, not in a job
 
     def compute(self, values: Values) -> list[ComputedParameter]:
-        """Run the loader over `values` on copies; the parameters that would change. Nothing live is written.
+        """Run the loader over `values` on copies and return the parameters that would change. Writes nothing live.
 
-        Raises `EngineRefused` if the loader fails, reaches beyond its own parameters, or is not repeatable.
+        Raises `EngineRefused` if the loader fails, writes other parameters, or gives another result the second time.
         """
         if not self.tensors:
             return []
@@ -171,7 +173,7 @@ class ComputedLoader:
         made = self._run(values, before)
         again = self._run(values, made)
         if unsteady := [name for name in made if not _same(made[name], again[name])]:
-            raise EngineRefused(f"loading {unsteady[0]} twice gives other values than once: it cannot be kept")
+            raise EngineRefused(f"loading {unsteady[0]} twice gives other values than loading it once")
         return [
             ComputedParameter(name, live, before[name], made[name])
             for name, live in self._live.items()
@@ -179,7 +181,7 @@ class ComputedLoader:
         ]
 
     def _run(self, values: Values, start: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """One pass of the model's own loader, on copies that begin with `start`; what it leaves in them."""
+        """Run the model's own loader once, on copies that begin with `start`; returns the copies."""
         scratch = {name: _scratch_copy(self._load_formats[name], start[name]) for name in self._live}
         everything = (*self._model.parameters(), *self._model.buffers())
         with self._replacing_live(scratch), _default_dtype(self._dtype), torch.no_grad(), WriteGuard(everything):
@@ -187,7 +189,7 @@ class ComputedLoader:
                 self._model.load_weights(self._tensors(values))
             except DcrError:
                 raise
-            except Exception as error:  # a foreign loader may raise anything; nothing was written
+            except Exception as error:  # a model's loader may raise anything; nothing was written
                 names = shorten(self._layout[tensor].name for tensor in self.tensors)
                 raise EngineRefused(f"the model's loader failed on {names}: {type(error).__name__}: {error}") from error
         return {name: twin.detach() for name, twin in scratch.items()}
@@ -195,12 +197,13 @@ class ComputedLoader:
     def _tensors(self, values: Values) -> Iterator[tuple[str, torch.Tensor]]:
         for tensor in self.tensors:
             spec = self._layout[tensor]
-            bits = torch.from_numpy(np.array(values[tensor]).view(np.uint8))  # a copy: a loader may change its input
+            # A copy, because a loader may change its input.
+            bits = torch.from_numpy(np.array(values[tensor]).view(np.uint8))
             yield spec.name, bits.view(DTYPES[spec.dtype]).reshape(spec.shape)
 
     @contextmanager
     def _replacing_live(self, scratch: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Within, every module that keeps one of our parameters keeps its twin instead."""
+        """While active, every module holds the copy of each loader-filled parameter in place of the live one."""
         by_identity = {id(live): scratch[name] for name, live in self._live.items()}
         slots = [
             (kept, key, tensor)
@@ -223,7 +226,7 @@ class ComputedLoader:
 
 
 def write_computed(fed: Sequence[ComputedParameter], side: ValueSet) -> None:
-    """Put old or new bits in place, all of them, and look: raises `DcrError` unless live memory then holds them."""
+    """Write the old or new bits and read them back. Raises `DcrError` unless live memory then holds them."""
     with torch.no_grad():
         for one in fed:
             one.live.data.copy_(one.new if side is ValueSet.NEW else one.old)
@@ -235,7 +238,7 @@ def write_computed(fed: Sequence[ComputedParameter], side: ValueSet) -> None:
 
 
 def _scratch_copy(form: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-    """A copy of `start` that a weight loader takes for the parameter: class and attributes are the load format's."""
+    """A copy of `start` with the class and attributes of the load format, so that a weight loader accepts it."""
     twin = torch.empty_strided(start.size(), start.stride(), dtype=start.dtype, device=start.device)
     twin.copy_(start)
     twin.__class__ = form.__class__
@@ -244,14 +247,14 @@ def _scratch_copy(form: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Equal bits, NaNs and zeros' signs included."""
+    """Whether all bits are equal, also those of NaNs and signed zeros."""
     lanes = _SIGNED_DTYPES[one.element_size()]
     return torch.equal(one.detach().view(lanes), other.detach().view(lanes))
 
 
 @contextmanager
 def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
-    """vLLM loads a model under its dtype as torch's default one: what a loader makes may depend on it."""
+    """Set torch's default dtype as vLLM does while it loads a model: a loader's result may depend on it."""
     before = torch.get_default_dtype()
     try:
         if dtype is not None:

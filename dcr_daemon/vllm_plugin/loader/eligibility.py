@@ -1,8 +1,9 @@
-"""What may be updated in place: the rules that no look at the weights can replace.
+"""The rules for what may be updated in place. Pure: a vLLM configuration or a module in, reasons for refusing it out.
 
-A fingerprint proves that a parameter holds the right bits. It cannot prove that the engine computes with that
-parameter: a packed copy beside it, or a matrix derived from it once, would go stale unseen. So parameters are
-accepted by an allowlist of (kind of layer, platform), and whole models are refused by configuration.
+Runs in the worker process, called by `place_model`. A fingerprint proves that a parameter holds the right bits. It
+cannot prove that the engine computes with that parameter: a packed copy of it, or a matrix that was derived from it
+once, would become stale unnoticed. So parameters are accepted by an allowlist of (kind of layer, platform), and whole
+models are refused by configuration.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ DERIVED = ("W_UK_T", "W_UV", "W_UK", "_cpu_unpacked_conv_weight")
 
 
 def model_refusals(config: Any) -> list[str]:
-    """Why a whole vLLM instance is refused, from its `VllmConfig`; empty if it is not."""
+    """The reasons for refusing a whole vLLM instance, from its `VllmConfig`; empty if it is accepted."""
     model, parallel = config.model_config, config.parallel_config
     speculative = config.speculative_config
     uva, prefetch = config.offload_config.uva, config.offload_config.prefetch
     checks = [
         (
             model.quantization is not None,
-            f"the model is quantised ({model.quantization}): weights are not kept as bits",
+            f"the model is quantised ({model.quantization}): its weights are not the checkpoint's bits",
         ),
         (model.use_mla, "multi-head latent attention: kv_b_proj has derived copies that an update would leave stale"),
         (parallel.enable_eplb, "expert load balancing (--enable-eplb) moves experts after they were placed"),
@@ -51,7 +52,7 @@ def model_refusals(config: Any) -> list[str]:
 
 
 def module_refusal(module: torch.nn.Module, platform: str) -> str | None:
-    """Why the parameters of one module (not of its children) must not be written in place, or None."""
+    """The reason why the parameters of one module (not of its children) must not be written in place, or None."""
     derived = [name for name in DERIVED if getattr(module, name, None) is not None]
     if derived:
         return f"{type(module).__name__} computes with {', '.join(derived)}, derived from its weights after loading"

@@ -1,9 +1,10 @@
-"""Layouts that an engine repacks after loading: their permutation, found by probing, proved later by content.
+"""Finds the permutation of expert weights that an engine repacks after loading.
 
-Some kernels want expert weights in an order of their own, in a tensor of (nearly) the same shape. The reordering only
-moves bits, and moves each expert's alike. So: give the engine's own repacking one expert whose bits spell out each
-element's number, and read the numbers back. Nothing about the order is assumed; a repack that is not a permutation
-(plus zero padding) is refused.
+Runs in the worker process, called by `place_model`; returns a `Repack` per parameter. Some kernels need expert weights
+in their own order, in a tensor of (nearly) the same shape. The repacking only moves bits, for each expert in the same
+way. So it is run on one expert whose bits are the elements' own numbers, and the numbers are read back. Nothing about
+the order is assumed; a repack that is not a permutation (plus zero padding) is refused. The fingerprint of the live
+weights proves the permutation later.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def find_permutations(
 
 
 def _invert(name: str, block: int, numbers: npt.NDArray[np.int64]) -> Repack:
-    """From "which element stands here" (1-based, 0 padding) to "where does element i stand"."""
+    """Invert "the element at this place" (1-based, 0 is padding) to "the place of element i"."""
     places = np.flatnonzero(numbers)
     found = numbers[places] - 1
     if places.size != block or found.min(initial=0) < 0 or found.max(initial=0) >= block:
@@ -81,7 +82,7 @@ def expert_repacks(method: Any, layer: torch.nn.Module) -> dict[str, Repack]:
         raise Unplaceable("expert weights that are not 2 bytes wide")
 
     def repack(stand_in: torch.nn.Module) -> None:
-        # A copy, because the method also notes which kernel it found; bias shapes never change what we read.
+        # A copy, because the method also stores which kernel it chose. Biases do not influence the weights' order.
         for name in ("moe_config", "activation"):
             setattr(stand_in, name, getattr(layer, name, None))
         copy.copy(experts).process_weights_after_loading(stand_in)
@@ -92,4 +93,4 @@ def expert_repacks(method: Any, layer: torch.nn.Module) -> dict[str, Repack]:
     return _known[key]
 
 
-_known: dict[Any, dict[str, Repack]] = {}  # every expert layer of a model is repacked alike
+_known: dict[Any, dict[str, Repack]] = {}  # all expert layers of a model are repacked in the same way

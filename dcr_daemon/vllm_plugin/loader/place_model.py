@@ -1,8 +1,9 @@
-"""From a loaded vLLM model to a placement: put it back into load format for a moment, record, bring it back.
+"""Makes the placement of a layout in a loaded vLLM model, by running the model's own loader over meta tensors.
 
-vLLM keeps, for every layer, the metadata its loader needs (shapes, strides, loaders), whatever happened to the
-weights since. With it the model's own `load_weights` can run again over meta tensors. The very same parameters stand
-in the model afterwards; no weight is touched. Runs on the worker's main thread, so never beside a forward pass.
+Runs in the worker process, on its main thread, so never beside a forward pass; `worker.attachment` calls
+`attach_model`. vLLM keeps, for every layer, the metadata that its loader needs (shapes, strides, loaders), whatever
+happened to the weights since. With it the model is put into load format for the duration of the recording, and then
+gets the very same parameters back; no weight is read or written.
 """
 
 from __future__ import annotations
@@ -29,9 +30,12 @@ Named = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LoadFormat:
-    """A model as its loader sees it. `live` are the tensors it computes with, `loading` their load-format shapes,
-    `saved` the names that a checkpoint of it would hold; `alone`: what the loader does when it is given nothing but the
-    tensors that it computes with."""
+    """A model as its loader sees it.
+
+    `live`: the model's tensors by name; `loading`: the same in load format (meta). `repacks`, `refusals`: by parameter
+    name. `saved`: names that a checkpoint of the model would hold. `alone`: what the loader does when it is given only
+    the tensors that it computes with.
+    """
 
     live: Named
     loading: Named
@@ -42,16 +46,16 @@ class LoadFormat:
 
 
 def named(model: torch.nn.Module) -> Named:
-    """Every parameter and buffer under every name it is reached by."""
+    """Every parameter and buffer, under each of its names."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return parameters | dict(model.named_buffers(remove_duplicate=False))
 
 
 @contextmanager
 def load_format(model: torch.nn.Module) -> Iterator[None]:
-    """Within, the model's parameters are vLLM's load-format meta tensors.
+    """While active, the model's parameters are vLLM's load-format meta tensors.
 
-    Raises `Unplaceable` if this vLLM no longer has what is needed.
+    Raises `Unplaceable` if this vLLM lacks the metadata for it.
     """
     try:
         from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
@@ -77,7 +81,7 @@ def load_format(model: torch.nn.Module) -> Iterator[None]:
 
 
 def record_model(model: torch.nn.Module, layout: Layout, platform: str) -> tuple[Recording, LoadFormat]:
-    """Run the model's loader over meta tensors; the model is as before afterwards."""
+    """Run the model's loader over meta tensors; afterwards the model is unchanged."""
     live, saved = named(model), frozenset(model.state_dict())
     repacks: dict[str, Repack] = {}
     refusals: dict[str, str] = {}
@@ -107,7 +111,7 @@ def record_model(model: torch.nn.Module, layout: Layout, platform: str) -> tuple
 
 
 def _shape_refusal(name: str, form: LoadFormat) -> str | None:
-    """Why a parameter's live form does not follow from its load format."""
+    """The reason why a parameter's live form cannot be derived from its load format, or None."""
     live, loading, repack = form.live[name], form.loading[name], form.repacks.get(name)
     if live.dtype != loading.dtype:
         return f"{name} was retyped after loading, from {loading.dtype} to {live.dtype}"
@@ -123,7 +127,8 @@ def _shape_refusal(name: str, form: LoadFormat) -> str | None:
 
 
 def place(recording: Recording, form: LoadFormat, layout: Layout) -> Placement:
-    """Join what was recorded with what is live into a placement, every tensor classed, every refusal named."""
+    """Join the recording with the live model into a placement: every tensor has a class, or a reason for its
+    refusal."""
     by_tensor: dict[str, list[Copy]] = {}
     for copy in recording.copies:
         by_tensor.setdefault(copy.tensor, []).append(copy)
@@ -153,14 +158,14 @@ def place(recording: Recording, form: LoadFormat, layout: Layout) -> Placement:
     skipped = {spec.name for spec, held in zip(layout, placement.held, strict=True) if held is TensorHandling.SKIPPED}
     unfilled = _unfilled(recording, form, skipped, placement.load_formats)
     if unfilled and not placement.refusals:  # a refused tensor explains its own gap
-        placement.refusals[""] = f"no tensor of this layout fills {shorten(unfilled)}: it is another model's"
+        placement.refusals[""] = f"no tensor of this layout fills {shorten(unfilled)}: the layout is another model's"
     return placement
 
 
 def _plan(placement: Placement, recording: Recording, form: LoadFormat, layout: Layout) -> dict[str, str]:
-    """Class what can be fed whole as loaded; of the rest of what was rejected, why it cannot.
+    """Find the rejected tensors that can be loaded whole; returns the reasons against the others.
 
-    Nothing is fed to a model of which nothing is copied (a checkpoint in another dtype): its version could not be told.
+    If the loader copies no tensor at all (a checkpoint in another dtype), none is: no sum could show the live version.
     """
     copied = {copy.parameter for copy in recording.copies if copy.tensor not in recording.rejected}
     if form.alone is None or not copied:
@@ -182,9 +187,9 @@ def _plan(placement: Placement, recording: Recording, form: LoadFormat, layout: 
 
 
 def _unfilled(recording: Recording, form: LoadFormat, skipped: set[str], fed: Iterable[str]) -> list[str]:
-    """Parameters that no canonical tensor reaches: they would stay what they are, whatever the trainer does.
+    """Parameters that no canonical tensor fills: an update would never change them.
 
-    So would a buffer whose tensor the loader passed over; one that has no tensor is the model's own constant.
+    The same holds for a buffer whose tensor the loader skipped; a buffer that has no tensor is a constant of the model.
     """
     filled = {id(form.live[name]) for name in (*fed, *(copy.parameter for copy in recording.copies))}
     wanted = {name.rpartition(".")[2] for name in skipped}
@@ -199,7 +204,7 @@ def _unfilled(recording: Recording, form: LoadFormat, skipped: set[str], fed: It
 
 
 def _add(placement: Placement, index: int, copies: list[Copy], form: LoadFormat) -> str | None:
-    """Add a tensor's copies; the reason if one cannot be followed."""
+    """Add a tensor's copies; returns the reason if one of them cannot be placed."""
     for copy in copies:
         name = copy.parameter
         inside = Copy(name, copy.region.shifted(src=-form.loading[name].storage_offset()))
@@ -211,9 +216,9 @@ def _add(placement: Placement, index: int, copies: list[Copy], form: LoadFormat)
 
 
 def _refuse_shared(placement: Placement, layout: Layout, form: LoadFormat) -> None:
-    """Two canonical places on one live element: an update of one would silently change the other.
+    """Refuse canonical tensors that share live elements: an update of one would silently change the other.
 
-    Only a tensor and its whole twin (a tied head that the checkpoint stores as well) can be told to stay equal.
+    Accepted as aliases are only a tensor and a whole copy of it (a tied head that the checkpoint stores as well).
     """
     memory = {row.parameter: form.live[row.parameter].untyped_storage()._cdata for row in placement.rows}
     for number, twin_number in placement.overlaps(memory):

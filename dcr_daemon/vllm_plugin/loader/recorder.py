@@ -1,10 +1,11 @@
-"""Watch the engine's own loader and write down which canonical element it puts where.
+"""Records which canonical element the engine's own loader puts where.
 
-The loader runs once over meta tensors of the checkpoint's names, shapes and dtypes, under a dispatch mode that sees
-every operation. A plain copy is recorded and not executed; what only moves elements is followed; anything that computes
-with a checkpoint tensor (a cast, arithmetic) rejects that tensor with its reason, and what comes of it is followed to
-the parameters that it ends in. Nothing of the loader is re-implemented, so whatever fusing, sharding and padding it
-does is followed; whether it was followed rightly is proved later by content.
+Runs in the worker process; `place_model` and `computed` call `record`: a loader and a layout in, a `Recording` out. The
+loader runs once over meta tensors with the checkpoint's names, shapes and dtypes, under a dispatch mode that sees every
+operation. A plain copy is recorded and not executed. An operation that only moves elements is followed. An operation
+that computes with a checkpoint tensor (a cast, arithmetic) rejects that tensor with its reason, and its result is
+tracked to the parameters that it ends in. Nothing of the loader is re-implemented, so any fusing, sharding and padding
+is followed; the fingerprint of the live weights proves later that it was followed correctly.
 """
 
 from __future__ import annotations
@@ -55,10 +56,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped her
         self._targets: dict[int, str] = {}
         # Storages that were computed from checkpoint tensors, or that hold copies of them.
         self._derived_from: dict[int, frozenset[str]] = {}
-        self._alive: list[torch.Tensor] = []  # a freed storage's address may be given out again
+        self._alive: list[torch.Tensor] = []  # kept, because the address of a freed storage may be used again
         self._scalar: str | None = None
         self._reorders = reorder.ReorderTracker()
-        self._deferred: list[tuple[torch.Tensor, torch.Tensor]] = []  # (target, source) of copies to who knows where
+        self._deferred: list[tuple[torch.Tensor, torch.Tensor]] = []  # (target, source) of copies to unknown targets
         for name, tensor in parameters:
             self._alive.append(tensor)
             self._targets.setdefault(tensor.untyped_storage()._cdata, name)
@@ -79,7 +80,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped her
         return self._targets.get(tensor.untyped_storage()._cdata)
 
     def _from(self, *tensors: torch.Tensor) -> frozenset[str]:
-        """The checkpoint tensors that these are, hold, or were computed from."""
+        """The checkpoint tensors that these tensors are, hold copies of, or were computed from."""
         storages = [tensor.untyped_storage()._cdata for tensor in tensors]
         found = {self._sources[storage] for storage in storages if storage in self._sources}
         return frozenset(found).union(*(self._derived_from.get(storage, frozenset()) for storage in storages))
@@ -91,14 +92,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped her
             self._alive.append(into)
 
     def _track(self, made: Any, names: frozenset[str]) -> Any:
-        """What an operation made, remembered as made from these tensors."""
+        """Note that the result of an operation was made from the checkpoint tensors `names`."""
         for leaf in tree_leaves(made) if names else ():
             if isinstance(leaf, torch.Tensor) and not self._target(leaf):
                 self._mark_derived(leaf, names)
         return made
 
     def _reject(self, names: Iterable[str | None], reason: str, target: torch.Tensor | None = None) -> None:
-        """Reject tensors, if none are known the last one offered; `target` is what they were written into."""
+        """Reject tensors, or the last one offered if none is named; `target` is the tensor they were written into."""
         found = frozenset(name for name in names if name) or frozenset(self.recording.offered[-1:] or [""])
         for name in found:
             self.recording.rejected.setdefault(name, reason)
@@ -124,7 +125,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped her
             self._fill(args[0])
             return args[0]
         if func is aten._local_scalar_dense.default and sources[0]:
-            self._scalar = sources[0]  # a loader that "broadcasts" a one-element tensor reads, then fills
+            self._scalar = sources[0]  # a loader that "broadcasts" a one-element tensor reads it here and then fills
             return 0.0
         if func in (aten.clone.default, aten._to_copy.default) and sources[0]:
             if kwargs.get("dtype") in (None, args[0].dtype):
@@ -145,7 +146,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped her
         if func in reorder.RESHAPES:
             try:
                 return cast("torch.Tensor", func(*args, **kwargs))
-            except RuntimeError:  # it follows a copy that we left out: in memory of its own it is no view
+            except RuntimeError:  # after a copy that was not executed, the result needs memory of its own
                 if self._target(args[0]):
                     raise
         elif func not in reorder.JOINS or len(set(sources)) > 1 or len({tensor.dtype for tensor in tensors}) > 1:
@@ -160,7 +161,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped her
         return result
 
     def resolve_deferred(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Once the loader is done: copies into parameters that it registered itself."""
+        """After the loader has ended, resolve copies into parameters that it registered itself."""
         for name, tensor in parameters:
             self._targets.setdefault(tensor.untyped_storage()._cdata, name)
         deferred, self._deferred = self._deferred, []
@@ -186,7 +187,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped her
             self._record(name, source, parameter, target)
 
     def _fill(self, target: torch.Tensor) -> None:
-        """Padding, unless the value was just read out of a one-element checkpoint tensor."""
+        """A fill is padding, unless its value was just read from a one-element checkpoint tensor."""
         name, self._scalar = self._scalar, None
         if name is None:
             self._wrote(target, frozenset())
@@ -231,7 +232,7 @@ def record(
         try:
             load(recorder.offer(layout))
             recorder.resolve_deferred(parameters())
-        except Exception as error:  # noqa: BLE001 - a foreign loader may raise anything; all of it means "refused"
+        except Exception as error:  # noqa: BLE001 - a model's loader may raise anything; all of it means "refused"
             last = recorder.recording.offered[-1] if recorder.recording.offered else "nothing"
             reason = f"the model's loader failed on meta tensors, last given {last}: {type(error).__name__}: {error}"
             recorder.recording.rejected[""] = reason

@@ -1,9 +1,9 @@
-"""Loaders that reorder a checkpoint tensor before they copy it: which element each place of the result came from.
+"""Follows loaders that reorder a checkpoint tensor before they copy it: which element is at each place of the result.
 
-A view needs no help: its offset and strides say it all. A concatenation of views, or a reshape of a transposed one,
-makes new memory. The same operation, done on the elements' numbers instead of the elements, tells what lies where; a
-copy out of it is then fitted with the regions that it consists of. Nothing is assumed about the operation but that
-it moves elements.
+Runs in the worker process, called by `recorder`. The offset and strides of a view say where its elements are. But a
+concatenation of views, or a reshape of a transposed view, makes new memory. The same operation on the elements'
+numbers, in place of the elements, shows where each one is; a copy out of the result is then fitted with regions. The
+only assumption about the operation is that it moves elements.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from dcr_daemon.vllm_plugin.weights.placement import copy_region
 
 aten = torch.ops.aten
 
-#: Views that fail after a copy which the recorder left out, because in memory of its own they would not.
+#: Views that fail after a copy that the recorder did not execute; in memory of their own they would succeed.
 RESHAPES = (aten.view.default, aten._unsafe_view.default)
 JOINS = (aten.cat.default, aten.stack.default)
-LIMIT = 1 << 28  #: elements of one tensor; their numbers take 4 bytes each, for a moment
-BOXES = 4096  #: of one copy; more is no reordering of blocks
+LIMIT = 1 << 28  #: elements of one tensor; their numbers take 4 bytes each while a copy is fitted
+BOXES = 4096  #: boxes of one copy; a copy with more is no reordering of blocks
 
 
 class ReorderTracker:
-    """What was made out of checkpoint tensors, by storage: how it was made, not the numbers, which are large."""
+    """How tensors were made out of checkpoint tensors, by storage. Keeps the operation; the numbers would be large."""
 
     def __init__(self) -> None:
         self._recipes: dict[int, Callable[[], torch.Tensor]] = {}
         self._last: tuple[int, torch.Tensor] | None = None
 
     def follow(self, func: Callable[..., Any], args: Any, kwargs: Any) -> torch.Tensor:
-        """Do a move on meta tensors and remember it. The caller keeps the result alive: its storage is the key.
+        """Do a reordering on meta tensors and remember it. The caller keeps the result alive: its storage is the key.
 
         Raises `ValueError` if the tensor is too large to follow.
         """
@@ -83,8 +83,9 @@ def _elements(tensor: torch.Tensor) -> int:
 def regions(tensor: str, numbers: torch.Tensor, strides: tuple[int, ...]) -> list[Region] | None:
     """A copy of a checkpoint tensor's elements `numbers` to places `strides` apart, as regions from place 0 on.
 
-    None if it is not made of at most `BOXES`. Each axis is fitted by itself, which is right only if all others go on
-    alike at each of its places; that is so where blocks were reordered, and spares a fit over all elements.
+    None if it consists of more than `BOXES`. Each axis is fitted by itself. That is right only if the other axes are
+    the same at each of its places (checked first), as they are where blocks were reordered; it avoids a fit over all
+    elements.
 
     Raises:
         Unplaceable: elements or places overlap.
@@ -118,10 +119,10 @@ def regions(tensor: str, numbers: torch.Tensor, strides: tuple[int, ...]) -> lis
 
 
 def _along(profile: Indices, stride: int) -> list[Region]:
-    """One axis: its places, and the elements there counted from the lowest.
+    """Fit one axis: its places, and the elements there counted from the lowest.
 
-    A loader may place an element several times, as it does for heads that it shares out to more ranks than there are:
-    the first copies are fitted together, then the second ones, so that each is as whole as on a rank that has one.
+    A loader may place an element several times (heads that are replicated over more ranks than there are heads). All
+    first copies are fitted together, then all second ones, so that each has the regions of a rank with one copy.
     """
     order = np.argsort(profile, kind="stable")
     ordered = profile[order]

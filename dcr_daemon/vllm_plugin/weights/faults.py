@@ -1,12 +1,12 @@
-"""Failures that tests plant inside a worker. Inert unless `DCR_TEST_FAULTS=1` is in its process's environment.
+"""Faults that tests inject into a worker. Without `DCR_TEST_FAULTS=1` in the worker's environment they do nothing.
 
 Names: `placement` (a wrong permutation, at attach), `job` (a job fails), `slow` (`seconds` of sleep after each slice of
-a job), `apply` (a try has written half), `flip` (a written value is corrupted after an apply), `feed` (what the loader
-made does not arrive), `rollback` (a try fails before it writes), `commit` (before a rank commits), `committed` (after
-it has, and before anybody knows).
+a job), `apply` (a try has written half), `flip` (a written value is corrupted after an apply), `feed` (the loader's
+result is written wrongly), `rollback` (a try fails before it writes), `commit` (before a rank commits), `committed`
+(after it has, and before anybody knows).
 
-A planted point fails, ends its process by SIGKILL (`kill`), or never returns (`hang`); `mark` is a file that is made
-first, so that a test knows.
+An injected fault fails (`fail`), ends its process by SIGKILL (`kill`), or never returns (`hang`). Before that it makes
+the file `mark`, so that a test can wait for it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ACTIONS = ("fail", "kill", "hang")
 
 @dataclass
 class Injection:
-    """`left` passes of a point will fail, after `skip` more that do not."""
+    """After `skip` passes of a point, the next `left` passes fail."""
 
     left: int
     skip: int
@@ -41,14 +41,14 @@ _nap = threading.Event()
 def inject(
     name: str, *, times: int = 1, skip: int = 0, seconds: float = 0.05, action: str = "fail", mark: str = ""
 ) -> None:
-    """Let the next `times` passes of a point fail; 0 takes the fault away again."""
+    """Let the next `times` passes of a point fail; 0 removes the fault."""
     if name not in NAMES or action not in ACTIONS:
         raise ValueError(f"unknown fault {name} ({action}); there are {', '.join(NAMES)} ({', '.join(ACTIONS)})")
     _injections[name] = Injection(times, skip, seconds, action, mark)
 
 
 def should_fail(name: str) -> bool:
-    """Whether this pass fails; whoever asks then calls `fail`, or fails in its own way."""
+    """Whether this pass fails; the caller then calls `fail`, or fails in its own way."""
     injection = _injections.get(name) if ENABLED else None
     if injection is None or injection.left <= 0:
         return False
@@ -72,13 +72,13 @@ def fail(name: str) -> None:
 
 
 def point(name: str) -> None:
-    """A point at which nothing but a planted failure happens."""
+    """A point at which only an injected fault can happen."""
     if should_fail(name):
         fail(name)
 
 
 def after_slice() -> None:
-    """After each slice of a job."""
+    """Called after each slice of a job; sleeps if the fault `slow` is injected."""
     if ENABLED and should_fail("slow"):
         _nap.wait(_injections["slow"].seconds)
 

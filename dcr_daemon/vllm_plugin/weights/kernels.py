@@ -1,9 +1,10 @@
 """Compiled loops over live weights in host memory, through raw addresses.
 
-One call covers a whole table of pieces, so that a job spends its time outside the interpreter and generation keeps
-the GIL. All argument types are fixed (int64, uint64 and arrays of them): `warm` compiles every kernel once, at
-attach, and nothing compiles later (a compile holds the GIL for seconds). The caller answers for every address: the
-tables are built from storages whose size was checked and which stay referenced.
+Runs in the worker process; `memory` and `worker.prepare` call it. One call covers a whole table of pieces, so that a
+job spends its time outside the interpreter and generation keeps the GIL. All argument types are fixed (int64, uint64
+and arrays of them): `warm` compiles every kernel once, at attach, and nothing compiles later (a compile holds the GIL
+for seconds). The caller is responsible for every address: the tables are built from storages whose size was checked and
+which stay referenced.
 
 Tables are int64 matrices. Columns of a *row* (a strided piece of a canonical tensor in live memory, see
 `placement.PlacementRow`) and of a *group* (changed elements inside one row, see `transaction.Group`) are named below.
@@ -140,7 +141,7 @@ def gather(base: Any, width: Any, targets: Any, count: Any, out: Any) -> None:
 
 @kernel
 def sum_bits(lanes: Any, width: Any, start: Any, relative: Any, count: Any, key: Any) -> Any:
-    """Sum over lanes in our own memory whose canonical elements are `start` plus u32 places (an address)."""
+    """Sum over given bits (an address) whose canonical elements are `start` plus u32 places (an address)."""
     total = uint64(0)
     if width == 2:  # a loop of its own, without a branch inside, because it is vectorised then
         for i in range(count):

@@ -1,8 +1,9 @@
-"""Live weights as a job or a transaction touches them: gather, scatter, sum, sweep. Host memory here.
+"""Access to live weights for jobs and transactions: gather, scatter, sum, overwrite. The port, and host memory.
 
-`WeightMemory` is the port; `HostMemory` does it with compiled loops over raw addresses, `torch_memory.TorchMemory`
-with torch operations on any device. Both answer the same bits. Nothing here decides anything; bounds are checked once,
-when a memory is made, against the storages as they are then, and `moved_parameter` tells later whether they still are.
+Runs in the worker process; `worker.attachment`, `prepare` and `transaction` call it. `WeightMemory` is the port;
+`HostMemory` implements it with compiled loops over raw addresses, `torch_memory.TorchMemory` with torch operations on
+any device. Both give the same bits. Bounds are checked once, when a memory is made, against the storages as they are
+then; `moved_parameter` says later whether a storage has moved.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ I64 = npt.NDArray[np.int64]
 Bits = npt.NDArray[Any]
 SliceCallback = Callable[[int], None]
 
-SWEEP = 1 << 22  #: elements per slice of a sweep: milliseconds, so that a cancel is heard soon
+SWEEP = 1 << 22  #: elements per slice: takes milliseconds, so that a cancelled job stops soon
 
 
 class ValueSet(IntEnum):
+    """Which values of a transaction to write."""
+
     OLD = 0
     NEW = 1
 
@@ -52,33 +55,40 @@ class Group:
 
 class WeightMemory(Protocol):
     def locate(self, row: int, elements: I64) -> tuple[I64, U32, U32]:
-        """Which of `elements` (canonical) lie in a row: their numbers, places from its start, live places."""
+        """Which of `elements` (canonical) lie in a row.
+
+        Returns their indices in `elements`, their canonical places relative to the row's start, and their live places
+        relative to its base.
+        """
         ...
 
-    def gather(self, row: int, targets: U32, out: Bits) -> None: ...
+    def gather(self, row: int, targets: U32, out: Bits) -> None:
+        """Copy the live bits at `targets` (relative to the row's base) into `out`."""
+        ...
+
     def sum_bits(self, row: int, lanes: Bits, element: U32) -> int:
-        """Sum over lanes of ours at places of a row, for values that live memory does not hold (yet)."""
+        """Sum over given bits at canonical places of a row, for values that live memory does not hold (yet)."""
         ...
 
     def load_groups(self, groups: Sequence[Group]) -> None:
-        """Make everything ready that `scatter` and `group_sums` need; they allocate nothing on a host."""
+        """Load the groups that `scatter` and `group_sums` work on, which then allocate nothing on a host."""
         ...
 
     def scatter(self, side: ValueSet, *, stop: int | None = None) -> None:
-        """Write the staged groups' old or new values; only the first `stop` groups if given."""
+        """Write the loaded groups' old or new values; only those of the first `stop` groups if given."""
         ...
 
     def group_sums(self) -> U64:
-        """Sum of each staged group's elements as live memory holds them."""
+        """Sum of each loaded group's elements as live memory holds them."""
         ...
 
     def box_sums(self, tick: SliceCallback, tensors: range | None = None) -> U64:
         """Sum of every box over all its elements, 0 for boxes of other tensors than `tensors` if these are given.
-        `tick` is called after each slice with the bytes it held, and may raise."""
+        `tick` is called after each slice with its size in bytes, and may raise."""
         ...
 
     def overwrite(self, tensor: int, lanes: Bits, tick: SliceCallback) -> None:
-        """Write all that is held of a canonical tensor from its flat lanes."""
+        """Write all elements of a canonical tensor that this rank holds, from the whole tensor's flat bits."""
         ...
 
     def moved_parameter(self) -> str | None:
@@ -87,7 +97,7 @@ class WeightMemory(Protocol):
 
 
 class LiveTensors:
-    """The live tensors that rows point into, with what must not change about them while we hold addresses."""
+    """The live tensors that rows point into; notices when one is replaced or its storage moves."""
 
     def __init__(self, live: Mapping[str, torch.Tensor], holders: Mapping[str, tuple[dict[str, Any], str]]) -> None:
         self.live = dict(live)
@@ -107,7 +117,7 @@ class LiveTensors:
         return None
 
     def check(self, rows: Sequence[PlacementRow], layout: Layout) -> None:
-        """Raises `ValueError` if a row could reach outside its storage, or is of another width."""
+        """Raises `ValueError` if a row could reach outside its storage, or has another width."""
         for row in rows:
             tensor, width = self.live[row.parameter], layout[row.tensor].width
             if tensor.element_size() != width or row.end * width > tensor.untyped_storage().nbytes():
@@ -142,7 +152,7 @@ def row_table(rows: Sequence[PlacementRow], layout: Layout, base: Callable[[Plac
 
 
 class HostTables:
-    """What every memory does on the host: where elements of a row lie, and sums over lanes of our own."""
+    """What every memory does on the host: locate elements in rows, and sum over given bits."""
 
     def __init__(
         self, placement: Placement, live_tensors: LiveTensors, layout: Layout, *, base: Callable[[PlacementRow], int]
@@ -245,12 +255,12 @@ class HostMemory(HostTables):
 
 
 def _address(array: npt.NDArray[Any]) -> int:
-    """Where its bytes are; `ctypes.data` says the same and makes objects on the way, four times for every segment."""
+    """Address of an array's bytes. `ctypes.data` gives the same but makes objects, four times for every segment."""
     return int(array.__array_interface__["data"][0])
 
 
 def _window(elements: I64, row: PlacementRow) -> tuple[int, int]:
-    """The part of `elements` that may lie in a row: by bisection if they ascend, else all."""
+    """Bounds of the part of ascending `elements` that may lie in a row."""
     if elements.size == 0:
         return 0, 0
     start, last = row.canonical_box.dst, row.canonical_box.last
@@ -261,6 +271,6 @@ def _window(elements: I64, row: PlacementRow) -> tuple[int, int]:
 
 
 def uint_view(tensor: torch.Tensor) -> Bits:
-    """A host tensor's bits as flat unsigned lanes (a view where it is contiguous)."""
+    """A host tensor's bits as a flat unsigned array (a view if the tensor is contiguous)."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
     return flat.view(bits_dtype(tensor.element_size()))

@@ -1,11 +1,12 @@
 """Where canonical elements lie in this worker's memory. Pure; no torch, no vLLM.
 
-What the loader was seen to do is said with a `Region` (canonical/region.py), as a trainer's shard is: its `src` counts
-elements of a parameter in *load format* (as the loader fills it), its `dst` those of the canonical tensor. So a
-training layout and a serving one that have nothing in common meet in canonical coordinates, and one algebra cuts,
-merges, inverts and composes both. Here is only what the kernels ask for beyond it: a *row* is a region of at most 4
-axes with relative places below 2^32, inside one block of a repacked parameter. Several rows may make up one *box*, the
-unit in which sums are reported and joined over ranks.
+Runs in the worker process: the loader package makes a `Placement` of recorded copies; the memories and jobs read it.
+A copy of the loader is a `Region` (canonical/region.py), like a trainer's shard: its `src` counts elements of a
+parameter in *load format* (as the loader fills it), its `dst` those of the canonical tensor. So a training layout and a
+serving layout that have nothing in common meet in canonical coordinates, and one algebra cuts, merges, inverts and
+composes both. This module adds only what the kernels need: a *row* is a region of at most 4 axes with relative places
+below 2^32, inside one block of a repacked parameter. One or more rows make up one *box*, the unit in which sums are
+reported and joined over ranks.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ from dcr_daemon.canonical.region import (
 )
 from dcr_daemon.vllm_plugin.calls import BoxRow, TensorHandling
 
-WIDE = 1 << 32  #: relative places are kept as u32
-FEW = 16  #: rows of one tensor that are looked at one by one
-MAX_CUTS = 4096  #: of one copy that has more axes than a box or a row
+WIDE = 1 << 32  #: relative places are stored as u32
+FEW = 16  #: up to so many rows of one tensor are compared one by one
+MAX_CUTS = 4096  #: cuts of one copy that has more axes than a box or a row
 
 
 Ints = npt.NDArray[np.int64]
 
 
 class Unplaceable(Exception):
-    """This copy cannot be followed; the text says why."""
+    """This copy cannot be placed; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class Copy:
 
 
 def copy_region(tensor: str, place: int, element: int, axes: Iterable[Axis]) -> Region:
-    """The normal region of a copy from canonical `element` on to storage `place` on.
+    """The normal region of a copy that starts at canonical `element` and at storage `place`.
 
     Args:
         axes: extent, stride of the places, stride of the elements; any order, as two memory views have them.
@@ -94,8 +95,8 @@ class Repack:
 
 @dataclass(frozen=True, slots=True)
 class PlacementRow:
-    """A region as the kernels walk it; `offset`: the storage element of the parameter's own 0. `side`: its canonical
-    elements.
+    """A region as the kernels read it. `offset`: the storage element at which the parameter starts. `canonical_box`:
+    its canonical elements.
 
     Live element of the load-format place `region.src + p`: `base + p`, or, repacked, `base + table[inner + p]`.
     """
@@ -126,7 +127,7 @@ class PlacementRow:
         return self.base + self.repack.live_block
 
     def targets(self) -> npt.NDArray[np.int64]:
-        """Live storage element of each ordinal (int64, row-major): the plain meaning of a row."""
+        """Live storage element of each of the row's elements (int64, row-major): the definition of a row."""
         places = indices(self.region)[0] - self.region.src
         return self.base + (places if self.repack is None else self.repack.table[self.inner + places].astype(np.int64))
 
@@ -136,12 +137,12 @@ class PlacementRow:
 
 
 def same_places(one: Region, other: Region) -> bool:
-    """Whether both put the same canonical numbers at the same places, whatever their tensors are called."""
+    """Whether both put the same canonical element numbers at the same places, whatever the tensors' names."""
     return (one.src, one.dst, one.axes) == (other.src, other.dst, other.axes)
 
 
 def box_row(region: Region, tensor: int) -> BoxRow:
-    """The canonical side alone, merged as far as it goes: equal on every rank that holds the same elements."""
+    """The canonical elements of a region, merged as far as possible: equal on all ranks that hold the same ones."""
     alone = box(region)
     return BoxRow(tensor, alone.dst, alone.shape, alone.strides)
 
@@ -164,7 +165,7 @@ def _narrow(region: Region) -> Iterator[Region]:
 
 
 def _in_axes(region: Region) -> Iterator[Region]:
-    """Cut so that the kernels have axes enough, along the shortest."""
+    """Cut along the shortest axes until the kernels' number of axes is enough."""
     if len(region.shape) <= MAX_RANK:
         yield region
         return
@@ -175,31 +176,31 @@ def _in_axes(region: Region) -> Iterator[Region]:
 
 
 def split_rows(region: Region, repack: Repack | None = None) -> list[Region]:
-    """A normal region cut into what one row can say.
+    """Cut a normal region into parts that each fit one row.
 
     Raises:
         Unplaceable: a permuted block has 2^32 elements or more.
     """
     if repack is not None and repack.block >= WIDE:
         raise Unplaceable(f"a repacked block of {repack.block} elements")
-    # A part of a block has axes cut shorter, or even one more than the whole, so blocks come first.
+    # Blocks first: a part of a block may have shorter axes than the whole, or one axis more.
     parts = [region] if repack is None else _within_blocks(region, repack.block)
     return [row for part in parts for narrow in _narrow(part) for row in _in_axes(narrow)]
 
 
 @lru_cache(maxsize=1 << 16)
 def disjoint(one: Box, other: Box) -> bool:
-    """`Box.apart`, once: the tensors of all layers, and of all versions, are cut alike."""
+    """`Box.apart`, cached: the tensors of all layers, and of all versions, are cut in the same way."""
     return one.apart(other)
 
 
 @dataclass(slots=True)
 class Placement:
-    """All that one worker holds of a layout. Lists are in layout order where they are per tensor.
+    """All that one worker holds of a layout. Lists with one entry per tensor are in layout order.
 
-    `aliases`: pairs of rows that are one and the same memory, whose tensors must therefore stay equal. `computed`:
-    tensors that the loader computes with, and the parameters that it fills from them; `load_formats`: those parameters
-    in load format, for whoever runs the loader.
+    `aliases`: pairs of rows that are the same memory, so that their tensors must stay equal. `computed`: the
+    loader-computed tensors, each with the parameters that the loader fills from it; `load_formats`: those parameters in
+    load format, to run the loader on.
     """
 
     held: list[TensorHandling]
@@ -225,13 +226,13 @@ class Placement:
         return [number for number in rows if not disjoint(self.rows[number].canonical_box, segment)]
 
     def add(self, copy: Copy, *, tensor: int, offset: int, repack: Repack | None) -> None:
-        """Add one copy as a box with its rows, or, where one box has not axes enough, as several.
+        """Add one copy as a box with its rows, or as several boxes if it has more axes than one box can have.
 
         Args:
             offset: live storage element at which the parameter's own element 0 lies.
 
         Raises:
-            Unplaceable: it has far too many axes, or a permuted block is too large.
+            Unplaceable: it would need more than `MAX_CUTS` boxes, or a permuted block is too large.
         """
         spare = sorted(copy.region.shape)[:-MAX_RANK]
         if math.prod(spare) > MAX_CUTS:
@@ -245,14 +246,14 @@ class Placement:
             self.by_tensor.setdefault(tensor, []).extend(range(len(self.rows), len(self.rows) + len(rows)))
             self.rows.extend(rows)
 
-    def overlaps(self, memory: Mapping[str, int] | None = None) -> Iterator[tuple[int, int]]:
+    def overlaps(self, storages: Mapping[str, int] | None = None) -> Iterator[tuple[int, int]]:
         """Numbers of rows that share live elements: an update of one canonical tensor would change another.
 
-        `memory` tells parameters of one storage, whatever their names; without it each name is a storage of its own.
+        `storages` gives an id of each parameter's storage; without it every parameter has a storage of its own.
         """
         by_storage: dict[object, list[tuple[int, int, Region]]] = {}
         for number, row in enumerate(self.rows):
-            home = memory[row.parameter] if memory else row.parameter
+            home = storages[row.parameter] if storages else row.parameter
             region = row.in_storage()
             by_storage.setdefault((home, row.repack is None), []).append((region.src, number, region))
         for held in by_storage.values():

@@ -1,11 +1,11 @@
-"""Live weights on any torch device: the same answers as `HostMemory`, from torch operations.
+"""Live weights on any torch device: the same results as `HostMemory`, from torch operations.
 
-Positions are computed on the host; old values come up from the device once, at prepare. `stage` puts targets, both
-values and the constant part of every summand onto the device, so that inside the pause there is one indexed write per
-parameter and one pass of integer arithmetic, and no transfer but the sums.
+Runs in the worker process. Positions are computed on the host; old values are copied from the device once, at prepare.
+`load_groups` copies targets, both values and the constant part of every summand to the device, so that the pause has
+one indexed write per parameter and one pass of integer arithmetic, and transfers only the sums.
 
-Torch has no unsigned 64-bit arithmetic on devices: int64 wraps alike, only right shifts need their sign bits masked.
-Jobs use a stream of their own, so that they never wait for, nor hold up, the model's.
+Torch has no unsigned 64-bit arithmetic on devices. int64 wraps in the same way; only right shifts need their sign bits
+masked. Jobs use their own stream, so that they neither wait for the model's stream nor delay it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def mix(words: torch.Tensor) -> torch.Tensor:
 
 
 def summands(lanes: torch.Tensor, element: torch.Tensor, key: int | torch.Tensor, width: int) -> torch.Tensor:
-    """What canonical elements with these bits contribute (int64)."""
+    """The summands of canonical elements with these bits, in the fingerprint (int64)."""
     bits = lanes.to(torch.int64)
     if width == 1:
         return mix((element << 16 | (bits & 0xFF)) ^ key)
@@ -70,7 +70,7 @@ def summands(lanes: torch.Tensor, element: torch.Tensor, key: int | torch.Tensor
 
 @dataclass(slots=True)
 class Batch:
-    """Staged groups of one parameter. `ends` are exclusive ends of the groups `numbers` in the batch."""
+    """Loaded groups of one parameter. `ends`: exclusive ends of the groups `numbers` in the batch."""
 
     view: torch.Tensor
     index: torch.Tensor
@@ -99,7 +99,7 @@ class TorchMemory(HostTables):
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """Work of the background thread: this device, a stream of our own, finished when left."""
+        """Run the body on this device and on the background thread's own stream; wait for it at the end."""
         if self._stream is None:
             yield
             return
@@ -160,7 +160,7 @@ class TorchMemory(HostTables):
 
     def group_sums(self) -> U64:
         sums = np.zeros(self._count, dtype=np.uint64)
-        pending = [(batch, _totals(batch)) for batch in self._batches]  # launched together, fetched once each
+        pending = [(batch, _totals(batch)) for batch in self._batches]  # launch all first, then fetch each result once
         for batch, totals in pending:
             sums[batch.numbers] = totals.cpu().numpy().view(np.uint64)
         return sums
@@ -209,7 +209,7 @@ class TorchMemory(HostTables):
 
 
 def storage_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole storage as flat signed lanes of the tensor's width."""
+    """The whole storage as flat signed integers of the tensor's width."""
     lane = SIGNED_DTYPES[tensor.element_size()]
     flat = torch.empty(0, dtype=lane, device=tensor.device)
     return flat.set_(tensor.untyped_storage())
@@ -221,7 +221,7 @@ def flip_bit(tensor: torch.Tensor, element: int) -> None:
 
 
 def _totals(batch: Batch) -> torch.Tensor:
-    """Sum per group: differences of running sums, which wrap as the groups' own sums do."""
+    """Sum per group, as differences of running sums; both wrap modulo 2^64."""
     running = torch.zeros(1, dtype=torch.int64, device=batch.index.device)
     parts = [running]
     for first in range(0, batch.index.numel(), SLICE):

@@ -1,7 +1,8 @@
-"""What attach leaves behind on a worker: a layout, where it lies in live memory, and the jobs that may run over it.
+"""What an attach produces on a worker: a layout, where it lies in live memory, and the jobs that work on it.
 
-Everything that a job needs is compiled and reserved here, while nobody waits: a compile on the background thread
-would hold the interpreter, and so generation, for seconds.
+Runs in the worker process. `session` calls `attach` on the main thread, and starts the methods of `Attachment` as jobs
+or calls them at `join`. Everything that a job needs is compiled and reserved at attach: compiling on the background
+thread would hold the interpreter, and so generation, for seconds.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from dcr_daemon.wording import shorten
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """`memory` is None exactly if the model was refused. `generation`: foreign writes seen when it was made."""
+    """`memory` is None exactly if the model was refused. `generation`: external writes counted when it was made."""
 
     layout: Layout
     placement: Placement
@@ -62,37 +63,38 @@ class Attachment:
         return txn
 
     def read_computed(self, paths: Sequence[str], vector: str) -> Values:
-        """The canonical bytes of what the loader computes with, as the version of `vector` has them."""
+        """The canonical bytes of the loader-computed tensors; Corrupt unless they sum to the version of `vector`."""
         tensors = sorted(self.placement.computed)
         return read_values(paths, self.layout, tensors, vector) if tensors else {}
 
     def run_loader(self, txn: Transaction) -> None:
-        """Run the loader over what came with a transaction, on scratch. On the main thread, never beside a step."""
+        """Run the loader over a transaction's values, on copies of the parameters. Main thread, beside no forward
+        pass."""
         if txn.values is not None and self.computed_loader is not None:
             txn.computed_parameters, txn.values = self.computed_loader.compute(txn.values), None
 
     def differing(self, values: Values) -> list[str]:
-        """Parameters that do not hold what the loader makes of these values."""
+        """Parameters that do not hold what the loader computes from these values."""
         return [fed.name for fed in self.computed_loader.compute(values)] if self.computed_loader is not None else []
 
     def write_computed(self, values: Values) -> None:
-        """Write what the loader makes of these values, at once: for a load, which goes forward only."""
+        """Write what the loader computes from these values, at once: for a load, which goes forward only."""
         if self.computed_loader is not None:
             write_computed(self.computed_loader.compute(values), ValueSet.NEW)
 
     def fingerprint(self, job: Job) -> FingerprintRank:
-        """Sum all that is held; reads only."""
+        """Sum all boxes of this rank; reads only."""
         faults.point("job")
         return FingerprintRank(id=job.id, sums=self.live.box_sums(job.check_cancelled).tobytes())
 
     def scrub(self, job: Job, arg: Start) -> FingerprintRank:
-        """Sum what is held of some tensors, slowly; reads only."""
+        """Sum the boxes of some tensors at a limited rate; reads only."""
         faults.point("job")
         sums = self.live.box_sums(job.rate_limited(arg.rate), range(*arg.tensors))
         return FingerprintRank(id=job.id, sums=sums.tobytes())
 
     def check_load(self, arg: Start) -> None:
-        """Whether a load's files are whole and can be what this engine holds, before anything is paused for them.
+        """Check that a load's files are complete and fit this engine, before anything is paused for them.
 
         Raises:
             Corrupt: a file is damaged, or a tensor is missing.
@@ -112,10 +114,11 @@ class Attachment:
                     )
 
     def load(self, job: Job, arg: Start) -> Values:
-        """Overwrite all that is held from an anchor's files; nothing is written unless the files hold all of it.
+        """Overwrite all tensors of this rank from an anchor's files; nothing is written unless the files hold all of
+        them.
 
-        The loaded tensors are only read here: they come from the anchor, or alone from a file of their own, and
-        `feed` writes them.
+        Loader-computed tensors are only read here, from the anchor or from a file of their own; `write_computed` writes
+        them.
         """
         values = self.read_computed([arg.loaded] if arg.loaded else arg.files, arg.vector)
         if not arg.files:
@@ -129,7 +132,7 @@ class Attachment:
         return values
 
     def describe(self) -> list[dict[str, Any]]:
-        """Where each canonical tensor lies, for people and clients."""
+        """Where each canonical tensor lies, for diagnosis."""
         return [
             {
                 "tensor": self.layout[row.tensor].name,
@@ -161,10 +164,10 @@ def attach(
     generation: int,
     before: Attachment | None,
 ) -> Attachment:
-    """Record where a layout lies, or take over an earlier recording of it.
+    """Record where a layout lies, or use the recording of an earlier attachment (`before`) again.
 
-    A loader that ran again since the model was loaded (a reload) no longer shows where it puts things. But the first
-    recording stays true as long as no storage moved, and content proves it anew; so it is used again.
+    After a reload the loader no longer shows where it puts elements. But the first recording stays true as long as no
+    storage moved, and the fingerprint proves it again.
     """
     if (
         before is not None
@@ -187,7 +190,7 @@ def attach(
 
 
 def open_memory(placement: Placement, homes: LiveTensors, layout: Layout, device: torch.device) -> WeightMemory:
-    """The memory for a device; compiles its kernels."""
+    """The `WeightMemory` of a device; compiles its kernels."""
     if device.type == "cpu":
         return HostMemory(placement, homes, layout)
     from dcr_daemon.vllm_plugin.weights.torch_memory import TorchMemory
