@@ -1,5 +1,7 @@
 """The private socket and the gate: permissions, a live socket never replaced, calls that outlive their clients."""
 
+# ruff: noqa: ASYNC240  these tests look at the local file of the socket, which takes no time
+
 from __future__ import annotations
 
 import asyncio
@@ -56,6 +58,12 @@ def engine(tmp_path: Path) -> ToyEngine:
     return ToyEngine(home)
 
 
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """The socket; its directory does not exist yet."""
+    return tmp_path / "run" / "e.sock"
+
+
 @asynccontextmanager
 async def listening(path: Path, *engines: ToyEngine) -> AsyncIterator[CoreClient]:
     client = CoreClient(*engines)
@@ -67,18 +75,24 @@ async def listening(path: Path, *engines: ToyEngine) -> AsyncIterator[CoreClient
         await server.close()
 
 
-async def served(owner: VllmEngine, engine: ToyEngine) -> None:
+@asynccontextmanager
+async def serving(path: Path, *engines: ToyEngine) -> AsyncIterator[tuple[VllmEngine, CoreClient]]:
+    """Engines that serve version 0 behind a socket, and their owner."""
+    async with listening(path, *engines) as client:
+        owner = VllmEngine(path)
+        await prove_and_serve(owner, engines[0])
+        yield owner, client
+
+
+async def prove_and_serve(owner: VllmEngine, engine: ToyEngine) -> None:
     await owner.attach(engine.facts)
     await owner.prove(0, engine.vector_file(0), "v0")
     await owner.serve()
 
 
-async def test_the_whole_port_over_the_socket(tmp_path: Path, engine: ToyEngine) -> None:
-    path = tmp_path / "run" / "e.sock"
+async def test_the_whole_port_over_the_socket(path: Path, engine: ToyEngine) -> None:
     version = engine.step()
-    async with listening(path, engine):
-        owner = VllmEngine(path)
-        await served(owner, engine)
+    async with serving(path, engine) as (owner, _):
         assert (await owner.prepare(engine.transaction(version))).fits == 1
         assert (await owner.status()).prepared == "txn"
         await owner.drop()
@@ -94,8 +108,7 @@ async def test_the_whole_port_over_the_socket(tmp_path: Path, engine: ToyEngine)
         await owner.close()
 
 
-async def test_socket_and_directory_are_private(tmp_path: Path, engine: ToyEngine) -> None:
-    path = tmp_path / "run" / "e.sock"
+async def test_socket_and_directory_are_private(path: Path, engine: ToyEngine) -> None:
     async with listening(path, engine):
         assert path.stat().st_mode & 0o777 == 0o600
         assert path.parent.stat().st_mode & 0o777 == 0o700
@@ -109,8 +122,7 @@ async def test_a_directory_open_to_others_is_refused(tmp_path: Path, engine: Toy
         await SocketServer(shared / "e.sock", EngineGroup(CoreClient(engine))).open()
 
 
-async def test_a_live_socket_is_never_replaced_and_a_dead_one_is(tmp_path: Path, engine: ToyEngine) -> None:
-    path = tmp_path / "run" / "e.sock"
+async def test_a_live_socket_is_never_replaced_and_a_dead_one_is(path: Path, engine: ToyEngine) -> None:
     async with listening(path, engine):
         with pytest.raises(UnsupportedVllm, match="another live server"):
             await SocketServer(path, EngineGroup(CoreClient(engine))).open()
@@ -122,8 +134,7 @@ async def test_a_live_socket_is_never_replaced_and_a_dead_one_is(tmp_path: Path,
         assert (await VllmEngine(path).status()).serving is False
 
 
-async def test_what_is_no_socket_is_not_removed(tmp_path: Path, engine: ToyEngine) -> None:
-    path = tmp_path / "run" / "e.sock"
+async def test_what_is_no_socket_is_not_removed(path: Path, engine: ToyEngine) -> None:
     path.parent.mkdir(mode=0o700)
     path.write_text("mine")
     with pytest.raises(UnsupportedVllm, match="not a socket"):
@@ -131,12 +142,9 @@ async def test_what_is_no_socket_is_not_removed(tmp_path: Path, engine: ToyEngin
     assert path.read_text() == "mine"
 
 
-async def test_a_swap_runs_on_when_its_client_hangs_up(tmp_path: Path, engine: ToyEngine) -> None:
-    path = tmp_path / "run" / "e.sock"
+async def test_a_swap_runs_on_when_its_client_hangs_up(path: Path, engine: ToyEngine) -> None:
     version = engine.step()
-    async with listening(path, engine) as client:
-        owner = VllmEngine(path)
-        await served(owner, engine)
+    async with serving(path, engine) as (owner, client):
         await owner.prepare(engine.transaction(version))
         client.gate = asyncio.Event()
         waiting = asyncio.create_task(owner.swap("txn"))
@@ -151,12 +159,9 @@ async def test_a_swap_runs_on_when_its_client_hangs_up(tmp_path: Path, engine: T
         assert engine.holds(version)
 
 
-async def test_status_answers_while_a_prepare_runs(tmp_path: Path, engine: ToyEngine) -> None:
-    path = tmp_path / "run" / "e.sock"
+async def test_status_answers_while_a_prepare_runs(path: Path, engine: ToyEngine) -> None:
     version = engine.step()
-    async with listening(path, engine):
-        owner = VllmEngine(path)
-        await served(owner, engine)
+    async with serving(path, engine) as (owner, _):
         faults.inject("slow", times=1000, seconds=0.01)
         preparing = asyncio.create_task(owner.prepare(engine.transaction(version)))
         await asyncio.sleep(0.02)
@@ -166,8 +171,7 @@ async def test_status_answers_while_a_prepare_runs(tmp_path: Path, engine: ToyEn
         await preparing
 
 
-async def test_patience_ends_the_wait_and_not_the_call(tmp_path: Path, engine: ToyEngine) -> None:
-    path = tmp_path / "run" / "e.sock"
+async def test_patience_ends_the_wait_and_not_the_call(path: Path, engine: ToyEngine) -> None:
     async with listening(path, engine) as client:
         client.gate = asyncio.Event()
         with pytest.raises(EngineGone, match="no answer to status within"):
@@ -175,8 +179,7 @@ async def test_patience_ends_the_wait_and_not_the_call(tmp_path: Path, engine: T
         client.gate.set()
 
 
-async def test_a_dead_engine_is_gone_and_an_unforeseen_failure_is_told(tmp_path: Path, engine: ToyEngine) -> None:
-    path = tmp_path / "run" / "e.sock"
+async def test_a_dead_engine_is_gone_and_an_unforeseen_failure_is_told(path: Path, engine: ToyEngine) -> None:
     async with listening(path, engine) as client:
         client.dead = True
         with pytest.raises(EngineGone, match="dead"):
@@ -196,8 +199,7 @@ async def exchange(path: Path, body: bytes) -> bytes:
     return answer
 
 
-async def test_nonsense_gets_a_refusal_or_a_closed_connection_and_never_more(tmp_path: Path, engine: ToyEngine) -> None:
-    path = tmp_path / "run" / "e.sock"
+async def test_nonsense_gets_a_refusal_or_a_closed_connection_and_never_more(path: Path, engine: ToyEngine) -> None:
     async with listening(path, engine):
         for record in (b"", b"\xc1", os.urandom(40), messages.encode(messages.Poll(id="x"))):
             answer = messages.decode_answer((await exchange(path, messages.frame(record)))[4:])
@@ -233,13 +235,12 @@ STUCK = {
 
 
 @pytest.mark.parametrize("sent", STUCK.values(), ids=STUCK)
-async def test_clients_that_are_stuck_hold_nobody_up(tmp_path: Path, engine: ToyEngine, sent: bytes) -> None:
-    path = tmp_path / "run" / "e.sock"
+async def test_clients_that_are_stuck_hold_nobody_up(path: Path, engine: ToyEngine, sent: bytes) -> None:
     version = engine.step()
     async with listening(path, engine):
         owner = VllmEngine(path, patience=20)
         writers = await stuck_clients(path, 80, sent)
-        await served(owner, engine)
+        await prove_and_serve(owner, engine)
         writers += await stuck_clients(path, 80, sent)
         await owner.prepare(engine.transaction(version))
         assert (await owner.swap("txn")).verdict is Verdict.COMMITTED
@@ -247,12 +248,9 @@ async def test_clients_that_are_stuck_hold_nobody_up(tmp_path: Path, engine: Toy
             writer.close()
 
 
-async def test_a_call_that_is_under_way_is_never_dropped_for_others(tmp_path: Path, engine: ToyEngine) -> None:
-    path = tmp_path / "run" / "e.sock"
+async def test_a_call_that_is_under_way_is_never_dropped_for_others(path: Path, engine: ToyEngine) -> None:
     version = engine.step()
-    async with listening(path, engine) as client:
-        owner = VllmEngine(path)
-        await served(owner, engine)
+    async with serving(path, engine) as (owner, client):
         await owner.prepare(engine.transaction(version))
         client.gate = asyncio.Event()
         swapping = asyncio.create_task(owner.swap("txn"))
@@ -266,8 +264,7 @@ async def test_a_call_that_is_under_way_is_never_dropped_for_others(tmp_path: Pa
             writer.close()
 
 
-async def test_when_every_client_has_a_call_under_way_another_is_turned_away(tmp_path: Path, engine: ToyEngine) -> None:
-    path = tmp_path / "run" / "e.sock"
+async def test_when_every_client_has_a_call_under_way_another_is_turned_away(path: Path, engine: ToyEngine) -> None:
     async with listening(path, engine) as client:
         client.gate = asyncio.Event()
         waiting = [asyncio.create_task(VllmEngine(path).status()) for _ in range(CONNECTIONS)]
@@ -281,13 +278,10 @@ async def test_when_every_client_has_a_call_under_way_another_is_turned_away(tmp
 
 @pytest.mark.parametrize("call", ["attach", "prove", "prepare", "swap", "load", "scrub"])
 async def test_a_client_that_vanishes_in_the_middle_of_a_call_leaves_nothing_stuck(
-    tmp_path: Path, engine: ToyEngine, call: str
+    path: Path, engine: ToyEngine, call: str
 ) -> None:
-    path = tmp_path / "run" / "e.sock"
     version = engine.step()
-    async with listening(path, engine):
-        owner = VllmEngine(path)
-        await served(owner, engine)
+    async with serving(path, engine) as (owner, _):
         if call == "swap":
             await owner.prepare(engine.transaction(version))
         faults.inject("slow", times=100_000, seconds=0.01)
@@ -320,17 +314,10 @@ async def test_a_client_that_vanishes_in_the_middle_of_a_call_leaves_nothing_stu
 # -- several engines --------------------------------------------------------------------------------------------------
 
 
-async def test_dense_data_parallel_engines_move_together(tmp_path: Path) -> None:
-    homes = [tmp_path / "a", tmp_path / "b"]
-    for home in homes:
-        home.mkdir()
-    one, two = (ToyEngine(home) for home in homes)
-    path = tmp_path / "run" / "e.sock"
-    version = one.step()
-    two.step()
-    async with listening(path, one, two):
-        owner = VllmEngine(path)
-        await served(owner, one)
+async def test_dense_data_parallel_engines_move_together(path: Path, pair: tuple[ToyEngine, ToyEngine]) -> None:
+    one, two = pair
+    version = 1
+    async with serving(path, one, two) as (owner, _):
         await owner.prepare(one.transaction(version))
         assert (await owner.swap("txn")).verdict is Verdict.COMMITTED
         assert one.holds(version)
@@ -362,12 +349,9 @@ def together(pair: tuple[ToyEngine, ToyEngine], version: int, serving: bool) -> 
 
 @pytest.mark.parametrize("bad", [0, 1])
 async def test_if_one_engine_cannot_go_forward_none_does(
-    tmp_path: Path, pair: tuple[ToyEngine, ToyEngine], bad: int
+    path: Path, pair: tuple[ToyEngine, ToyEngine], bad: int
 ) -> None:
-    path = tmp_path / "run" / "e.sock"
-    async with listening(path, *pair):
-        owner = VllmEngine(path)
-        await served(owner, pair[0])
+    async with serving(path, *pair) as (owner, _):
         await owner.prepare(pair[0].transaction(1))
         pair[bad].wire.edit = lambda rank, call, reply: failing(reply) if call["op"] == "apply" else reply
         swapped = await owner.swap("txn")
@@ -382,12 +366,9 @@ async def test_if_one_engine_cannot_go_forward_none_does(
 
 @pytest.mark.parametrize("bad", [0, 1])
 async def test_an_engine_that_refuses_a_swap_takes_the_others_back(
-    tmp_path: Path, pair: tuple[ToyEngine, ToyEngine], bad: int
+    path: Path, pair: tuple[ToyEngine, ToyEngine], bad: int
 ) -> None:
-    path = tmp_path / "run" / "e.sock"
-    async with listening(path, *pair):
-        owner = VllmEngine(path)
-        await served(owner, pair[0])
+    async with serving(path, *pair) as (owner, _):
         await owner.prepare(pair[0].transaction(1))
         pair[bad].core.state.forget_prepared()
         swapped = await owner.swap("txn")
@@ -397,13 +378,10 @@ async def test_an_engine_that_refuses_a_swap_takes_the_others_back(
 
 @pytest.mark.parametrize("bad", [False, True])
 async def test_a_joint_change_whose_judge_died_is_settled_jointly_by_the_next_owner(
-    tmp_path: Path, pair: tuple[ToyEngine, ToyEngine], bad: bool
+    path: Path, pair: tuple[ToyEngine, ToyEngine], bad: bool
 ) -> None:
     """Both have written and hold when the one who was to decide is gone; later one of them is `bad`."""
-    path = tmp_path / "run" / "e.sock"
-    async with listening(path, *pair):
-        owner = VllmEngine(path)
-        await served(owner, pair[0])
+    async with serving(path, *pair) as (owner, _):
         await owner.prepare(pair[0].transaction(1))
         for one in pair:
             one.owner = {"token": owner._token, "incarnation": one.core.state.incarnation}
@@ -419,9 +397,8 @@ async def test_a_joint_change_whose_judge_died_is_settled_jointly_by_the_next_ow
 
 
 async def test_engines_that_differ_are_of_no_version_and_repaired_by_a_load(
-    tmp_path: Path, pair: tuple[ToyEngine, ToyEngine]
+    path: Path, pair: tuple[ToyEngine, ToyEngine]
 ) -> None:
-    path = tmp_path / "run" / "e.sock"
     async with listening(path, *pair):
         pair[0].attach()
         one = pair[1]
@@ -440,12 +417,9 @@ async def test_engines_that_differ_are_of_no_version_and_repaired_by_a_load(
 
 
 async def test_damage_in_one_of_several_engines_is_found_and_told_by_its_number(
-    tmp_path: Path, pair: tuple[ToyEngine, ToyEngine]
+    path: Path, pair: tuple[ToyEngine, ToyEngine]
 ) -> None:
-    path = tmp_path / "run" / "e.sock"
-    async with listening(path, *pair):
-        owner = VllmEngine(path)
-        await served(owner, pair[0])
+    async with serving(path, *pair) as (owner, _):
         assert (await owner.scrub(0)).differing == []
         pair[1].workers[0].dcr_call({"op": "fault", "call": "x", "token": 0, "arg": {"damage": "k"}})
         found = await owner.scrub(0)
@@ -502,8 +476,7 @@ async def test_without_the_guards_in_the_engine_the_server_does_not_start(
     assert not (tmp_path / "run").exists()
 
 
-async def test_the_port_is_held_until_the_engine_serves(tmp_path: Path, engine: ToyEngine) -> None:
-    path = tmp_path / "run" / "e.sock"
+async def test_the_port_is_held_until_the_engine_serves(path: Path, engine: ToyEngine) -> None:
     server = Health(Settings(socket=path), CoreClient(engine))
     opening = asyncio.create_task(server.init())
     while not path.exists():  # noqa: ASYNC110  the server makes it
@@ -518,8 +491,7 @@ async def test_the_port_is_held_until_the_engine_serves(tmp_path: Path, engine: 
     assert await server.becomes(200)
 
 
-async def test_a_second_api_server_waits_too_and_opens_no_socket(tmp_path: Path, engine: ToyEngine) -> None:
-    path = tmp_path / "run" / "e.sock"
+async def test_a_second_api_server_waits_too_and_opens_no_socket(path: Path, engine: ToyEngine) -> None:
     server = Health(Settings(socket=path), CoreClient(engine, client_index=1))
     opening = asyncio.create_task(server.init())
     await asyncio.sleep(0.3)
