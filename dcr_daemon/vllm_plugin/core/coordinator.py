@@ -190,11 +190,11 @@ class TransactionCoordinator:
         return self._apply_or_roll_back(change, started=started, hold=hold)
 
     @contextlib.contextmanager
-    def _paused(self, what: str) -> Iterator[tuple[Any, Future[Any] | None]]:
+    def _paused(self, purpose: str) -> Iterator[tuple[Any, Future[Any] | None]]:
         """Pause; if the body fails before the change begins, return to the pause state from before."""
         state = self._state
         was = state.host.state()
-        state.paused_for = what
+        state.paused_for = purpose
         try:
             yield was, state.host.pause()
         except BaseException:
@@ -218,8 +218,8 @@ class TransactionCoordinator:
             try:
                 return (yield from self._load(replace(change, start=start)))
             except DcrError as error:
-                why = f"a load was interrupted, and its files cannot be used any more: {error}"
-                return self._still_begun(txn, why, tries=0, started=started)
+                reason = f"a load was interrupted, and its files cannot be used any more: {error}"
+                return self._still_begun(txn, reason, tries=0, started=started)
         if change is None or change.txn != txn:
             return self._still_begun(
                 txn, "it can go neither forward nor back: load an anchor", tries=0, started=started
@@ -229,10 +229,10 @@ class TransactionCoordinator:
         committed = any(status.outcomes.get(txn) == Verdict.COMMITTED for status in statuses)
         if state.live is None:
             # Only the changed elements are verified, and an external writer may have changed any other.
-            why = "an external writer wrote the weights while it was begun"
+            reason = "an external writer wrote the weights while it was begun"
             if committed:
-                return self._still_begun(txn, f"{why}: load an anchor", tries=0, started=started)
-            return self._roll_back(change, why, tries=0, started=started)
+                return self._still_begun(txn, f"{reason}: load an anchor", tries=0, started=started)
+            return self._roll_back(change, reason, tries=0, started=started)
         if committed:
             return self._commit(change, tries=self._verified_after, started=started)
         if call.back:

@@ -204,13 +204,13 @@ class Watchdog:
         self._limit = limit
         self._end = end
         self._changed = threading.Condition()
-        self._what = ""
+        self._operation = ""
         self._count = 0
         if limit:
             threading.Thread(target=self._watch, name="dcr-watchdog", daemon=True).start()
 
-    def watching(self, what: str) -> Watchdog:
-        self._what = what
+    def watching(self, operation: str) -> Watchdog:
+        self._operation = operation
         return self
 
     def __enter__(self) -> None:
@@ -230,7 +230,7 @@ class Watchdog:
                 seen = self._count
                 in_time = self._changed.wait_for(partial(self._moved_on, seen), self._limit if seen % 2 else None)
                 if not in_time:
-                    self._end(f"a worker did not return from {self._what} within {self._limit:.0f} s")
+                    self._end(f"a worker did not return from {self._operation} within {self._limit:.0f} s")
                     return
 
     def _moved_on(self, seen: int) -> bool:

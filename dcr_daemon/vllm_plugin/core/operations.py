@@ -40,9 +40,9 @@ class Operation:
         """Take the next step. An operation that has ended returns its answer again."""
         return self._step(lambda: next(self._steps))
 
-    def end(self, why: DcrError) -> None:
+    def end(self, error: DcrError) -> None:
         """End the operation with an error; its clean-up runs now."""
-        self._close(refused(self.id, why))
+        self._close(refused(self.id, error))
 
     @property
     def preemptible(self) -> bool:

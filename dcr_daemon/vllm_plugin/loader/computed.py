@@ -192,7 +192,7 @@ class ComputedLoader:
             except Exception as error:  # a model's loader may raise anything; nothing was written
                 names = shorten(self._layout[tensor].name for tensor in self.tensors)
                 raise EngineRefused(f"the model's loader failed on {names}: {type(error).__name__}: {error}") from error
-        return {name: twin.detach() for name, twin in scratch.items()}
+        return {name: scratch_copy.detach() for name, scratch_copy in scratch.items()}
 
     def _tensors(self, values: Values) -> Iterator[tuple[str, torch.Tensor]]:
         for tensor in self.tensors:
@@ -225,31 +225,35 @@ class ComputedLoader:
             raise EngineRefused(f"the loader replaces {replaced} instead of filling it")
 
 
-def write_computed(fed: Sequence[ComputedParameter], side: ValueSet) -> None:
+def write_computed(parameters: Sequence[ComputedParameter], side: ValueSet) -> None:
     """Write the old or new bits and read them back. Raises `DcrError` unless live memory then holds them."""
     with torch.no_grad():
-        for one in fed:
-            one.live.data.copy_(one.new if side is ValueSet.NEW else one.old)
+        for parameter in parameters:
+            parameter.live.data.copy_(parameter.new if side is ValueSet.NEW else parameter.old)
             if faults.should_fail("feed"):
-                one.live.data.view(_SIGNED_DTYPES[one.live.element_size()]).bitwise_xor_(1)
-        wrong = [one.name for one in fed if not _same(one.live, one.new if side is ValueSet.NEW else one.old)]
+                parameter.live.data.view(_SIGNED_DTYPES[parameter.live.element_size()]).bitwise_xor_(1)
+        wrong = [
+            parameter.name
+            for parameter in parameters
+            if not _same(parameter.live, parameter.new if side is ValueSet.NEW else parameter.old)
+        ]
     if wrong:
         raise DcrError(f"{shorten(wrong)} did not take what was written", hint="this worker's memory is damaged")
 
 
 def _scratch_copy(form: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
     """A copy of `start` with the class and attributes of the load format, so that a weight loader accepts it."""
-    twin = torch.empty_strided(start.size(), start.stride(), dtype=start.dtype, device=start.device)
-    twin.copy_(start)
-    twin.__class__ = form.__class__
-    twin.__dict__ = form.__dict__.copy()
-    return twin
+    scratch_copy = torch.empty_strided(start.size(), start.stride(), dtype=start.dtype, device=start.device)
+    scratch_copy.copy_(start)
+    scratch_copy.__class__ = form.__class__
+    scratch_copy.__dict__ = form.__dict__.copy()
+    return scratch_copy
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether all bits are equal, also those of NaNs and signed zeros."""
-    lanes = _SIGNED_DTYPES[one.element_size()]
-    return torch.equal(one.detach().view(lanes), other.detach().view(lanes))
+    dtype = _SIGNED_DTYPES[one.element_size()]
+    return torch.equal(one.detach().view(dtype), other.detach().view(dtype))
 
 
 @contextmanager

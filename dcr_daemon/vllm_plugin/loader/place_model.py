@@ -186,12 +186,12 @@ def _plan(placement: Placement, recording: Recording, form: LoadFormat, layout: 
     return refusals
 
 
-def _unfilled(recording: Recording, form: LoadFormat, skipped: set[str], fed: Iterable[str]) -> list[str]:
+def _unfilled(recording: Recording, form: LoadFormat, skipped: set[str], computed: Iterable[str]) -> list[str]:
     """Parameters that no canonical tensor fills: an update would never change them.
 
     The same holds for a buffer whose tensor the loader skipped; a buffer that has no tensor is a constant of the model.
     """
-    filled = {id(form.live[name]) for name in (*fed, *(copy.parameter for copy in recording.copies))}
+    filled = {id(form.live[name]) for name in (*computed, *(copy.parameter for copy in recording.copies))}
     wanted = {name.rpartition(".")[2] for name in skipped}
     return [
         name

@@ -35,7 +35,8 @@ DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(slots=True)
 class Recording:
-    """`fed` tensors were offered; `rejected` maps names ("" for the model) to reasons; `copies` moved bits.
+    """`offered`: the tensors that the loader was given; `rejected` maps names ("" for the model) to reasons; `copies`
+    moved bits.
 
     `written` names for every parameter that was written, by copy or otherwise, the tensors that had a part in it.
     """

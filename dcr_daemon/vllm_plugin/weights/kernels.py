@@ -52,8 +52,8 @@ def _storer(bits: int) -> Any:
     def store(context: Any, address: Any, value: Any) -> Any:
         def generate(ctx: Any, builder: Any, signature: Any, args: Any) -> Any:
             pointer = builder.inttoptr(args[0], ir.IntType(bits).as_pointer())
-            lane = args[1] if bits == 64 else builder.trunc(args[1], ir.IntType(bits))
-            builder.store(lane, pointer).align = 1
+            value_bits = args[1] if bits == 64 else builder.trunc(args[1], ir.IntType(bits))
+            builder.store(value_bits, pointer).align = 1
             return ctx.get_dummy_value()
 
         return types.void(types.int64, types.uint64), generate
@@ -134,29 +134,29 @@ def locate(elements: Any, row: Any, picked: Any, relative: Any, targets: Any) ->
 
 @kernel
 def gather(base: Any, width: Any, targets: Any, count: Any, out: Any) -> None:
-    """Live bits at `count` u32 places (an address) into the lanes at address `out`."""
+    """Live bits at `count` u32 places (an address) into the values at address `out`."""
     for i in range(count):
         store(out + i * width, width, load(base + int64(load32(targets + 4 * i)) * width, width))
 
 
 @kernel
-def sum_bits(lanes: Any, width: Any, start: Any, relative: Any, count: Any, key: Any) -> Any:
+def sum_bits(values: Any, width: Any, start: Any, relative: Any, count: Any, key: Any) -> Any:
     """Sum over given bits (an address) whose canonical elements are `start` plus u32 places (an address)."""
     total = uint64(0)
     if width == 2:  # a loop of its own, without a branch inside, because it is vectorised then
         for i in range(count):
             element = uint64(start + int64(load32(relative + 4 * i)))
-            total += mix(key ^ ((element << uint64(16)) | load16(lanes + 2 * i)))
+            total += mix(key ^ ((element << uint64(16)) | load16(values + 2 * i)))
         return total
     per = max(int64(1), width // 2)
     for i in range(count):
-        total += summand(load(lanes + i * width, width), start + int64(load32(relative + 4 * i)), key, per)
+        total += summand(load(values + i * width, width), start + int64(load32(relative + 4 * i)), key, per)
     return total
 
 
 @kernel
 def scatter(groups: Any, column: Any, first: Any, stop: Any) -> None:
-    """Write the old (`column` = G_OLD) or new (G_NEW) lanes of groups [first, stop) into live memory.
+    """Write the old (`column` = G_OLD) or new (G_NEW) values of groups [first, stop) into live memory.
 
     Values are absolute, so a repetition changes nothing (must E5).
     """

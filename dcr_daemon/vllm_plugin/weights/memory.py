@@ -66,7 +66,7 @@ class WeightMemory(Protocol):
         """Copy the live bits at `targets` (relative to the row's base) into `out`."""
         ...
 
-    def sum_bits(self, row: int, lanes: Bits, element: U32) -> int:
+    def sum_bits(self, row: int, values: Bits, element: U32) -> int:
         """Sum over given bits at canonical places of a row, for values that live memory does not hold (yet)."""
         ...
 
@@ -82,12 +82,12 @@ class WeightMemory(Protocol):
         """Sum of each loaded group's elements as live memory holds them."""
         ...
 
-    def box_sums(self, tick: SliceCallback, tensors: range | None = None) -> U64:
+    def box_sums(self, after_slice: SliceCallback, tensors: range | None = None) -> U64:
         """Sum of every box over all its elements, 0 for boxes of other tensors than `tensors` if these are given.
-        `tick` is called after each slice with its size in bytes, and may raise."""
+        `after_slice` is called after each slice with its size in bytes, and may raise."""
         ...
 
-    def overwrite(self, tensor: int, lanes: Bits, tick: SliceCallback) -> None:
+    def overwrite(self, tensor: int, values: Bits, after_slice: SliceCallback) -> None:
         """Write all elements of a canonical tensor that this rank holds, from the whole tensor's flat bits."""
         ...
 
@@ -179,11 +179,11 @@ class HostTables:
         k = self._kernels.locate(part, self._table[row], picked, element, target)
         return picked[:k] + lo, element[:k], target[:k]
 
-    def sum_bits(self, row: int, lanes: Bits, element: U32) -> int:
+    def sum_bits(self, row: int, values: Bits, element: U32) -> int:
         line, k = self._table[row], self._kernels
         key = line[k.KEY : k.KEY + 1].view(np.uint64)[0]
         start = int(line[k.START])
-        return int(k.sum_bits(_address(lanes), lanes.itemsize, start, _address(element), element.size, key))
+        return int(k.sum_bits(_address(values), values.itemsize, start, _address(element), element.size, key))
 
     def moved_parameter(self) -> str | None:
         return self._live_tensors.moved_parameter()
@@ -228,19 +228,21 @@ class HostMemory(HostTables):
         self._kernels.sum_groups(self._groups, self._sums, self._scratch.ctypes.data)
         return self._sums.copy()
 
-    def box_sums(self, tick: SliceCallback, tensors: range | None = None) -> U64:
+    def box_sums(self, after_slice: SliceCallback, tensors: range | None = None) -> U64:
         rows = [number for number, row in enumerate(self._rows) if tensors is None or row.tensor in tensors]
         sums = np.zeros(len(rows), dtype=np.uint64)
-        self._sweep(self._table[rows], sums, np.zeros(0, dtype=np.int64), tick)
+        self._sweep(self._table[rows], sums, np.zeros(0, dtype=np.int64), after_slice)
         boxes = np.zeros(self._boxes, dtype=np.uint64)
         np.add.at(boxes, [self._rows[number].box for number in rows], sums)
         return boxes
 
-    def overwrite(self, tensor: int, lanes: Bits, tick: SliceCallback) -> None:
+    def overwrite(self, tensor: int, values: Bits, after_slice: SliceCallback) -> None:
         rows = self._table[self._by_tensor.get(tensor, [])]
-        self._sweep(rows, np.zeros(0, dtype=np.uint64), np.full(len(rows), lanes.ctypes.data, dtype=np.int64), tick)
+        self._sweep(
+            rows, np.zeros(0, dtype=np.uint64), np.full(len(rows), values.ctypes.data, dtype=np.int64), after_slice
+        )
 
-    def _sweep(self, rows: I64, sums: U64, files: I64, tick: SliceCallback) -> None:
+    def _sweep(self, rows: I64, sums: U64, files: I64, after_slice: SliceCallback) -> None:
         k, cursor = self._kernels, np.zeros(2, dtype=np.int64)
         ends = np.cumsum(rows[:, k.SHAPE : k.SHAPE + 4].prod(axis=1) * rows[:, k.WIDTH])
         seen = 0
@@ -250,7 +252,7 @@ class HostMemory(HostTables):
             whole, part = cursor.tolist()
             now = int(ends[whole - 1]) if whole else 0
             now += part * int(rows[whole, k.WIDTH]) if part else 0
-            tick(now - seen)
+            after_slice(now - seen)
             seen = now
 
 

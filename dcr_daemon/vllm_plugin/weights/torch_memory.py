@@ -55,9 +55,9 @@ def mix(words: torch.Tensor) -> torch.Tensor:
     return words ^ _shift(words)
 
 
-def summands(lanes: torch.Tensor, element: torch.Tensor, key: int | torch.Tensor, width: int) -> torch.Tensor:
+def summands(values: torch.Tensor, element: torch.Tensor, key: int | torch.Tensor, width: int) -> torch.Tensor:
     """The summands of canonical elements with these bits, in the fingerprint (int64)."""
-    bits = lanes.to(torch.int64)
+    bits = values.to(torch.int64)
     if width == 1:
         return mix((element << 16 | (bits & 0xFF)) ^ key)
     per = width // 2
@@ -165,7 +165,7 @@ class TorchMemory(HostTables):
             sums[batch.numbers] = totals.cpu().numpy().view(np.uint64)
         return sums
 
-    def box_sums(self, tick: SliceCallback, tensors: range | None = None) -> U64:
+    def box_sums(self, after_slice: SliceCallback, tensors: range | None = None) -> U64:
         boxes = [0] * self._boxes
         for number, row in enumerate(self._rows):
             if tensors is not None and row.tensor not in tensors:
@@ -174,14 +174,14 @@ class TorchMemory(HostTables):
             for first in range(0, row.region.elements, SLICE):
                 with self._aside():
                     element, target = self._walk(number, row, first, min(SLICE, row.region.elements - first))
-                    lanes = self._views[row.parameter][target]
-                    boxes[row.box] += int(summands(lanes, element, key, width).sum().item())
+                    values = self._views[row.parameter][target]
+                    boxes[row.box] += int(summands(values, element, key, width).sum().item())
                 faults.after_slice()
-                tick(element.numel() * width)
+                after_slice(element.numel() * width)
         return np.array([total % (1 << 64) for total in boxes], dtype=np.uint64)
 
-    def overwrite(self, tensor: int, lanes: Bits, tick: SliceCallback) -> None:
-        signed = lanes.view(f"<i{lanes.itemsize}")
+    def overwrite(self, tensor: int, values: Bits, after_slice: SliceCallback) -> None:
+        signed = values.view(f"<i{values.itemsize}")
         for number in self._by_tensor.get(tensor, []):
             row = self._rows[number]
             for first in range(0, row.region.elements, SLICE):
@@ -189,7 +189,7 @@ class TorchMemory(HostTables):
                     element, target = self._walk(number, row, first, min(SLICE, row.region.elements - first))
                     values = torch.from_numpy(signed[element.cpu().numpy()]).to(self._device)
                     self._views[row.parameter][target] = values
-                tick(element.numel() * lanes.itemsize)
+                after_slice(element.numel() * values.itemsize)
 
     def _walk(self, number: int, row: PlacementRow, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Canonical element and live storage element of ordinals [first, first + count) of a row."""
@@ -210,8 +210,8 @@ class TorchMemory(HostTables):
 
 def storage_bits(tensor: torch.Tensor) -> torch.Tensor:
     """The whole storage as flat signed integers of the tensor's width."""
-    lane = SIGNED_DTYPES[tensor.element_size()]
-    flat = torch.empty(0, dtype=lane, device=tensor.device)
+    dtype = SIGNED_DTYPES[tensor.element_size()]
+    flat = torch.empty(0, dtype=dtype, device=tensor.device)
     return flat.set_(tensor.untyped_storage())
 
 
@@ -226,8 +226,8 @@ def _totals(batch: Batch) -> torch.Tensor:
     parts = [running]
     for first in range(0, batch.index.numel(), SLICE):
         part = slice(first, first + SLICE)
-        lanes = batch.view[batch.index[part]]
-        summed = summands(lanes, batch.element[part], batch.key[part], batch.width).cumsum(0) + parts[-1][-1]
+        values = batch.view[batch.index[part]]
+        summed = summands(values, batch.element[part], batch.key[part], batch.width).cumsum(0) + parts[-1][-1]
         parts.append(summed)
     running = torch.cat(parts)
     ends = running[batch.ends]

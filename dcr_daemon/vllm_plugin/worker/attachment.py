@@ -75,7 +75,11 @@ class Attachment:
 
     def differing(self, values: Values) -> list[str]:
         """Parameters that do not hold what the loader computes from these values."""
-        return [fed.name for fed in self.computed_loader.compute(values)] if self.computed_loader is not None else []
+        return (
+            [parameter.name for parameter in self.computed_loader.compute(values)]
+            if self.computed_loader is not None
+            else []
+        )
 
     def write_computed(self, values: Values) -> None:
         """Write what the loader computes from these values, at once: for a load, which goes forward only."""

@@ -98,9 +98,9 @@ class WorkerSession:
 
     def damage(self, tensor: str) -> None:
         """For tests: flip one bit of a tensor, if this rank holds it."""
-        here = self._attached()
-        for number in here.placement.by_tensor.get(here.layout.index(tensor), [])[:1]:
-            row = here.placement.rows[number]
+        attachment = self._attached()
+        for number in attachment.placement.by_tensor.get(attachment.layout.index(tensor), [])[:1]:
+            row = attachment.placement.rows[number]
             flip_bit(
                 dict((*self._model.named_parameters(), *self._model.named_buffers()))[row.parameter],
                 int(row.targets()[0]),
@@ -187,17 +187,17 @@ class WorkerSession:
 
     def _attached(self) -> Attachment:
         """The attachment. Refuses if an external writer may have written since."""
-        here = self._recorded()
-        if here.generation != self.generation:
+        attachment = self._recorded()
+        if attachment.generation != self.generation:
             raise Refusal(Code.UNPROVED, f"{self._changed_by} may have changed the weights", "attach again")
-        return here
+        return attachment
 
     # -- jobs ----------------------------------------------------------------------------------------------------
 
     def start(self, arg: calls.Start) -> calls.JobStatus:
         """Start a job on the background thread; its result is taken over by `join`."""
         # Files may be checked in any state: the check reads no weight.
-        here = self._recorded() if arg.kind is JobKind.CHECK else self._attached()
+        attachment = self._recorded() if arg.kind is JobKind.CHECK else self._attached()
         job = self._background.job
         if job is not None and (job.kind is JobKind.SCRUB or arg.kind is JobKind.CHECK):
             # A scrub may be cancelled at any time; a load is checked first, and by then no other job has an owner.
@@ -215,20 +215,20 @@ class WorkerSession:
             raise Refusal(Code.REFUSED, "a load job needs a begun load", "send begin with kind=load first")
         if arg.kind is JobKind.PREPARE:
             self._forget()
-        self._background.start(Job(arg.id, arg.kind, self._work(arg, here), (self.generation, self._epoch)))
+        self._background.start(Job(arg.id, arg.kind, self._work(arg, attachment), (self.generation, self._epoch)))
         return self._job(arg.id).status
 
-    def _work(self, arg: calls.Start, here: Attachment) -> Callable[[Job], Any]:
+    def _work(self, arg: calls.Start, attachment: Attachment) -> Callable[[Job], Any]:
         """The work of a job. It reads weights; only a load, which is begun and dirty, writes them."""
         arena = self._arena
         assert arena is not None, "reserved at attach"
         return {
-            JobKind.PREPARE: lambda job: here.prepare(job, arg.hops, arena),
-            JobKind.FINGERPRINT: here.fingerprint,
-            JobKind.SCRUB: lambda job: here.scrub(job, arg),
-            JobKind.COMPARE: lambda job: here.read_computed([arg.loaded], arg.vector),
-            JobKind.CHECK: lambda job: here.check_load(arg),
-            JobKind.LOAD: lambda job: here.load(job, arg),
+            JobKind.PREPARE: lambda job: attachment.prepare(job, arg.hops, arena),
+            JobKind.FINGERPRINT: attachment.fingerprint,
+            JobKind.SCRUB: lambda job: attachment.scrub(job, arg),
+            JobKind.COMPARE: lambda job: attachment.read_computed([arg.loaded], arg.vector),
+            JobKind.CHECK: lambda job: attachment.check_load(arg),
+            JobKind.LOAD: lambda job: attachment.load(job, arg),
         }[arg.kind]
 
     def _job(self, name: str) -> Job:
@@ -302,9 +302,9 @@ class WorkerSession:
             self._background.quiesce()
         else:
             self._background.quiesce()
-            here = self._recorded()
-            if here.generation != self.generation or here.live.moved_parameter() is not None:
-                self._record(here.layout)
+            attachment = self._recorded()
+            if attachment.generation != self.generation or attachment.live.moved_parameter() is not None:
+                self._record(attachment.layout)
                 self._recorded()
             self._forget()
             self._txn_id, self._kind = arg.txn, "load"
@@ -315,16 +315,16 @@ class WorkerSession:
 
     def apply(self, arg: calls.TxnRef) -> calls.Sums:
         """Write the new values. May be repeated, also after a rollback: values are absolute (must E5)."""
-        txn, here = self._writable(arg.txn)
+        txn, attachment = self._writable(arg.txn)
         self._state = TxnState.BEGUN
-        sums = txn.apply(here.live, here.placement)
+        sums = txn.apply(attachment.live, attachment.placement)
         self._applied = True
         return sums
 
     def rollback(self, arg: calls.TxnRef) -> calls.Sums:
         """Write the old values back. The worker stays dirty until `close`, after the sums were verified."""
-        txn, here = self._writable(arg.txn)
-        sums = txn.rollback(here.live, here.placement)
+        txn, attachment = self._writable(arg.txn)
+        sums = txn.rollback(attachment.live, attachment.placement)
         self._state, self._applied = TxnState.ROLLED_BACK, False
         return sums
 
@@ -384,14 +384,14 @@ class WorkerSession:
     def _writable(self, name: str) -> tuple[Transaction, Attachment]:
         """A begun delta and where to write it. Works also after an external write: a rollback is still possible."""
         self._expect(name, *BEGUN_STATES)
-        here = self._attachment
-        if self._txn is None or here is None:
+        attachment = self._attachment
+        if self._txn is None or attachment is None:
             raise Refusal(
                 Code.REFUSED,
                 f"{name} is a dense load, which cannot be applied or rolled back",
                 "load again, then commit",
             )
-        moved = here.live.moved_parameter()
+        moved = attachment.live.moved_parameter()
         if moved is not None:
             raise Refusal(Code.UNPROVED, f"storage of {moved} moved or was replaced inside a transaction")
-        return self._txn, here
+        return self._txn, attachment
