@@ -286,7 +286,7 @@ def load(driver: Driver, path: str) -> calls.JobStatus:
 @pytest.mark.parametrize("split", ["", "o"], ids=["whole", "in regions"])
 def test_a_dense_load_goes_forward_only(driver: Driver, toy: Toy, tmp_path: Path, split: str) -> None:
     other = heldless(random_lanes(LAYOUT, 7))
-    assert "begun first" in refused(driver, Op.START, id="j", kind="load")
+    assert "needs a begun load" in refused(driver, Op.START, id="j", kind="load")
     driver.ok(Op.BEGIN, txn="L", kind="load")
     assert "not written" in refused(driver, Op.COMMIT, txn="L")
     assert load(driver, anchor(tmp_path / "a.safetensors", other, split=split)).state == JobState.DONE
