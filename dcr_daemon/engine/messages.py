@@ -1,11 +1,12 @@
 """The records that cross an engine's private socket, and their frames.
 
-A frame is a 4-byte big-endian length and one msgpack record; longer ones than `FRAME_LIMIT` are refused before
-anything is allocated. A call carries an id that nobody else draws; an answer counts only under that id (must E3).
-Every call that changes something also carries the owner's token and the engine's incarnation. Paths in records are
-local to the machine: bulk bytes never cross the socket. No pickle: a record is a tagged msgspec struct or it is void.
+`VllmEngine` sends calls and gets answers; the plugin's endpoint and EngineCore are on the other side. A frame is a
+4-byte big-endian length and one msgpack record; a frame above `FRAME_LIMIT` is refused before anything is allocated. A
+call carries an id that is unique over processes, and an answer counts only under that id (must E3). Every call that
+changes something also carries the owner's token and the engine's incarnation. Paths in records are local to the
+machine: bulk bytes never cross the socket. Nothing is pickled: a record is a tagged msgspec struct, or it is refused.
 
-`Poll` and `Pending` stay inside the server: its process polls the worker's jobs, so that a client waits on one call.
+`Poll` and `Pending` stay inside the server: its process polls the workers' jobs, so that a client waits on one call.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ T = TypeVar("T")
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", omit_defaults=False):
-    """`id` is unique over processes; `protocol` is what the caller speaks."""
+    """`id` is unique over processes; `protocol` is the version of this socket protocol that the caller uses."""
 
     id: str
     protocol: int = PROTOCOL
@@ -71,7 +72,8 @@ class Swap(Owned, frozen=True, tag="swap"):
 
 
 class FinishAdopted(Owned, frozen=True, tag="settle"):  # the tag is that of socket protocol 1
-    """`hold` as in `Swap`; `back`: another engine could not go forward, so nobody does. Inside the server only."""
+    """`hold` as in `Swap`. `back`: roll back, because another data parallel engine cannot commit. Both are used inside
+    the server only."""
 
     txn: str
     hold: bool = False
@@ -94,29 +96,29 @@ class Outcome(Call, frozen=True, tag="outcome"):
 
 
 class Status(Call, frozen=True, tag="status"):
-    """Anybody may ask. With an `incarnation` it is the owner who asks, and who learns so that it is one no longer."""
+    """Needs no ownership. With an `incarnation` the caller asks as the owner, and is refused if it no longer is."""
 
     token: int = 0
     incarnation: str = ""
 
 
 class Scrub(Owned, frozen=True, tag="scrub"):
-    """`rate` in bytes a second and rank, 0 for no limit; `first` is a tensor's number in the layout."""
+    """`rate`: bytes per second that each rank may read, 0 for no limit. `first`: layout index of the first tensor."""
 
     rate: float
     first: int = 0
 
 
 class Inspect(Owned, frozen=True, tag="inspect"):
-    """Sum the live weights again and say where they lie."""
+    """Sum the live weights again, and report where each tensor lies."""
 
 
 class Checksums(Call, frozen=True, tag="checksums"):
-    """SHA-256 of every parameter and buffer; generation waits meanwhile."""
+    """Compute SHA-256 of every parameter and buffer; generation waits meanwhile."""
 
 
 class Poll(Call, frozen=True, tag="poll"):
-    """Is the job that this id began done? Inside the server only."""
+    """Ask whether the job that the call of this id started is done. Inside the server only."""
 
 
 AnyCall = (
@@ -130,7 +132,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, tag_field="is"):
 
 
 class Done(Answer, frozen=True, tag="done"):
-    """`result` is the msgpack of what the engine port promises for this call."""
+    """`result` is the msgpack of what the engine port returns for this call."""
 
     result: msgspec.Raw
 
@@ -149,7 +151,7 @@ class Pending(Answer, frozen=True, tag="pending"):
 
 AnyAnswer = Done | Refused | Pending
 
-#: What may cross the socket as an error; anything else arrives as plain `DcrError`.
+#: Errors that keep their class over the socket; any other one arrives as the nearest of its base classes.
 ERRORS: dict[str, type[DcrError]] = {
     kind.kind: kind
     for kind in (EngineRefused, Fenced, EngineGone, UsageError, Incompatible, Corrupt, ResourceExhausted, DcrError)
@@ -157,8 +159,8 @@ ERRORS: dict[str, type[DcrError]] = {
 
 
 class TensorReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One canonical tensor as the engine holds it. `held` is the number of elements on each rank, `sum` its live
-    fingerprint in hex (empty unless the class is exact)."""
+    """One canonical tensor as the engine holds it. `kind`: its `TensorClass`. `held`: the number of its elements on
+    each rank. `sum`: its live fingerprint in hex, empty unless the class is exact."""
 
     name: str
     kind: str
@@ -168,7 +170,7 @@ class TensorReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to `Inspect`: what is live, and where."""
+    """Answer to `Inspect`: the live tensors, in layout order, and where they lie."""
 
     incarnation: str
     version: int | None
@@ -199,11 +201,12 @@ def decode_call(body: bytes) -> AnyCall:
         call = decode(_calls, body)
     except ValueError as error:
         raise UsageError(
-            f"not a call of this engine: {error}", hint="run the same version of dcr-daemon on both sides"
+            f"this is not a call that this engine knows: {error}",
+            hint="run the same version of dcr-daemon on both sides",
         ) from error
     if call.protocol != PROTOCOL:
         raise UsageError(
-            f"the caller speaks socket protocol {call.protocol}, this engine {PROTOCOL}",
+            f"the caller uses socket protocol {call.protocol}, this engine uses {PROTOCOL}",
             hint="run the same version of dcr-daemon on both sides",
         )
     return call
@@ -219,7 +222,7 @@ def decode_answer(body: bytes) -> AnyAnswer:
 
 def _strange(error: ValueError) -> UsageError:
     return UsageError(
-        f"the engine's socket gave no answer of this protocol: {error}",
+        f"the engine's socket returned an answer that is not of this protocol: {error}",
         hint="check that the socket belongs to a vLLM server with the dcr plugin of the same version",
     )
 

@@ -1,9 +1,15 @@
 """The engine port: what a subscriber asks of something that holds live weights.
 
-vLLM (through its plugin's socket) and a checkpoint directory are two implementations; both pass
-`tests/contract/test_engine.py`. The engine, not the subscriber, refuses to run on a mixture (must E1). All calls
-raise `EngineRefused` with every reason named, `Fenced` when another owner has attached since (must E3), or
-`EngineGone` when the engine process does not answer.
+The subscriber's driver calls it. In come paths of verified local files, out come the records below; no weights and no
+other bulk bytes are passed. `VllmEngine` (through the plugin's socket) and `DirectoryEngine` implement it, and both
+pass `tests/contract/test_engine.py`. The order of calls:
+
+    attach → prove (or load) → serve → prepare → swap → prepare → swap → …
+                                       scrub, status: at any time
+
+The engine itself, not the subscriber, refuses to run on a mixture of versions (must E1). All calls raise
+`EngineRefused` with every reason named, `Fenced` when another owner has attached since (must E3), or `EngineGone` when
+the engine process does not answer. A refused call has changed nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +38,8 @@ class TensorClass(StrEnum):
 
 
 class StreamFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine is told about the stream at attach. `layout` is the path of the layout object (local)."""
+    """What an engine is told about the stream at attach. `layout` is the local path of the layout object, and
+    `layout_digest` its SHA-256 in hex."""
 
     stream: str
     layout: str
@@ -42,10 +49,12 @@ class StreamFacts(msgspec.Struct, frozen=True, kw_only=True):
 class Attached(msgspec.Struct, frozen=True, kw_only=True):
     """Answer to attach.
 
+    `token` is higher than that of every owner before. `incarnation` is a random id of this run of the engine process.
+    `adopted` names a begun transaction that only commit or rollback may end: call `finish_adopted` and attach again,
+    because then only `token` and `incarnation` are up to date in this answer (must E6). `version` is the version that
+    the engine was last proved at in this incarnation, None if it is unproved. `serving` tells whether it generates now.
     `vector` is the live fingerprint vector (u64 little-endian, layout order; 0 where the class is not `exact`).
-    `classes` are in layout order. `adopted` names a begun transaction that only commit or rollback may end; then
-    nothing else in the answer but `token` and `incarnation` is fresh (must E6). `version` is what the engine itself
-    was last proved at in this incarnation, None if unproved. `serving` tells whether it generates now.
+    `classes` are in layout order.
     """
 
     token: int
@@ -58,10 +67,12 @@ class Attached(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VersionDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """One version of a route, staged: paths are local and verified; `before`/`after` are vector files.
+    """One staged version of a route, a *hop*: it changes version `base` into `version`.
 
-    `loaded`: safetensors file of all `loaded` tensors as this version has them; empty if there are none, or if none
-    has changed between the first hop's base and this version.
+    All paths are local, and the subscriber has verified the files. `attempt` is the sequence number of the `open`
+    record that the chunks belong to. `chunks` are all chunk files of the version. `before` and `after` are vector
+    files: one u64 (little-endian) per tensor of the layout. `loaded` is a safetensors file of all tensors of the class
+    `loaded` as this version has them; empty if there are none, or if none has changed since the first hop's base.
     """
 
     version: int
@@ -74,7 +85,8 @@ class VersionDelta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Transaction(msgspec.Struct, frozen=True, kw_only=True):
-    """Consecutive hops composed into one change (must E6). `label` is shown by the engine as its weight version."""
+    """Consecutive hops that are applied as one change (must E6). `id` is unique for ever. `label` is what the engine
+    shows as its weight version."""
 
     id: str
     hops: list[VersionDelta]
@@ -90,7 +102,8 @@ class Transaction(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
-    """`fits` is how many hops are in the transaction: fewer than asked means the rest is over the cap."""
+    """Answer to prepare. `changed` counts distinct elements over all ranks. `fits` is the number of hops in the
+    transaction: if it is lower than asked, the other hops are over the engine's cap."""
 
     txn: str
     changed: int
@@ -98,14 +111,21 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verdict(StrEnum):
+    """What became of a transaction."""
+
     COMMITTED = "committed"
     ROLLED_BACK = "rolled back"
-    BEGUN = "begun"  #: neither; adopt it
-    UNKNOWN = "unknown"  #: this engine knows no such transaction
+    BEGUN = "begun"  #: neither: weights may be a mixture, and the engine stays paused; attach again and adopt it
+    UNKNOWN = "unknown"  #: this engine knows no such transaction: it was never begun, or ended in an earlier run
 
 
 class Swapped(msgspec.Struct, frozen=True, kw_only=True):
-    """Outcome of a transaction. `pause` is in seconds; `tries` counts applies; `reason` is set unless committed."""
+    """Outcome of a transaction, or of a load.
+
+    `version` is the proved version afterwards, None if there is none; `serving` tells whether the engine generates.
+    `pause`: seconds in which it could not, because of this call. `tries` counts how often the values were written.
+    `reason` says why, unless it is committed.
+    """
 
     txn: str
     verdict: Verdict
@@ -117,6 +137,8 @@ class Swapped(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to status. `prepared` and `begun` are ids of transactions."""
+
     incarnation: str
     version: int | None
     serving: bool
@@ -127,8 +149,8 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
     """A tensor whose live bits are not those that were accepted.
 
-    `ranks` hold wrong bits (none where weights are files); `engine` counts data parallel engines. `replica`: other
-    holders of the same elements are right, so a copy differs from its owner.
+    `ranks` hold wrong bits (empty where weights are files); `engine` is the number of the data parallel engine.
+    `replica`: another rank holds the same elements rightly, so only a copy is damaged.
     """
 
     tensor: str
@@ -138,9 +160,10 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Scrubbed(msgspec.Struct, frozen=True, kw_only=True):
-    """What one scrub looked at: `tensors` of them, `bytes` in all, each as `version` has it but for the `differing`.
+    """What one scrub summed: `tensors` tensors, `bytes` bytes. All are as `version` has them, except `differing`.
 
-    `next` is the tensor to go on with after an interruption; None when the pass reached its end."""
+    `next` is the index of the tensor to continue with after an interruption; None when the pass reached the end of the
+    layout."""
 
     version: int | None
     tensors: int
@@ -150,34 +173,49 @@ class Scrubbed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Engine(Protocol):
+    """One engine, as its owner sees it. Vectors and files are given as local paths."""
+
     async def attach(self, facts: StreamFacts) -> Attached:
-        """Become the owner; record placement; sum the live weights. Refuses what it could not update later."""
+        """Become the owner, find out where each tensor lies, and sum the live weights.
+
+        Raises:
+            EngineRefused: a tensor could not be updated later, or the layout does not fit.
+        """
         ...
 
     async def prove(self, version: int, vector: str, label: str, loaded: str = "") -> None:
         """Declare which version the live weights are. The engine compares `vector` (a file) with its own live sums
-        and refuses a difference, naming the tensors. `loaded`, for an engine that has such tensors, is a file of their
-        bytes: it makes sure that it holds what its loader makes of them, by loading them if need be."""
+        and refuses a difference, naming the tensors. `loaded` is a safetensors file of the tensors of that class, for
+        an engine that has some: it compares what its loader makes of them, and loads them where that differs."""
         ...
 
     async def serve(self) -> None:
-        """Let generation run. Refused unless proved and clean (must E1, E2)."""
+        """Let generation run. Refused unless the engine is proved, and nothing is begun (musts E1, E2)."""
         ...
 
     async def prepare(self, txn: Transaction) -> Prepared:
-        """Decode and check against the live weights while generation goes on; nothing is written (must E4)."""
+        """Decode a transaction and check it against the live weights while generation goes on; nothing is written
+        (must E4). It replaces what was prepared before.
+
+        Raises:
+            EngineRefused: the hops do not begin at the live version, do not form a chain, or do not add up.
+            Corrupt: a staged file is damaged: fetch it again.
+            ResourceExhausted: the first hop alone is over the engine's cap.
+        """
         ...
 
     async def swap(self, txn: str) -> Swapped:
-        """Pause, write, check, commit, resume: one call inside the engine (must E5)."""
+        """Pause, write the prepared transaction, check it, commit, resume: one call inside the engine (must E5). A
+        second call with the same id returns the same outcome."""
         ...
 
     async def outcome(self, txn: str) -> Swapped:
-        """What became of a transaction; for a subscriber that died or lost the answer."""
+        """What became of a transaction; for a subscriber that was restarted or lost the answer."""
         ...
 
     async def finish_adopted(self, txn: str) -> Swapped:
-        """End an adopted, begun transaction: forward if its values are all there, else back (must E6)."""
+        """End an adopted, begun transaction: commit it if all its values can be written, else roll it back
+        (must E6)."""
         ...
 
     async def drop(self) -> None:
@@ -185,24 +223,27 @@ class Engine(Protocol):
         ...
 
     async def load(self, version: int, files: list[str], vector: str, label: str) -> Swapped:
-        """Dense, forward-only repair: write every tensor from safetensors files, then prove it (anchors)."""
+        """Write every tensor from the safetensors files of an anchor, then prove `version` by `vector` (a file).
+
+        This repairs any state. It only goes forward: old values are not kept."""
         ...
 
     async def scrub(self, rate: float, first: int = 0) -> Scrubbed:
-        """Sum the live weights anew, from tensor `first` of the layout on; each rank reads at most `rate` bytes a
-        second (0: no limit).
+        """Sum the live weights again, beginning with tensor `first` of the layout; each rank reads at most `rate`
+        bytes per second (0: no limit).
 
-        Only reads, beside generation (must E4), and is never in the way: any other call of the owner ends it within
-        one slice, where one is under way it returns at once, and after about half a minute it returns by itself;
-        `next` then tells where to go on. A version move
-        gives no false alarm: a tensor is judged only by the version it was summed at. A true difference leaves the
-        engine unproved and paused, like a write by somebody else (musts E1, F1): attach again, repair by `load`.
-        Refused unless proved."""
+        It only reads, while generation goes on (must E4), and yields to every other call: it returns at once if one is
+        under way, ends within one slice when one arrives, and returns after about half a minute in any case; `next` is
+        then where to continue. A swap causes no false alarm, because a tensor is compared only with the version at
+        which it was summed. A true difference leaves the engine unproved and paused, like a write by somebody else
+        (musts E1, F1): attach again, and repair it by `load`. Refused unless proved."""
         ...
 
     async def status(self) -> EngineStatus:
-        """What the engine is now. Whoever has attached asks as the owner: `Fenced` once another has attached since,
-        `EngineGone` if the engine was restarted since. Anybody else may ask too."""
+        """The engine's present state. A client that has attached asks as the owner: it gets `Fenced` if another has
+        attached since, and `EngineGone` if the engine was restarted since. Other clients may ask too."""
         ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Release what this client holds; the engine stays as it is."""
+        ...

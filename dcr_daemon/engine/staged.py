@@ -1,4 +1,4 @@
-"""Files that a driver has staged for an engine: a layout and the vectors of versions."""
+"""Readers of the small files that a subscriber has staged for an engine: a layout, and the vectors of versions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def read_vector(path: str | Path, layout: Layout) -> Vector:
 
     Raises:
         EngineRefused: the file cannot be read.
-        Corrupt: it has another length than a vector of this layout.
+        Corrupt: its length is not that of a vector of this layout.
     """
     body = read_staged(path)
     if len(body) != 8 * len(layout):
@@ -29,7 +29,7 @@ def read_layout(path: str | Path, digest: str) -> Layout:
 
     Raises:
         EngineRefused: the file cannot be read.
-        Corrupt: it is another layout than the one of this digest.
+        Corrupt: it is not the layout with this digest.
     """
     layout = Layout.decode(read_staged(path))
     if layout.digest != digest:

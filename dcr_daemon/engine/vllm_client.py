@@ -1,9 +1,9 @@
 """A running vLLM server as an engine: the client of its plugin's private socket.
 
-Promises: one connection per call, so a wait that is given up leaves nothing behind that a later call could read
-(must E3); the call itself runs on inside the server, and `outcome` tells what became of it. Ownership is the token
-and incarnation that `attach` brought, never the connection. Any number of instances may exist: the engine decides who
-owns it.
+Each call uses a connection of its own, so a call that is given up leaves nothing behind that a later one could read
+(must E3). The call itself goes on inside the server, and `outcome` tells how it ended. The owner is known by the token
+and the incarnation that `attach` returned, not by the connection. Any number of instances may exist: the engine decides
+which one owns it.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from dcr_daemon.engine.port import (
 from dcr_daemon.errors import UsageError
 
 T = TypeVar("T")
-PATIENCE = 1800.0  #: seconds a caller waits for one answer; the call goes on inside the server
+ANSWER_TIMEOUT = 1800.0  #: seconds that a caller waits for one answer; the call goes on inside the server
 
 
 class VllmEngine:
     """The engine port over a unix socket.
 
     Args:
-        socket_path: what `DCR_SOCKET` names on the server.
-        patience: seconds after which a wait is given up as `EngineGone`.
+        socket_path: the path that `DCR_SOCKET` names on the server.
+        timeout: seconds after which waiting for an answer ends with `EngineGone`.
     """
 
-    def __init__(self, socket_path: Path | str, *, patience: float = PATIENCE) -> None:
+    def __init__(self, socket_path: Path | str, *, timeout: float = ANSWER_TIMEOUT) -> None:
         self.path = Path(socket_path)
-        self._patience = patience
+        self._timeout = timeout
         self._nonce = runtime.nonce()
         self._calls = 0
         self._token = 0
@@ -99,7 +99,7 @@ class VllmEngine:
         return await self._call(call, Swapped)
 
     async def inspect(self) -> Report:
-        """Sum the live weights anew (a scrub) and say where every tensor lies; generation goes on meanwhile."""
+        """Sum the live weights again, and report where every tensor lies; generation goes on meanwhile."""
         call = messages.Inspect(id=self._id(), token=self._owner(), incarnation=self._incarnation)
         return await self._call(call, Report)
 
@@ -132,15 +132,15 @@ class VllmEngine:
     async def _call(self, call: messages.Call, kind: type[T] | None) -> T:
         """Send one call, wait for its answer, raise the error it carries.
 
-        Raises `EngineGone` when there is no server behind the socket, it goes away, or patience ends.
+        Raises `EngineGone` when no server listens at the socket, it goes away, or the timeout ends.
         """
         body = messages.frame(messages.encode(call))
         try:
-            async with asyncio.timeout(self._patience):
+            async with asyncio.timeout(self._timeout):
                 answer = messages.decode_answer(await self._exchange(body))
         except TimeoutError:
             raise EngineGone(
-                f"{self.path}: no answer to {call.__struct_config__.tag} within {self._patience:.0f} s",
+                f"{self.path}: no answer to {call.__struct_config__.tag} within {self._timeout:.0f} s",
                 hint="the call may still be running; attach again and ask for the outcome",
             ) from None
         except (OSError, asyncio.IncompleteReadError) as error:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from sim.world import World
 
 RANKS = 2
-PATIENCE = 60.0  #: virtual seconds after which a subscriber gives up on one answer
+ANSWER_TIMEOUT = 60.0  #: virtual seconds after which a subscriber gives up on one answer
 _LENGTH = 4
 
 
@@ -221,7 +221,7 @@ class SimVllmEngine(VllmEngine):
     """The real client over a simulated socket: the call runs on in the server, whatever becomes of the caller."""
 
     def __init__(self, engine: SimEngine) -> None:
-        super().__init__(f"/sim/{engine.role}", patience=PATIENCE)
+        super().__init__(f"/sim/{engine.role}", timeout=ANSWER_TIMEOUT)
         self._engine = engine
 
     async def _exchange(self, body: bytes) -> bytes:

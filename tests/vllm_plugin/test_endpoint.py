@@ -175,7 +175,7 @@ async def test_patience_ends_the_wait_and_not_the_call(path: Path, engine: ToyEn
     async with listening(path, engine) as client:
         client.gate = asyncio.Event()
         with pytest.raises(EngineGone, match="no answer to status within"):
-            await VllmEngine(path, patience=0.05).status()
+            await VllmEngine(path, timeout=0.05).status()
         client.gate.set()
 
 
@@ -238,7 +238,7 @@ STUCK = {
 async def test_clients_that_are_stuck_hold_nobody_up(path: Path, engine: ToyEngine, sent: bytes) -> None:
     version = engine.step()
     async with listening(path, engine):
-        owner = VllmEngine(path, patience=20)
+        owner = VllmEngine(path, timeout=20)
         writers = await stuck_clients(path, 80, sent)
         await prove_and_serve(owner, engine)
         writers += await stuck_clients(path, 80, sent)

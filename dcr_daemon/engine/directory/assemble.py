@@ -1,7 +1,7 @@
 """Whole checkpoints on disk: joined from the files of an anchor or a base, and summed.
 
-What is built here is a plain Hugging Face checkpoint however the files were cut (docs/FORMAT.md 3, anchors). Nothing is
-trusted: whoever builds one compares its vector with the seal's afterwards.
+The result is a plain Hugging Face checkpoint, however the files were cut (docs/FORMAT.md 3, anchors). The caller
+compares its vector with the seal's afterwards.
 """
 
 from __future__ import annotations

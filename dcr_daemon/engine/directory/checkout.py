@@ -1,14 +1,14 @@
-"""A checkpoint directory that is changed in place, and how it survives a kill at any instant (must E8).
+"""The files of a checkpoint directory that is changed in place, so that it survives a kill at any instant (must E8).
 
-    .dcr/version.json   which version of which stream the weights are (`Marker`)
-    .dcr/journal        what is being written, in full
-    .dcr/dirty          the mark: weights are between versions; `config.json` waits in `.dcr/`, so any loader fails
-    .dcr/incoming/      a whole checkpoint that is to take the place of what is there
-    .dcr/owner.json     who attached last (must E3)
+    .dcr/version.json   the version and the stream of the weights (`Marker`)
+    .dcr/journal        the change that is being written, in full
+    .dcr/dirty          the mark: weights are between versions; `config.json` is moved to `.dcr/`, so every loader fails
+    .dcr/incoming/      a whole checkpoint that will replace the present one
+    .dcr/owner.json     the engine that attached last (must E3)
 
-The order: journal → mark → config away → data → marker → config back → mark gone → journal gone, each durable before
-the next. So a journal without a mark never began, and a mark always has a good journal to redo. Callers hold the
-lock; this module knows files, not transactions.
+The order: write journal → set mark → move config away → write data → write marker → move config back → remove mark →
+remove journal, each step durable before the next. So a journal without a mark never began, and a mark always has a good
+journal to redo. Callers hold the lock. This module handles files; `transactions` and `install` know what they mean.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class Marker(msgspec.Struct, frozen=True, kw_only=True):
-    """The version that the weights are. `vector` is the SHA-256 of their fingerprint vector; `txn` made it so."""
+    """The version of the weights. `vector` is the SHA-256 of their fingerprint vector, `txn` the transaction that led
+    to it."""
 
     format: int = FORMAT
     stream: str
@@ -53,17 +54,21 @@ class Marker(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Dirty(msgspec.Struct, frozen=True, kw_only=True):
+    """The mark: this transaction has begun to change the weights."""
+
     stream: str
     txn: str
 
 
 class Owner(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine that attached last: `nonce` is its random id, `token` is higher than that of every owner before."""
+
     token: int = 0
     nonce: str = ""
 
 
 class Checkout:
-    """The directory at `path` and its marks."""
+    """The directory at `path`, and DCR's files in `path/.dcr`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -76,7 +81,7 @@ class Checkout:
         self._hidden = self.marks / CONFIG
 
     def try_lock(self) -> contextlib.ExitStack | None:
-        """Hold the directory against every other process and caller until the context ends; None if one holds it.
+        """Lock the directory against every other process and caller until the context ends; None if it is locked.
 
         Raises `EngineGone` if the directory is not there.
         """
@@ -95,11 +100,11 @@ class Checkout:
 
     @property
     def empty(self) -> bool:
-        """Nothing there but, perhaps, marks."""
+        """Whether the directory holds nothing, except perhaps `.dcr`."""
         return all(entry == self.marks for entry in self.path.iterdir())
 
     def marker(self) -> Marker | None:
-        """Raises `EngineRefused` for a marker that cannot be read or is of a newer format."""
+        """The marker, if there is one. Raises `EngineRefused` if it cannot be read or has a newer format."""
         return self._read(self._marker, Marker)
 
     def dirty(self) -> Dirty | None:
@@ -141,7 +146,7 @@ class Checkout:
             raise disk_error(error, path) from error
 
     def recover(self, layout: Layout) -> str:
-        """Finish what was begun, forget what was not.
+        """Finish a change that was begun, and remove files of changes that were not.
 
         Returns:
             Why the directory is still between versions; empty when it is clean.
@@ -158,14 +163,14 @@ class Checkout:
                 try:
                     self.redo(journal, layout)
                 except ResourceExhausted:
-                    raise  # there is a way on, when there is room
+                    raise  # it can be finished when the disk has space again
                 except DcrError as error:
                     return f"a change was begun and cannot be finished: {error.message}"
         self.sweep()
         return ""
 
     def begin(self, prepared: Path, stream: str, txn: str) -> None:
-        """From here on the change is either finished or redone: `prepared` becomes the journal, the mark is set."""
+        """Make `prepared` the journal and set the mark. After this the change is finished, now or by `recover`."""
         prepared.rename(self.journal)
         sync_directory(self.marks, site="engine")
         runtime.failpoint("engine.dir.journal")
@@ -173,13 +178,13 @@ class Checkout:
         runtime.failpoint("engine.dir.dirty")
 
     def redo(self, journal: Journal, layout: Layout) -> None:
-        """Write what a journal says, and its marker. May be repeated from any point.
+        """Write what a journal contains, and its marker. May be repeated after a stop at any point.
 
         Raises:
             Corrupt: the weights do not read back as they were written.
         """
         head = journal.head
-        self._hide()
+        self._hide_config()
         runtime.failpoint("engine.dir.hidden")
         if isinstance(head, Patch):
             self.write(journal, layout)
@@ -224,15 +229,15 @@ class Checkout:
         sync_directory(self.path, site="engine")
 
     def finish(self, marker: Marker) -> None:
-        """The weights are `marker`'s version, durably: write it and take the mark away."""
+        """The weights are durably at `marker`'s version: write the marker and remove the mark."""
         self.marks.mkdir(exist_ok=True)
         self._replace(self._marker, marker)
         runtime.failpoint("engine.dir.version")
         self.clear()
 
     def clear(self) -> None:
-        """Take the mark away; the weights must be what `version.json` says."""
-        self._show()
+        """Remove the mark; the weights must be what `version.json` says."""
+        self._show_config()
         runtime.failpoint("engine.dir.shown")
         self._dirty.unlink(missing_ok=True)
         sync_directory(self.marks, site="engine")
@@ -240,21 +245,21 @@ class Checkout:
         self.journal.unlink(missing_ok=True)
 
     def sweep(self) -> None:
-        """Forget what never began: journals without a mark, prepared changes, incoming files."""
-        self._show()
+        """Remove what never began: journals without a mark, prepared changes, incoming files."""
+        self._show_config()
         self.journal.unlink(missing_ok=True)
         for path in [*self.marks.glob("prepared-*"), *self.marks.glob(".*.partial")]:
             path.unlink(missing_ok=True)
         for path in [*self.marks.glob("incoming*"), *self.marks.glob(".incoming*")]:
             shutil.rmtree(path, ignore_errors=True)
 
-    def _hide(self) -> None:
+    def _hide_config(self) -> None:
         if (self.path / CONFIG).exists():
             (self.path / CONFIG).rename(self._hidden)
             sync_directory(self.path, site="engine")
             sync_directory(self.marks, site="engine")
 
-    def _show(self) -> None:
+    def _show_config(self) -> None:
         if self._hidden.exists():
             self._hidden.rename(self.path / CONFIG)
             sync_directory(self.path, site="engine")
@@ -275,7 +280,7 @@ class _Shards:
 
     def bits(self, name: str) -> Bits:
         if name not in self._home:
-            raise Corrupt(f"tensor {name} has vanished from the directory", hint="empty it, then start again")
+            raise Corrupt(f"tensor {name} is no longer in the directory", hint="empty it, then start again")
         return self._home[name].bits(name)
 
     def sync(self) -> None:
@@ -290,7 +295,7 @@ class _Shards:
 
 
 def describe_difference(found: Layout, wanted: Layout) -> str:
-    """How a checkpoint differs from the stream's layout, tensor by tensor; empty if it does not."""
+    """The tensors in which a checkpoint's layout differs from the stream's, in words; empty if there are none."""
     ours, theirs = {spec.name: spec for spec in found}, {spec.name: spec for spec in wanted}
     parts = []
     for title, names in (
@@ -308,7 +313,7 @@ def open_checkpoint(path: Path, layout: Layout) -> Checkpoint:
 
     Raises:
         DcrError: it has no readable checkpoint.
-        EngineRefused: its tensors are others, named.
+        EngineRefused: it has other tensors, which are named.
     """
     checkpoint = Checkpoint(path)
     if difference := describe_difference(checkpoint.layout, layout):

@@ -1,11 +1,11 @@
-"""The redo journal of a checkpoint directory: what was about to be written, in full, under one digest (must E8).
+"""The redo journal of a checkpoint directory: a change in full, under one digest (must E8).
 
-A journal is written once, made durable, and then only read. It holds absolute values, so that redoing it any number
-of times, or after any part of it, gives the same bytes; and the old ones, so that the way back is open too. One that
-is torn or altered is told by its digest and counts as absent.
+A journal is written once, made durable, and then only read. It holds absolute new values, so that redoing it any number
+of times, or after any part of it was written, gives the same bytes; and the old values, for a rollback. A journal that
+is torn or altered is recognised by its digest, and counts as absent.
 
     "DCRJRNL1", u64 length, JSON head, entries, SHA-256 of everything before it
-    entry: u64 tensor, u64 k, u64 bytes per position, k positions, k new lanes, k old lanes
+    entry: u64 tensor, u64 k, u64 bytes per position (4 or 8), k positions, k new values, k old values
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SUM = 32
 
 
 class Head(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
-    """What both kinds say: which transaction, and which marker is to be written when it is through."""
+    """What both kinds have: the transaction, and the fields of the marker to write when the change is complete."""
 
     txn: str
     stream: str
@@ -47,13 +47,13 @@ class Head(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
 
 
 class Patch(Head, frozen=True, kw_only=True, tag="patch"):
-    """Some elements get new values."""
+    """A change of some elements."""
 
     base: int
 
 
 class Install(Head, frozen=True, kw_only=True, tag="install"):
-    """A whole checkpoint, complete in `.dcr/incoming`, takes the place of what is there."""
+    """A whole checkpoint, complete in `.dcr/incoming`, replaces the present one: `files` are moved, `stale` removed."""
 
     files: list[str]
     stale: list[str]
@@ -110,7 +110,7 @@ def _put_entry(file: BinaryIO, seen: _Hash, entry: AbsoluteChanges) -> None:
 class Journal:
     """A journal whose digest is good. Close it when done; arrays from `entries` are copies.
 
-    The digest tells that nothing was torn, not that whoever wrote it was sane: every entry is judged before it is used.
+    The digest shows that the file is complete, not that its content is valid: every entry is checked before it is used.
     """
 
     def __init__(self, head: Patch | Install, data: mmap.mmap, first: int) -> None:
@@ -119,7 +119,7 @@ class Journal:
         self._first = first
 
     def entries(self, layout: Layout) -> Iterator[AbsoluteChanges]:
-        """The changes, tensor by tensor; one tensor's worth of memory at a time.
+        """The changes, tensor by tensor; memory is that of one tensor's changes.
 
         Raises:
             Corrupt: an entry does not fit the layout, or the journal.
@@ -135,7 +135,7 @@ class Journal:
                 raise _corrupt(f"it names tensor {tensor} of {len(layout)}, positions of {width} bytes")
             lane = np.dtype(bits_dtype(layout[tensor].width))
             if not 1 <= k <= (end - at) // (width + 2 * lane.itemsize):
-                raise _corrupt(f"{k} changes of {layout[tensor].name} are not in it")
+                raise _corrupt(f"it does not hold the {k} changes of {layout[tensor].name}")
             columns = []
             for dtype in (np.dtype("<u4" if width == 4 else "<i8"), lane, lane):
                 columns.append(np.frombuffer(self._data[at : at + k * dtype.itemsize], dtype=dtype))
@@ -150,7 +150,7 @@ class Journal:
 
 
 def read_journal(path: Path) -> Journal | None:
-    """The journal at `path`, or None if there is none with a good digest and a head that can be read."""
+    """The journal at `path`; None if there is none, its digest is wrong, or its head cannot be read."""
     try:
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_size < len(MAGIC) + 8 + _SUM:
@@ -177,5 +177,5 @@ def read_journal(path: Path) -> Journal | None:
     return Journal(head, data, first)
 
 
-def _corrupt(what: str) -> Corrupt:
-    return Corrupt(f"the journal is damaged: {what}", hint="empty the directory, then start again")
+def _corrupt(reason: str) -> Corrupt:
+    return Corrupt(f"the journal is damaged: {reason}", hint="empty the directory, then start again")

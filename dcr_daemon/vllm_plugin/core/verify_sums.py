@@ -1,11 +1,12 @@
-"""Joins what the ranks summed, and judges it (musts E4, E5, F1). Pure: arrays in, arrays or `EngineRefused` out.
+"""Adds up what the ranks summed, and compares it with what it must be (musts E4, E5, F1).
+
+EngineCore calls these functions; they are pure. In come the answers of all ranks, as arrays, and the summaries of the
+staged files; out come joined arrays, or `EngineRefused` with the names of tensors, never only a total.
 
 Every rank sums what it holds, box by box. Equal boxes on several ranks are replicas: they must have equal sums and are
 counted once. Distinct boxes of a tensor add up to the tensor. That they tile it is shown in two steps: their sizes add
-up to the tensor's (here), and the joined fingerprint equals a version's; a gap and an overlap of one size cannot pass
+up to the tensor's (here), and the joined fingerprint equals a version's. A gap and an overlap of one size cannot pass
 both, because a summand depends on its position.
-
-A verdict names tensors, never only a total.
 """
 
 from __future__ import annotations
@@ -75,11 +76,11 @@ class LiveSums:
     torn: str = ""
 
     def after(self, placement: JointPlacement, ranks: Sequence[PreparedRank], vector: Vector) -> LiveSums:
-        """What they sum to once a judged transaction is written, which leads to the version of `vector`."""
+        """The sums after a verified transaction is written; `vector` is that of the version it leads to."""
         boxes = self.boxes.copy()
         for local, rank in zip(placement.local, ranks, strict=True):
             box = local[np.frombuffer(rank.after.box, "<u4")]
-            # Replicas were judged equal: each says the same of a box, so the last one to say it is as good as any.
+            # Replicas were found equal: all report the same of a box, so it does not matter which one is used.
             added = np.frombuffer(rank.after.sums, "<u8") - np.frombuffer(rank.before.sums, "<u8")
             boxes[box] = self.boxes[box] + added
         return LiveSums(boxes, vector * placement.exact)
@@ -135,7 +136,8 @@ def join_placement(layout: Layout, ranks: Sequence[AttachedRank], computed_cap: 
 
 
 def _over_cap(layout: Layout, classes: Sequence[TensorClass], cap: int) -> list[str]:
-    """Every change of a loaded tensor takes all of them along, and somebody has to keep their bytes."""
+    """The reason to refuse, if the computed tensors have more than `cap` bytes: each change of one sends all of them,
+    and the subscriber keeps their bytes."""
     loaded = [spec for spec, kind in zip(layout, classes, strict=True) if kind is TensorClass.LOADER_COMPUTED]
     size = sum(spec.nbytes for spec in loaded)
     if size <= cap:
@@ -219,8 +221,8 @@ def _names(placement: JointPlacement, boxes: Ints) -> str:
 
 
 def join_fingerprint(placement: JointPlacement, ranks: Sequence[FingerprintRank]) -> LiveSums:
-    """The sums of all that is live. A tensor whose copies differ is at 0, which no version has: so it is at none, and a
-    load repairs it."""
+    """The sums of all live weights. A tensor whose copies differ gets the sum 0, which no version has: so the engine is
+    at no version, and a load repairs it."""
     entries = [(local, (sums,)) for local, sums in _box_sums(placement, ranks)]
     joined = _fold_torn(placement, entries, "fingerprint")
     vector = np.zeros(len(placement.layout), dtype=np.uint64)
@@ -270,7 +272,7 @@ def differing(placement: JointPlacement, one: Vector, other: Vector) -> list[str
 
 
 def verify_hop(placement: JointPlacement, hop: StagedSummary, ranks: Sequence[SegmentSums]) -> None:
-    """Each segment's joint sums against the chunk's own, before and after this hop (must E4).
+    """Compare each segment's sums over all ranks with the chunk's own, before and after this hop (must E4).
 
     Raises `EngineRefused` naming tensors: nothing has been written.
     """
@@ -296,7 +298,7 @@ def verify_hop(placement: JointPlacement, hop: StagedSummary, ranks: Sequence[Se
     for wrong, text, hint in (
         (before != table.before, "the live weights are not what version {} was made from", "attach again"),
         (counted != table.changed, "version {} changes elements that no rank holds", "attach again"),
-        (after != table.after, "version {} does not give the values its chunks promise", "stage the version again"),
+        (after != table.after, "version {} does not give the values that its chunks state", "stage the version again"),
     ):
         if (wrong & exact).any():
             tensors = sorted(set(table.tensor[wrong & exact].tolist()))
@@ -305,7 +307,9 @@ def verify_hop(placement: JointPlacement, hop: StagedSummary, ranks: Sequence[Se
 
 
 def verify_composed(placement: JointPlacement, hops: Sequence[StagedSummary], ranks: Sequence[PreparedRank]) -> int:
-    """What will be written, as one change, against the hops it was composed from. Returns distinct changed elements.
+    """Compare the one change that will be written with the hops from which it was composed.
+
+    Returns how many distinct elements it changes.
 
     Raises `EngineRefused` naming tensors.
     """
@@ -331,7 +335,7 @@ def verify_composed(placement: JointPlacement, hops: Sequence[StagedSummary], ra
 
 
 def compare_written(placement: JointPlacement, wanted: Sequence[Sums], found: Sequence[Sums]) -> str:
-    """Whether every rank's live sums are what it must have written. Empty if so, else the tensors and ranks."""
+    """Compare every rank's live sums with what it had to write. Empty if they are equal, else the tensors and ranks."""
     faults = []
     for number, (local, want, have) in enumerate(zip(placement.local, wanted, found, strict=True)):
         if want.box != have.box:

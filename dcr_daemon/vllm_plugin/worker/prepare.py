@@ -31,11 +31,11 @@ Advance = Callable[[float], None]
 
 
 class ArenaFull(Exception):
-    """The arena cannot hold this hop as well."""
+    """The arena has no space for this hop."""
 
 
 class Arena:
-    """`cap` bytes, touched once so that they exist; handed out front to back, taken back all at once."""
+    """`cap` bytes of host memory, reserved at attach: handed out front to back, and taken back all at once."""
 
     def __init__(self, cap: int) -> None:
         self._bytes = np.empty(max(cap, 8), dtype=np.uint8)
@@ -60,7 +60,7 @@ class Arena:
 
 
 class Preparation:
-    """Decodes hops into groups. One use per attempt; runs on the worker's background thread."""
+    """Decodes hops into groups of absolute changes. One `run` per instance, on the worker's background thread."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Preparation:
             done: list[SegmentSums] = []
             try:
                 for number, hop in enumerate(hops[:fits]):
-                    done.append(self._hop(number, hop, (number, fits)))
+                    done.append(self._hop(number, hop, fits))
                 return self._finish(txn, fits, done)
             except ArenaFull:
                 # A hop changes values that earlier hops put there, so a half-done one cannot be cut off: start
@@ -111,7 +111,8 @@ class Preparation:
                         hint="raise DCR_STAGE_CAP where the engine is started",
                     ) from None
 
-    def _hop(self, number: int, hop: HopFiles, of: tuple[int, int]) -> SegmentSums:
+    def _hop(self, number: int, hop: HopFiles, hops: int) -> SegmentSums:
+        """Add one hop to the groups; the sums of each of its segments here, before and after."""
         entries: list[tuple[int, int, int, int, int]] = []
         for segment_number, chunk, index, part in self._segments(hop):
             segment = chunk.segment(index)
@@ -124,8 +125,8 @@ class Preparation:
                     if entry is not None:
                         entries.append((segment_number, self._placement.rows[row].box, *entry))
             faults.after_slice()
-            self._advance((of[0] + part) / of[1])
-        self._advance((of[0] + 1) / of[1])
+            self._advance((number + part) / hops)
+        self._advance((number + 1) / hops)
         return _segment_sums(hop.version, entries)
 
     def _segments(self, hop: HopFiles) -> Iterator[tuple[int, Chunk, int, float]]:
@@ -141,7 +142,7 @@ class Preparation:
     def _change(
         self, hop: int, row: int, changes: Changes, elements: npt.NDArray[np.int64]
     ) -> tuple[int, int, int] | None:
-        """Fold one segment's share of one row in; (count, before, after), or None if they share nothing."""
+        """Add what one segment changes in one row: (count, before, after), or None if that is nothing."""
         picked, element, target = self._memory.locate(row, elements)
         if not picked.size:
             return None
@@ -179,7 +180,7 @@ class Preparation:
         return group
 
     def _require_equal_aliases(self) -> None:
-        """One memory under two names takes one value: raises `EngineRefused` if a change gives it two."""
+        """Raises `EngineRefused` if a change gives two values to memory that has two names."""
         for pair in self._placement.aliases:
             changes = [self._by_row.get(row, []) for row in pair]
             if not any(changes):
@@ -193,7 +194,7 @@ class Preparation:
                 )
 
     def _finish(self, txn: str, fits: int, done: list[SegmentSums]) -> Transaction:
-        """Stage the groups, and say what apply and rollback will have to answer."""
+        """Give the groups to the memory, and compute what apply and rollback have to return."""
         memory, groups = self._memory, self._groups
         self._require_equal_aliases()
         memory.load_groups(groups)
@@ -215,7 +216,7 @@ class Preparation:
 
 
 def _joined(groups: Sequence[Group]) -> tuple[npt.NDArray[Any], ...]:
-    """Places and new values of several groups of one row, in the order of the places."""
+    """Live places and new values of several groups of one row, places ascending."""
     target, new = (np.concatenate([getattr(group, name) for group in groups]) for name in ("target", "new"))
     order = np.argsort(target)
     return target[order], new[order]

@@ -21,10 +21,11 @@ from dcr_daemon.vllm_plugin.weights.placement import Placement
 
 @dataclass(slots=True)
 class Transaction:
-    """Prepared change of this worker. `groups` hold each changed element once.
+    """The prepared change of one worker, `fits` hops of a route. `groups` hold each changed element once.
 
-    `loaded` are the loaded tensors that it changes; `values`, their canonical bytes, become `fed` when the loader has
-    run over them.
+    `answer` is what EngineCore gets: `apply` must return its `after`, `rollback` its `before`. `computed` are the
+    changed tensors that vLLM's loader computes with; their canonical bytes, `values`, become `computed_parameters` when
+    the loader has run over them on scratch memory.
     """
 
     id: str
@@ -36,7 +37,8 @@ class Transaction:
     computed_parameters: list[ComputedParameter] = field(default_factory=list)
 
     def apply(self, memory: WeightMemory, placement: Placement) -> Sums:
-        """Write the new values; sums of what is in memory afterwards. What was fed is compared here, bit by bit."""
+        """Write the new values and return the sums of what is in memory afterwards. The computed parameters are
+        compared here, bit by bit."""
         if faults.should_fail("apply"):
             memory.scatter(ValueSet.NEW, stop=len(self.groups) // 2)
             faults.fail("apply")
@@ -47,7 +49,7 @@ class Transaction:
         return box_sums(self.groups, memory.group_sums(), placement)
 
     def rollback(self, memory: WeightMemory, placement: Placement) -> Sums:
-        """Write the old values back; sums of what is in memory afterwards."""
+        """Write the old values back and return the sums of what is in memory afterwards."""
         faults.point("rollback")
         memory.scatter(ValueSet.OLD)
         write_computed(self.computed_parameters, ValueSet.OLD)
@@ -61,7 +63,7 @@ def _flip(memory: WeightMemory, groups: list[Group]) -> None:
 
 
 def box_sums(groups: Sequence[Group], sums: U64, placement: Placement) -> Sums:
-    """Per-group sums joined per box, boxes ascending."""
+    """The sums of all groups added up per box, boxes ascending."""
     boxes = np.array([placement.rows[group.row].box for group in groups], dtype=np.uint32)
     which, where = np.unique(boxes, return_inverse=True)
     joined, count = np.zeros(which.size, dtype=np.uint64), np.zeros(which.size, dtype=np.int64)
