@@ -80,7 +80,7 @@ class Ledger:
         self._fenced_epoch: int | None = None
         self._name = ""
         self._sent: _Sent | None = None
-        self._settled: Record | None = None
+        self._resolved: Record | None = None
         self._unpublished: list[Step] = []
         self._followers: weakref.WeakSet[Follower] = weakref.WeakSet()
 
@@ -120,7 +120,7 @@ class Ledger:
 
     @property
     def undecided(self) -> bool:
-        """A record was sent and its outcome is not known: call `settle` before anything depends on it (must L1)."""
+        """A record was sent and its outcome is not known: call `resolve` before anything depends on it (must L1)."""
         return self._sent is not None
 
     async def create_stream(self, layout: Layout, vector: Vector, *, model: str = "") -> Stream:
@@ -159,33 +159,33 @@ class Ledger:
         to give up. A record that an earlier call left undecided is resolved first.
 
         Raises:
-            Undecided: the outcome is not known and the record is kept; call `settle`.
+            Undecided: the outcome is not known and the record is kept; call `resolve`.
             Fenced: a newer epoch owns the stream, or a claim is not lawful (must P6).
             UsageError: the record would not count; nothing was sent.
         """
         async with self._lock:
             await self._open()
             while True:
-                await self._resolve()
+                await self._decide_sent()
                 record = make(self._header())
                 self._sent = _Sent(self.tip.seq + 1, self._checked(record), record)
-                if await self._resolve() is record:
-                    self._settled = None
+                if await self._decide_sent() is record:
+                    self._resolved = None
                     return record
                 await self._read_on()
 
-    async def settle(self) -> Record | None:
+    async def resolve(self) -> Record | None:
         """Resolve the record that an `append` left undecided: returns it if it is in the ledger, else None.
 
         Raises:
             Undecided: still not known.
         """
         async with self._lock:
-            await self._resolve()
+            await self._decide_sent()
             if self._unpublished:
                 self._publish()  # an earlier call took it, and failed to remember it
-            settled, self._settled = self._settled, None
-            return settled
+            resolved, self._resolved = self._resolved, None
+            return resolved
 
     async def claim(self, name: str, *, take_over: bool = False) -> int:
         """Claim the stream as publisher `name` and return the epoch. Afterwards everything up to it has been read.
@@ -309,7 +309,7 @@ class Ledger:
         self._publish()  # also without a new record: an earlier call may have failed to write the mark
         return body is not None
 
-    async def _resolve(self) -> Record | None:
+    async def _decide_sent(self) -> Record | None:
         """Decide the record that was sent, if there is one; the record if it is ours and in the ledger."""
         if self._sent is None:
             return None
@@ -321,13 +321,13 @@ class Ledger:
         self._take(*await judge_slot(self.store, self.tip, body))
         self._publish()
         runtime.failpoint(f"ledger.{kind}.known")
-        return self._settled
+        return self._resolved
 
     def _take(self, step: Step, body: bytes | None = None) -> None:
         """Move the tip over one slot. `body` decides a record of ours that was sent there."""
         sent, self._tip = self._sent, step.tip
         if sent and sent.seq == step.tip.seq:
-            self._sent, self._settled = None, (sent.record if sent.body == body else None)
+            self._sent, self._resolved = None, (sent.record if sent.body == body else None)
         self._unpublished.append(step)
 
     def _publish(self) -> None:

@@ -47,7 +47,7 @@ class TestOutcomes:
             seal = await writer.version()
             assert records.decode_record(store.objects[names.record(seal.seq)]) == seal
             assert writer.ledger.state == await state_of(store)
-            assert await writer.ledger.settle() is None, "nothing is open"
+            assert await writer.ledger.resolve() is None, "nothing is open"
 
         run(check())
 
@@ -126,11 +126,11 @@ class TestOutcomes:
             assert still.slept == sorted(still.slept), "tries grow rarer"
             if lands:
                 store.land_ghosts()
-            settled = await ledger.settle()
+            settled = await ledger.resolve()
             assert isinstance(settled, Seal)
             assert ledger.state.seal == records.SealRef(settled.seq, 1)
             assert not ledger.undecided
-            assert await ledger.settle() is None, "told once"
+            assert await ledger.resolve() is None, "told once"
             store.land_ghosts()
             assert (await state_of(store)).seal == records.SealRef(settled.seq, 1)
 
@@ -166,7 +166,7 @@ class TestOutcomes:
                 await task
             store.before = None
             assert writer.ledger.undecided
-            assert isinstance(await writer.ledger.settle(), Open)
+            assert isinstance(await writer.ledger.resolve(), Open)
 
         run(check())
 
@@ -179,7 +179,7 @@ class TestOutcomes:
             store.land_ghosts()
             await writer.ledger.read()
             assert not writer.ledger.undecided
-            assert isinstance(await writer.ledger.settle(), Open)
+            assert isinstance(await writer.ledger.resolve(), Open)
 
         run(check())
 
@@ -192,7 +192,7 @@ class TestOutcomes:
                 await writer.seal()
             other = Ledger(store)
             await other.claim("other", take_over=True)
-            assert await writer.ledger.settle() is None
+            assert await writer.ledger.resolve() is None
             with pytest.raises(Fenced):
                 await writer.seal()
             assert (await state_of(store)).seal.version == 0

@@ -149,7 +149,7 @@ class Leader(Coordinator):
 
     async def _resolve(self, attempt: Attempt | None) -> Seal | None:
         """Decide what was sent to the ledger; the seal of `attempt`, if the ledger has it. Nothing is appended."""
-        await self.ledger.settle()
+        await self.ledger.resolve()
         if attempt is None or self.head < attempt.version:
             return None
         seal = await self.ledger.history.seal(attempt.version)
@@ -223,7 +223,7 @@ class Leader(Coordinator):
 
     async def anchor_if_due(self, *, at_once: bool = False) -> None:
         if self.ledger.undecided:
-            await self._with_timeout(self._options.patience, self.ledger.settle(), "the fate of a record")
+            await self._with_timeout(self._options.patience, self.ledger.resolve(), "the fate of a record")
             await self.ledger.read()
         newest = self.ledger.state.anchor
         if self.context.attempt or (newest and newest.version == self.head):
