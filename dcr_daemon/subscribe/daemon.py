@@ -57,7 +57,7 @@ async def run_subscribe(options: SubscribeOptions, store: Store, engine: Engine,
     try:
         with _only_one(home):
             ledger = Ledger(store, memory=home / "seen.json", emit=emit, polling=_polling(options))
-            await _patiently(options, emit, ledger.read)
+            await _wait_until_read(options, emit, ledger.read)
             emit(LedgerRead(head=ledger.state.seal.version))
             runtime.failpoint("subscribe.found")
             await _run(options, home, ledger, engine, workers, emit)
@@ -76,7 +76,7 @@ async def _run(
         patience=options.patience,
         workers=workers,
     )
-    layout = await _patiently(options, emit, lambda: objects.read_layout(ledger.stream))
+    layout = await _wait_until_read(options, emit, lambda: objects.read_layout(ledger.stream))
     staging = open_staging((options.staging or default_staging(home)) / ledger.stream.stream)
     stage = Stage(
         staging,
@@ -124,7 +124,7 @@ async def _run(
             status.set(state="stopped", detail="reached the newest version")
 
 
-async def _patiently(options: SubscribeOptions, emit: Emit, read: Callable[[], Awaitable[T]]) -> T:
+async def _wait_until_read(options: SubscribeOptions, emit: Emit, read: Callable[[], Awaitable[T]]) -> T:
     """What `read` returns. Unless `once`, waits for a stream that is not there yet or a store that does not answer."""
     while True:
         try:

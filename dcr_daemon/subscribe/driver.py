@@ -29,7 +29,7 @@ from dcr_daemon.ledger.route import NoRoute, Route
 from dcr_daemon.subscribe.backoff import BACK_OFF, FailureBackoff, back_off
 from dcr_daemon.subscribe.context import SubscriberContext
 from dcr_daemon.subscribe.engine_monitor import EngineMonitor
-from dcr_daemon.subscribe.locate import locate
+from dcr_daemon.subscribe.locate import LiveWeights, locate
 from dcr_daemon.subscribe.status_publisher import StatusPublisher
 
 HEARTBEAT = 5  #: times `poll`, between checks of an engine that has nothing to do
@@ -249,10 +249,9 @@ class Driver:
             await context.ledger.read()  # another subscriber has brought it further than this process has read
         version = await locate(
             context.ledger,
-            context.objects,
-            context.layout,
-            vector,
-            attached.classes,
+            LiveWeights(vector, attached.classes),
+            objects=context.objects,
+            layout=context.layout,
             highest=context.ledger.state.seal.version,
             hint=attached.version,
             thorough=bool(self._backoff.bad_anchors),

@@ -8,6 +8,7 @@ one.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -26,30 +27,35 @@ REPORT = 512  #: seals read between two reports
 RECENT = 256
 
 
-async def matches(
-    record: Stream | Seal, vector: Vector, classes: Sequence[TensorClass], objects: Objects, layout: Layout
-) -> bool:
+@dataclass(frozen=True, slots=True)
+class LiveWeights:
+    """An engine's weights, as attach describes them: `vector` is u64, in layout order, 0 where a class is not exact."""
+
+    vector: Vector
+    classes: Sequence[TensorClass]
+
+
+async def matches(record: Stream | Seal, live: LiveWeights, *, objects: Objects, layout: Layout) -> bool:
     """Whether live sums are those of a version, on every tensor that the engine holds exactly (F3).
 
     An engine that holds all tensors is told apart by the record's total; the whole vector is fetched only then.
     """
-    exact = np.array([kind is TensorClass.EXACT for kind in classes], dtype=bool)
-    if exact.all() and show_u64(total(vector)) != total_of(record):
+    exact = np.array([kind is TensorClass.EXACT for kind in live.classes], dtype=bool)
+    if exact.all() and show_u64(total(live.vector)) != total_of(record):
         return False
     try:
         expected = await objects.read_vector(record, layout)
     except BelowFloor:
         return False
-    return bool(np.array_equal(expected[exact], vector[exact]))
+    return bool(np.array_equal(expected[exact], live.vector[exact]))
 
 
 async def locate(
     ledger: Ledger,
+    live: LiveWeights,
+    *,
     objects: Objects,
     layout: Layout,
-    vector: Vector,
-    classes: Sequence[TensorClass],
-    *,
     highest: int,
     hint: int | None = None,
     thorough: bool = False,
@@ -74,9 +80,9 @@ async def locate(
                 f"the engine is at version {hint}, which {ledger.store.url} does not have",
                 hint="is this the stream that it was following? A bucket that was rolled back needs an operator",
             ) from error
-    if hint is not None and await matches(await ledger.version_record(hint), vector, classes, objects, layout):
+    if hint is not None and await matches(await ledger.version_record(hint), live, objects=objects, layout=layout):
         return hint
-    if not vector.any():
+    if not live.vector.any():
         return None
     # The version that it was proved at is below the floor and its vector is gone, so it cannot be identified. If
     # version 0 has the same bits, that is an older name for them, and no engine goes back to an older version (must E2,
@@ -86,11 +92,11 @@ async def locate(
     async for record in _newest_first(ledger, highest):
         if lost and isinstance(record, Stream):
             break
-        if await matches(record, vector, classes, objects, layout):
+        if await matches(record, live, objects=objects, layout=layout):
             return 0 if isinstance(record, Stream) else record.version
         looked += 1
         if looked == RECENT:
-            if not lost and await matches(ledger.stream, vector, classes, objects, layout):
+            if not lost and await matches(ledger.stream, live, objects=objects, layout=layout):
                 return 0
             if not thorough and await _anchored(ledger, highest):
                 return None

@@ -32,7 +32,7 @@ from dcr_daemon.ledger.routes import Routes
 from dcr_daemon.store.port import Store
 from dcr_daemon.subscribe.anchors import AnchorFiles
 from dcr_daemon.subscribe.files import write_staged
-from dcr_daemon.subscribe.locate import locate
+from dcr_daemon.subscribe.locate import LiveWeights, locate
 from dcr_daemon.subscribe.stage import Stage
 
 BUDGET = 1 << 30  #: bytes of chunks staged and composed at a time
@@ -257,10 +257,9 @@ class _Builder:
             vector = await CheckpointReader(checkpoint).fingerprint(self._workers.run)
         found = await locate(
             self._ledger,
-            self._objects,
-            layout,
-            vector,
-            [TensorClass.EXACT] * len(layout),
+            LiveWeights(vector, [TensorClass.EXACT] * len(layout)),
+            objects=self._objects,
+            layout=layout,
             highest=self._ledger.state.seal.version,
             thorough=True,
             emit=self._emit,

@@ -23,7 +23,7 @@ from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.records import Seal, SealRef
 from dcr_daemon.subscribe import locate as locate_module
-from dcr_daemon.subscribe.locate import locate
+from dcr_daemon.subscribe.locate import LiveWeights, locate
 
 HEAD = 10_000
 SEARCH = 34  #: 2 · log2 of the 20,000 records, and a few to be sure of what was found
@@ -87,7 +87,8 @@ async def found(store: MemoryStore, content: int, *, hint: int | None = None) ->
     objects = Objects(store, floor=lambda: ledger.state.floor, patience=0)
     classes = [TensorClass.EXACT] * len(LAYOUT)
     return await locate(
-        ledger, objects, LAYOUT, vector_of(content), classes, highest=HEAD, hint=hint, emit=discard
+        ledger, LiveWeights(vector_of(content), classes), objects=objects, layout=LAYOUT, highest=HEAD, hint=hint,
+        emit=discard,
     )  # fmt: skip
 
 

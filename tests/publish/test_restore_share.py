@@ -326,7 +326,7 @@ def test_objects_are_read_side_by_side_within_bounds(write: Any, monkeypatch: py
     whole = BlockSet.whole(rig.world.layout)
     rig.check(asyncio.run(rig.restore(whole)))
     assert rig.store.most > 2
-    monkeypatch.setattr("dcr_daemon.publish.baseline.rebuild.ROOM", 1)
+    monkeypatch.setattr("dcr_daemon.publish.baseline.rebuild.BUDGET_BYTES", 1)
     monkeypatch.setattr("dcr_daemon.ledger.objects.AT_ONCE", 1)
     rig.store.most = 0
     rig.check(asyncio.run(rig.restore(whole, "narrow")))

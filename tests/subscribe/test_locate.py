@@ -16,7 +16,7 @@ from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.records import Anchor, Floor, ObjectRef, Open, Seal
 from dcr_daemon.subscribe import locate as module
-from dcr_daemon.subscribe.locate import locate
+from dcr_daemon.subscribe.locate import LiveWeights, locate
 
 LAYOUT = Layout([TensorSpec("a", "BF16", (4,)), TensorSpec("b", "BF16", (4,))])
 
@@ -53,10 +53,9 @@ async def found(store: MemoryStore, content: int) -> int | None:
     store.requests.clear()
     return await locate(
         ledger,
-        Objects(store, floor=lambda: 0),
-        LAYOUT,
-        vector_of(content),
-        [TensorClass.EXACT] * len(LAYOUT),
+        LiveWeights(vector_of(content), [TensorClass.EXACT] * len(LAYOUT)),
+        objects=Objects(store, floor=lambda: 0),
+        layout=LAYOUT,
         highest=ledger.state.seal.version,
         emit=lambda _: None,
     )
@@ -95,9 +94,9 @@ async def test_an_engine_whose_version_was_collected_is_not_called_by_the_older_
     await ledger.append(lambda header: Floor(**header.fields, floor=3))
     seal = await ledger.history.seal(1)
     objects = Objects(store, floor=lambda: ledger.state.floor)
-    at: dict[str, Any] = {"highest": 3, "emit": lambda _: None}
-    exact = [TensorClass.EXACT] * len(LAYOUT)
-    assert await locate(ledger, objects, LAYOUT, vector_of(0), exact, hint=1, **at) == 1
+    at: dict[str, Any] = {"objects": objects, "layout": LAYOUT, "highest": 3, "emit": lambda _: None}
+    live = LiveWeights(vector_of(0), [TensorClass.EXACT] * len(LAYOUT))
+    assert await locate(ledger, live, hint=1, **at) == 1
     del store.objects[seal.fingerprint.key]
-    assert await locate(ledger, objects, LAYOUT, vector_of(0), exact, hint=1, **at) is None
-    assert await locate(ledger, objects, LAYOUT, vector_of(0), exact, hint=None, **at) == 0
+    assert await locate(ledger, live, hint=1, **at) is None
+    assert await locate(ledger, live, hint=None, **at) == 0

@@ -1,8 +1,8 @@
-"""Filling a baseline from what lies in a bucket or a checkpoint: only what the blocks needs, many objects at a time.
+"""Fills a baseline from a bucket or a checkpoint: reads only what its blocks need, many objects at a time.
 
-A rank of many has a small part of the model, and whoever replaces one must not read all of it: an anchor says what is
-in its files, a part what its chunks touch (`checkpoint.contents`). Whatever does not say so, or cannot be believed, is
-read. No version is claimed here; `Restorer` proves what comes of it, or has rank 0 prove it (must P3).
+A rank of many holds a small part of the model, and a rank that replaces it must not read the whole model: an anchor
+says what is in its files, a part what its chunks touch (`checkpoint.contents`). An object without such a table, or with
+a damaged one, is read. Nothing is proved here: `Restorer` does that, or rank 0 for all ranks (must P3).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from dcr_daemon.store.poller import REPORT_EVERY
 from dcr_daemon.store.task_limiter import TaskLimiter
 from dcr_daemon.wording import shorten
 
-AT_ONCE = 16  #: objects under way
-ROOM = 1 << 30  #: bytes that they may have together: of anchor files, which are the large ones, four
+AT_ONCE = 16  #: objects read at a time
+BUDGET_BYTES = 1 << 30  #: bytes that they may have together; anchor files are the large ones, four of them fit
 
 
 class Rebuild:
@@ -38,7 +38,7 @@ class Rebuild:
 
     Attributes:
         damaged: versions of which an object did not appear, or is not what the ledger says.
-        thorough: read everything, whatever is said about what is in it.
+        thorough: read all objects, whatever the tables of contents say.
     """
 
     def __init__(self, objects: Objects, baseline: Baseline, workers: Workers, emit: Emit) -> None:
@@ -47,16 +47,16 @@ class Rebuild:
         self.thorough = False
 
     async def load_base(self, checkpoint: Checkpoint) -> None:
-        """All of the blocks from an open checkpoint. Raises as `Baseline.load`."""
+        """Load all blocks from an open checkpoint. Raises as `Baseline.load`."""
         blocks = self._baseline.blocks
         progress = _Progress(self._emit, f"the base {checkpoint.path}", sum(map(blocks.nbytes, range(len(blocks)))))
         await self._baseline.load(checkpoint, progress.add)
 
     async def load_anchor(self, anchor: Anchor) -> None:
-        """All of the blocks from an anchor.
+        """Load all blocks from an anchor.
 
         Raises:
-            Corrupt: it does not hold all of the blocks.
+            Corrupt: it does not hold all blocks.
         """
         index = await self._objects.read_anchor_index(anchor)
         wanted, rest = await self._files(index)
@@ -73,7 +73,7 @@ class Rebuild:
         raise Corrupt(f"{what} does not hold all of {shorten(short)}")
 
     async def _files(self, index: AnchorIndex) -> tuple[list[ObjectRef], list[ObjectRef]]:
-        """Files of an anchor that may hold something of the blocks, and the others."""
+        """The files of an anchor that may hold a part of the blocks, and the others."""
         if self.thorough or self._baseline.blocks.complete:
             return index.files, []
         try:
@@ -90,7 +90,7 @@ class Rebuild:
         )
 
     def _touched(self, tables: Iterable[bytes], objects: int) -> list[bool]:
-        """Which of so many objects may hold something of the blocks; the tables are theirs, one after the other."""
+        """Which of so many objects may hold a part of the blocks, by their tables, which follow one another."""
         blocks, found = self._baseline.blocks, list[bool]()
         for table in tables:
             contents: Contents = read_contents(table, len(blocks.layout))
@@ -109,7 +109,7 @@ class Rebuild:
             progress.add(ref.size)
             runtime.failpoint("publish.restore.anchor")
 
-        async with TaskLimiter(AT_ONCE, ROOM) as group:
+        async with TaskLimiter(AT_ONCE, BUDGET_BYTES) as group:
             for ref in files:
                 await group.start(partial(load, ref), ref.size)
 
@@ -129,7 +129,7 @@ class Rebuild:
         self._baseline.invalidate()
         before = asyncio.Event()
         before.set()
-        async with TaskLimiter(AT_ONCE, ROOM) as group:
+        async with TaskLimiter(AT_ONCE, BUDGET_BYTES) as group:
             for version in versions:
                 with self._blames(version):
                     seal = await seal_of(version)
@@ -177,7 +177,7 @@ class Rebuild:
         return done
 
     async def _chunks(self, seal: Seal) -> list[ChunkRef]:
-        """Chunks of a version that may touch something of the blocks."""
+        """The chunks of a version that may change the blocks."""
         parts = await self._objects.read_parts(seal)
         if self.thorough or self._baseline.blocks.complete:
             return [chunk for part in parts for chunk in part.chunks]
@@ -187,7 +187,7 @@ class Rebuild:
         return wanted
 
     def _wanted(self, parts: Iterable[Part]) -> tuple[list[ChunkRef], str]:
-        """Chunks that may touch something of the blocks; and why all of some part are among them, if so."""
+        """The chunks that may change the blocks; and the damage because of which more are among them, if any."""
         wanted, damage = list[ChunkRef](), ""
         for part in parts:
             touched = [True] * len(part.chunks)
@@ -209,7 +209,7 @@ class Rebuild:
 
 
 class _Progress:
-    """Tells now and then how far it is, and at the end; of what is over at once, nothing."""
+    """Emits `Rebuilding` every `REPORT_EVERY` seconds, and at the end if it has emitted one before."""
 
     def __init__(self, emit: Emit, what: str, total: int) -> None:
         self._emit, self._what, self._total = emit, what, total

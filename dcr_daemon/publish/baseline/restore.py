@@ -1,8 +1,8 @@
-"""Bringing a baseline to the head of the ledger: cache, base checkpoint, or anchor, then the chain (must P5).
+"""Brings a baseline to the newest sealed version: from its cache, the base checkpoint or an anchor, then the chain.
 
-Whatever the start, the end is proved: the full fingerprint of the bytes equals the vector that the ledger names. The
-blocks of one rank of many have no vector of their own in the ledger: what they are built from is verified object by
-object, and rank 0 seals nothing unless all blocks add up to the whole (must P3).
+Whatever it starts from, the result is proved: the full fingerprint of the bytes equals the vector that the ledger names
+(must P5). The blocks of one rank of many have no vector of their own in the ledger: the objects that they are built
+from are verified one by one, and rank 0 seals nothing unless all blocks add up to the whole (must P3).
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Restorer:
     async def restore(self) -> None:
         """Bring the baseline to the newest sealed version.
 
-        If every way there is damaged, the baseline goes astray: the next version is diffed from whatever is at hand,
-        and an anchor of that one, at once, is where the stream goes on (must P4).
+        If every route to it is damaged, the baseline keeps its bytes as an unverified base: the next version is diffed
+        from them and gets an anchor at once, from which the stream continues (must P4).
 
         Raises:
-            NotFound: nothing in the bucket leads there, and no base is at hand.
+            NotFound: nothing in the bucket leads to the version, and no base was given.
             Incompatible: the base is not the stream's version 0.
             StoreUnavailable: the bucket does not answer, or objects that the ledger names are not there.
         """
@@ -62,7 +62,7 @@ class Restorer:
             return
         self._emit(Waiting(what=f"the baseline: building version {head} from {_start(have)}"))
         with contextlib.suppress(Corrupt):
-            await self.vector(head)  # as long as it is not there, nothing that is built can be proved
+            await self.vector(head)  # raises `ObjectPending`: without it nothing that is built can be proved
         routes = Routes(self._ledger.history, head, held=have, base=0 if self._base else None)
         failed: list[DcrError] = []
         try:
@@ -86,7 +86,7 @@ class Restorer:
             Alarm(
                 must="P4",
                 what=f"version {head} cannot be built from {self._ledger.store.url} any more: {damage.message}. "
-                "The next version will have an anchor at once; replicas that the chain does not bring wait for it",
+                "The next version will have an anchor at once; replicas that cannot follow the chain wait for it",
             )
         )
 
@@ -104,10 +104,10 @@ class Restorer:
             raise
 
     async def _cached(self, head: int) -> int | None:
-        """The sealed version that the map holds, proved by its full fingerprint; None if it holds none.
+        """The sealed version that the cache holds, proved by its full fingerprint; None if it holds none.
 
         Without a hint an attempt was under way when the last process ended: it may have been sealed before its hint
-        was written, or have changed nothing yet. Then the bytes are the head.
+        was written, or have changed nothing yet. In both cases the cache holds the newest version.
         """
         if self._baseline.new:
             return None

@@ -32,13 +32,13 @@ def oldest_of_equal_versions_is_meant(put: Put) -> None:
     """Weights that several versions share are taken for the oldest of them."""
     right = driver.locate
 
-    async def locate(ledger: Any, objects: Any, layout: Any, vector: Any, classes: Any, **options: Any) -> Any:
+    async def locate(ledger: Any, live: Any, *, objects: Any, layout: Any, **options: Any) -> Any:
         from dcr_daemon.subscribe.locate import matches
 
         for version in range(ledger.state.floor, options["highest"] + 1):
-            if await matches(await ledger.version_record(version), vector, classes, objects, layout):
+            if await matches(await ledger.version_record(version), live, objects=objects, layout=layout):
                 return version
-        return await right(ledger, objects, layout, vector, classes, **options)
+        return await right(ledger, live, objects=objects, layout=layout, **options)
 
     put(driver, "locate", locate)
 
