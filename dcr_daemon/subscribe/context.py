@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import Objects
-from dcr_daemon.subscribe.anchors import AnchorFiles
+from dcr_daemon.subscribe.fetch.anchors import AnchorFiles
+from dcr_daemon.subscribe.fetch.loader_computed import LoaderComputed
+from dcr_daemon.subscribe.fetch.stage import Stage
 from dcr_daemon.subscribe.follower import LedgerFollower
-from dcr_daemon.subscribe.loader_computed import LoaderComputed
 from dcr_daemon.subscribe.options import SubscribeOptions
 from dcr_daemon.subscribe.scrub import Scrub
-from dcr_daemon.subscribe.stage import Stage
 from dcr_daemon.subscribe.status import StatusWriter
 
 

@@ -23,14 +23,14 @@ from dcr_daemon.ledger.follow import Polling
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.store.port import Store
-from dcr_daemon.subscribe.anchors import AnchorFiles
 from dcr_daemon.subscribe.context import SubscriberContext
 from dcr_daemon.subscribe.driver import Driver
+from dcr_daemon.subscribe.fetch.anchors import AnchorFiles
+from dcr_daemon.subscribe.fetch.loader_computed import LoaderComputed
+from dcr_daemon.subscribe.fetch.stage import Stage, default_staging, open_staging
 from dcr_daemon.subscribe.follower import LedgerFollower
-from dcr_daemon.subscribe.loader_computed import LoaderComputed
 from dcr_daemon.subscribe.options import STAGING_LIMIT, SubscribeOptions, subscriber_state
 from dcr_daemon.subscribe.scrub import Scrub
-from dcr_daemon.subscribe.stage import Stage, default_staging, open_staging
 from dcr_daemon.subscribe.status import StatusWriter
 
 __all__ = ["STAGING_LIMIT", "SubscribeOptions", "run_subscribe"]

@@ -14,8 +14,8 @@ from dcr_daemon.ledger.follow import Follower
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.records import Abort, AnyRecord, Epoch, Open, OpenRef, Release, Seal
 from dcr_daemon.subscribe.backoff import back_off
-from dcr_daemon.subscribe.prefetch import Prefetch
-from dcr_daemon.subscribe.stage import Stage
+from dcr_daemon.subscribe.fetch.prefetch import Prefetch
+from dcr_daemon.subscribe.fetch.stage import Stage
 
 
 class LedgerFollower:

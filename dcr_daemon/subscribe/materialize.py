@@ -30,10 +30,10 @@ from dcr_daemon.ledger.records import Seal, Stream
 from dcr_daemon.ledger.route import NoRoute, Route
 from dcr_daemon.ledger.routes import Routes
 from dcr_daemon.store.port import Store
-from dcr_daemon.subscribe.anchors import AnchorFiles
-from dcr_daemon.subscribe.files import write_staged
+from dcr_daemon.subscribe.fetch.anchors import AnchorFiles
+from dcr_daemon.subscribe.fetch.files import write_staged
+from dcr_daemon.subscribe.fetch.stage import Stage
 from dcr_daemon.subscribe.locate import LiveWeights, locate
-from dcr_daemon.subscribe.stage import Stage
 
 BUDGET = 1 << 30  #: bytes of chunks staged and composed at a time
 

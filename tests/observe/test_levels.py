@@ -65,10 +65,10 @@ PLACES = {
     "dcr_daemon.subscribe.daemon": "Waiting Retrying",
     "dcr_daemon.subscribe.driver": "Retrying Retrying Degraded Retrying Degraded Degraded",
     "dcr_daemon.subscribe.follower": "Retrying",
-    "dcr_daemon.subscribe.loader_computed": "Waiting",
+    "dcr_daemon.subscribe.fetch.loader_computed": "Waiting",
     "dcr_daemon.subscribe.locate": "Waiting",
     "dcr_daemon.subscribe.materialize": "Retrying Retrying Retrying",
-    "dcr_daemon.subscribe.prefetch": "Degraded Retrying",
+    "dcr_daemon.subscribe.fetch.prefetch": "Degraded Retrying",
     "dcr_daemon.subscribe.status": "Degraded",
 }
 

@@ -194,7 +194,7 @@ async def test_a_base_of_another_version_is_refused(started, tmp_path):
 
 
 async def test_many_versions_are_split_before_their_files_grow_too_large(started, monkeypatch):
-    monkeypatch.setattr("dcr_daemon.subscribe.loader_computed.FILES_LIMIT", 20_000)
+    monkeypatch.setattr("dcr_daemon.subscribe.fetch.loader_computed.FILES_LIMIT", 20_000)
     stream, replica, base = await started(5, publish=5)
     engine = ComputingEngine(replica.directory)
     await replica.run(engine, once=True, base=base)

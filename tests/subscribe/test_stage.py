@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from dcr_daemon.errors import Incompatible, ResourceExhausted
-from dcr_daemon.subscribe.files import file_digest, write_staged
-from dcr_daemon.subscribe.stage import default_staging, open_staging
+from dcr_daemon.subscribe.fetch.files import file_digest, write_staged
+from dcr_daemon.subscribe.fetch.stage import default_staging, open_staging
 
 
 def test_a_staging_directory_is_for_one_user_only(tmp_path):

@@ -15,7 +15,7 @@ from dcr_daemon.ledger.audit.verify import verify
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.runtime import Workers
-from dcr_daemon.subscribe.loader_computed import LoaderComputed
+from dcr_daemon.subscribe.fetch.loader_computed import LoaderComputed
 from dcr_daemon.subscribe.materialize import materialize
 
 KEPT = ("head.weight", "layers.0.norm", "layers.1.experts", "layers.0.scale")

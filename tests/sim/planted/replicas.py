@@ -11,7 +11,7 @@ from dcr_daemon.engine.directory import checkout
 from dcr_daemon.engine.directory.checkout import Checkout
 from dcr_daemon.subscribe import driver
 from dcr_daemon.subscribe.driver import Driver
-from dcr_daemon.subscribe.stage import Stage
+from dcr_daemon.subscribe.fetch.stage import Stage
 
 
 @bug("E2 (elsewhere: routable before it was current)", "engine_dies", "late_replica")

@@ -20,7 +20,7 @@ from dcr_daemon.ledger import names
 from dcr_daemon.ledger.records import OpenRef
 from dcr_daemon.store.port import Entry, Store
 from dcr_daemon.store.task_limiter import TaskLimiter
-from dcr_daemon.subscribe.stage import CONCURRENCY, Stage
+from dcr_daemon.subscribe.fetch.stage import CONCURRENCY, Stage
 
 
 class Prefetch:

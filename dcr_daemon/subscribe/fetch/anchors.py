@@ -15,7 +15,7 @@ from dcr_daemon.errors import Corrupt, ResourceExhausted
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.records import Anchor, ObjectRef
 from dcr_daemon.runtime import Workers
-from dcr_daemon.subscribe.files import file_digest, write_staged
+from dcr_daemon.subscribe.fetch.files import file_digest, write_staged
 
 
 class AnchorFiles:

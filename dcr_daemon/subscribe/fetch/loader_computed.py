@@ -30,7 +30,7 @@ from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.records import Seal
 from dcr_daemon.ledger.routes import Routes
-from dcr_daemon.subscribe.files import write_staged
+from dcr_daemon.subscribe.fetch.files import write_staged
 from dcr_daemon.wording import shorten
 
 FILES_LIMIT = 64 << 20  #: bytes of files written for one transaction, from which on it takes no more versions
