@@ -60,16 +60,16 @@ class Ledger:
     """The ledger of the stream in `store`.
 
     Args:
-        memory: the file of the high-water mark; None only for observers, which act on nothing.
+        mark: the file of the high-water mark; None only for observers, which act on nothing.
         emit: gets `Alarm` for void records, `Retrying`, `Claimed`, `FencedOut`.
         polling: how `follow` waits.
     """
 
     def __init__(
-        self, store: Store, *, memory: Path | None = None, emit: Emit = discard, polling: Polling | None = None
+        self, store: Store, *, mark: Path | None = None, emit: Emit = discard, polling: Polling | None = None
     ) -> None:
         self.store = store
-        self.memory = HighWaterMark(memory) if memory else None
+        self.high_water_mark = HighWaterMark(mark) if mark else None
         self.history = History(store, lambda: self.tip)
         self._emit = emit
         self._polling = polling or Polling()
@@ -259,10 +259,10 @@ class Ledger:
             return await self._read_next()
 
     async def _open(self) -> None:
-        """Read slot 0 and the remembered slot, once; a first reader without memory jumps to the tail."""
+        """Read slot 0 and the remembered slot, once; a first reader without a mark jumps to the tail."""
         if self._tip is not None:
             return
-        mark = self.memory.mark if self.memory else None
+        mark = self.high_water_mark.mark if self.high_water_mark else None
         body = await read_slot(self.store, 0)
         if body is None:
             if mark:
@@ -332,8 +332,8 @@ class Ledger:
 
     def _publish(self) -> None:
         """Write the high-water mark, then give the new records to history and followers."""
-        if self.memory:
-            self.memory.saw(self.tip)
+        if self.high_water_mark:
+            self.high_water_mark.saw(self.tip)
         unpublished, self._unpublished = self._unpublished, []
         for step in unpublished:
             if step.record is None:

@@ -56,7 +56,7 @@ async def run_subscribe(options: SubscribeOptions, store: Store, engine: Engine,
     workers = runtime.Workers()
     try:
         with _only_one(home):
-            ledger = Ledger(store, memory=home / "seen.json", emit=emit, polling=_polling(options))
+            ledger = Ledger(store, mark=home / "seen.json", emit=emit, polling=_polling(options))
             await _wait_until_read(options, emit, ledger.read)
             emit(LedgerRead(head=ledger.state.seal.version))
             runtime.failpoint("subscribe.found")

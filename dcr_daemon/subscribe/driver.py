@@ -147,8 +147,8 @@ class Driver:
 
     async def _serve(self) -> None:
         assert self.version is not None
-        memory = self._context.ledger.memory
-        served = memory.served if memory else None
+        mark = self._context.ledger.high_water_mark
+        served = mark.served if mark else None
         if self._context.options.pin is None and served is not None and self.version < served:
             raise EngineRefused(
                 f"the engine is at version {self.version}; this replica has served version {served} before",

@@ -64,8 +64,8 @@ class StatusPublisher:
         """
         if self.serving and self._served == version:
             return
-        if memory := self._ledger.memory:
-            memory.serves(version)
+        if mark := self._ledger.high_water_mark:
+            mark.serves(version)
         runtime.failpoint("subscribe.served")
         self.serving, self._served, self._lost = True, version, ""
         if self._blocked and (self._blocked.version is None or self._blocked.version <= version):

@@ -107,7 +107,7 @@ def ledger_inside(data: bytes) -> None:
 
 
 async def _read_ledger(store: MemoryStore, memory: Path) -> None:
-    ledger = Ledger(store, memory=memory, emit=RecordedEvents())
+    ledger = Ledger(store, mark=memory, emit=RecordedEvents())
     state = await ledger.read()
     assert state.seal.version <= 1 or ledger.tip.seq >= len(samples.stream().bodies)
     await ledger.history.between(1)

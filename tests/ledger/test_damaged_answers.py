@@ -36,7 +36,7 @@ async def test_a_follower_reads_such_a_record_again(tmp_path: Path, seq: int) ->
     writer = RecordWriter(Ledger(store))
     await writer.create()
     await writer.ledger.claim("main")
-    reader = Ledger(store, memory=tmp_path / "mark.json", emit=events)
+    reader = Ledger(store, mark=tmp_path / "mark.json", emit=events)
     await reader.read()
     await writer.version()
     await writer.version()
@@ -44,7 +44,7 @@ async def test_a_follower_reads_such_a_record_again(tmp_path: Path, seq: int) ->
     await reader.read()
     assert reader.tip == writer.ledger.tip
     assert not events.of(Alarm)
-    again = Ledger(store, memory=tmp_path / "mark.json")
+    again = Ledger(store, mark=tmp_path / "mark.json")
     await again.read()
     assert again.tip == writer.ledger.tip
 

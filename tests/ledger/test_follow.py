@@ -71,7 +71,7 @@ def test_a_full_disk_delays_what_is_told_and_loses_nothing(
     """Must T1: remembered before it is told; must not be forgotten because it could not be remembered at once."""
 
     async def check() -> None:
-        reader = Ledger(store, memory=tmp_path / "mark")
+        reader = Ledger(store, mark=tmp_path / "mark")
         await reader.read()
         follower = reader.follow()
         await writer.version()
@@ -81,7 +81,7 @@ def test_a_full_disk_delays_what_is_told_and_loses_nothing(
                 await anext(follower)
         kinds = [type(await anext(follower)) for _ in range(2)]
         assert kinds == [Open, Seal]
-        full_again = Ledger(store, memory=tmp_path / "mark")
+        full_again = Ledger(store, mark=tmp_path / "mark")
         await writer.open()
         with monkeypatch.context() as full:
             full.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))

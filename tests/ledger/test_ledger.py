@@ -337,25 +337,25 @@ class TestMemory:
     def test_it_reads_on_from_where_it_was(self, store: MemoryStore, tmp_path: Path) -> None:
         async def check() -> None:
             writer = await publisher(store)
-            await Ledger(store, memory=tmp_path / "mark").read()
+            await Ledger(store, mark=tmp_path / "mark").read()
             await writer.version()
-            reader = Ledger(store, memory=tmp_path / "mark")
+            reader = Ledger(store, mark=tmp_path / "mark")
             assert await reader.read() == writer.ledger.state
-            assert reader.memory is not None
-            assert reader.memory.mark is not None
-            assert reader.memory.mark.tip == writer.ledger.tip
+            assert reader.high_water_mark is not None
+            assert reader.high_water_mark.mark is not None
+            assert reader.high_water_mark.mark.tip == writer.ledger.tip
 
         run(check())
 
     @pytest.mark.parametrize("kept", [0, 1, 3])
     def test_a_truncated_ledger_is_refused(self, store: MemoryStore, tmp_path: Path, kept: int) -> None:
         async def check() -> None:
-            writer = await publisher(store, memory=tmp_path / "mark")
+            writer = await publisher(store, mark=tmp_path / "mark")
             await writer.version()
             for seq in range(kept, writer.ledger.tip.seq + 1):
                 del store.objects[names.record(seq)]
             with pytest.raises(Corrupt, match="does not extend what was seen"):
-                await Ledger(store, memory=tmp_path / "mark").read()
+                await Ledger(store, mark=tmp_path / "mark").read()
 
         run(check())
 
@@ -366,33 +366,33 @@ class TestMemory:
             writer = await publisher(store)
             snapshot = dict(store.objects)
             await writer.version()
-            await Ledger(store, memory=tmp_path / "mark").read()
+            await Ledger(store, mark=tmp_path / "mark").read()
             store.objects = snapshot
             fork = RecordWriter(Ledger(store))
             await fork.ledger.claim("trainer")
             await fork.version()
             await fork.version()
             with pytest.raises(Corrupt, match="another record stands there"):
-                await Ledger(store, memory=tmp_path / "mark").read()
+                await Ledger(store, mark=tmp_path / "mark").read()
 
         run(check())
 
     def test_another_stream_in_its_place_is_refused(self, store: MemoryStore, tmp_path: Path) -> None:
         async def check() -> None:
-            await publisher(store, memory=tmp_path / "mark")
+            await publisher(store, mark=tmp_path / "mark")
             replacement = MemoryStore()
             await publisher(replacement)
             with pytest.raises(Incompatible, match="has seen stream"):
-                await Ledger(replacement, memory=tmp_path / "mark").read()
+                await Ledger(replacement, mark=tmp_path / "mark").read()
 
         run(check())
 
     def test_a_vanished_ledger_is_not_made_again(self, store: MemoryStore, tmp_path: Path) -> None:
         async def check() -> None:
-            await publisher(store, memory=tmp_path / "mark")
+            await publisher(store, mark=tmp_path / "mark")
             store.objects.clear()
             with pytest.raises(Corrupt, match="its first record is gone"):
-                await RecordWriter(Ledger(store, memory=tmp_path / "mark")).create()
+                await RecordWriter(Ledger(store, mark=tmp_path / "mark")).create()
             assert store.objects == {}
 
         run(check())
@@ -400,7 +400,7 @@ class TestMemory:
     def test_a_live_reader_remembers_before_anybody_sees(self, store: MemoryStore, tmp_path: Path) -> None:
         async def check() -> None:
             writer = await publisher(store)
-            reader = Ledger(store, memory=tmp_path / "mark")
+            reader = Ledger(store, mark=tmp_path / "mark")
             await reader.read()
             follower = reader.follow()
             await writer.open()
@@ -415,17 +415,17 @@ class TestMemory:
     ) -> None:
         async def check() -> None:
             writer = await publisher(store)
-            reader = Ledger(store, memory=tmp_path / "mark")
+            reader = Ledger(store, mark=tmp_path / "mark")
             await reader.read()
             follower = reader.follow()
             await writer.open()
-            assert reader.memory is not None
+            assert reader.high_water_mark is not None
 
             def full(_tip: object) -> None:
                 raise ResourceExhausted("disk full")
 
             with monkeypatch.context() as patch:
-                patch.setattr(reader.memory, "saw", full)
+                patch.setattr(reader.high_water_mark, "saw", full)
                 with pytest.raises(ResourceExhausted):
                     await anext(follower)
             await writer.seal()

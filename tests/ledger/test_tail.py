@@ -113,7 +113,7 @@ def test_the_tail_is_found_at_every_length(bench: Bench, count: int) -> None:
 @pytest.mark.parametrize("behind", [0, 1, 63, 64, 65, 300])
 def test_a_reader_with_memory_goes_on_from_its_mark(bench: Bench, tmp_path: Any, behind: int) -> None:
     async def read() -> Ledger:
-        reader = Ledger(bench.store, memory=tmp_path / "mark")
+        reader = Ledger(bench.store, mark=tmp_path / "mark")
         await reader.read()
         return reader
 

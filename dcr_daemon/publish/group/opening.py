@@ -115,7 +115,7 @@ class _Opening:
         )  # rank 0's does not move when the world grows: the name lies there
         self.state = StateDirectory(path if rank.leads else path / f"rank-{rank.number}")
         self.workers = Workers(options.workers)
-        self.ledger = Ledger(store, memory=self.state.mark, emit=emit)
+        self.ledger = Ledger(store, mark=self.state.mark, emit=emit)
         self.baseline: Baseline | None = None
 
     async def context(self) -> RankContext:
