@@ -20,7 +20,8 @@ MAX_RANK = 4
 
 
 def nested(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether, sorted by stride, each axis steps over all that the finer axes span: no place is visited twice."""
+    """Whether each axis, sorted by stride, steps over all that the finer axes span: then no element is visited
+    twice."""
     span = 0
     for stride, n in sorted(zip(strides, shape, strict=True)):
         if n == 1:
@@ -101,7 +102,7 @@ class Box:
         return self.last < elements and nested(self.shape, self.strides)
 
     def canonical(self, ordinals: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Canonical element index of each ordinal (int64, same length)."""
+        """Canonical index of each ordinal (int64, same length)."""
         if self.contiguous:
             return ordinals + self.dst
         from dcr_daemon.canonical import kernels
@@ -119,9 +120,9 @@ class Box:
         return all(outer > inner for outer, inner in itertools.pairwise(steps))
 
     def apart(self, other: Box) -> bool:
-        """Whether the two are seen to share no element, by their ends or by remainders; exact for what is cut alike.
+        """Whether the two provably share no element, by their ends or by remainders; exact for boxes cut alike.
 
-        False says nothing: their elements may still pass each other by.
+        False proves nothing: they may still have no element in common.
         """
         if self.last < other.dst or other.last < self.dst:
             return True
@@ -132,22 +133,22 @@ class Box:
         return False
 
     def remainders(self, modulus: int) -> tuple[int, int] | None:
-        """The interval of remainders that its elements have; None if they go round."""
+        """The interval [first, last] of remainders that its elements have; None if it wraps around."""
         first = self.dst % modulus
         steps = zip(self.shape, self.strides, strict=True)
         last = first + sum((n - 1) * stride for n, stride in steps if stride % modulus)
         return (first, last) if last < modulus else None
 
-    def view(self, lanes: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """The box inside a whole tensor's flat lanes: an array of the box's shape over the same memory.
+    def view(self, bits: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """The box inside a whole tensor's flat bits: an array of the box's shape over the same memory.
 
         Raises:
             ValueError: it reaches beyond them.
         """
-        if self.last >= lanes.size:
-            raise ValueError(f"{self} does not lie inside {lanes.size} elements")
-        steps = tuple(stride * lanes.itemsize for stride in self.strides)
-        return np.lib.stride_tricks.as_strided(lanes[self.dst :], self.shape, steps)
+        if self.last >= bits.size:
+            raise ValueError(f"{self} does not lie inside {bits.size} elements")
+        steps = tuple(stride * bits.itemsize for stride in self.strides)
+        return np.lib.stride_tricks.as_strided(bits[self.dst :], self.shape, steps)
 
     def ordinals(self, canonical: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
         """Which of `canonical` lie in the box (bool, same length), and the ordinals of those that do (int64).
@@ -169,6 +170,6 @@ class Box:
 
 @lru_cache(maxsize=1 << 10)
 def _padded(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """As kernels take them: with `MAX_RANK` axes."""
+    """Shape and strides with `MAX_RANK` axes, as kernels take them."""
     missing = MAX_RANK - len(shape)
     return np.array((1,) * missing + shape, dtype=np.int64), np.array((0,) * missing + strides, dtype=np.int64)

@@ -1,9 +1,8 @@
 """Composition of regions: local → middle, then middle → canonical, without naming a single element.
 
-The middle is any tensor that both maps talk about: the module's full parameter between a shard and the checkpoint, or
-the canonical tensor itself between a trainer's shard and a receiver's placement. Where strides divide each other, as
-they do in every layout met so far, the answer has as few regions as the two boxes force; where they do not, it is exact
-and has more.
+The middle is any tensor that both maps refer to: the module's full parameter between a shard and the checkpoint, or the
+canonical tensor itself between a trainer's shard and a receiver's placement. If strides divide each other, as they do
+in every model seen so far, the result has as few regions as possible; otherwise it is exact and has more.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from dcr_daemon.canonical.region import Axis, Region, intersect_dst, intersect_s
 def compose(first: Region, second: Region) -> list[Region]:
     """Local places of `first` to canonical elements of `second`, wherever a middle element is in both.
 
-    `first.dst` and `second.src` count elements of the same middle tensor; the result is called as `second` is.
+    `first.dst` and `second.src` count elements of the same middle tensor; the result has the name of `second`.
 
     Raises:
         ValueError: a part of the result needs more axes than a region has.
@@ -40,7 +39,7 @@ def _is_run(region: Region) -> bool:
 def chain(first: Iterable[Region], second: Mapping[str, Sequence[Region]]) -> list[Region]:
     """`compose` of whole maps: each region of `first` with the regions that `second` has for the tensor it names.
 
-    What `second` does not mention has no image: the result is smaller, and `exactly_once` says what is missing.
+    Elements that `second` does not mention are left out; `exactly_once` then reports them as missing.
     """
     return [
         piece
@@ -52,7 +51,7 @@ def chain(first: Iterable[Region], second: Mapping[str, Sequence[Region]]) -> li
 
 
 def _meet(a: Region, b: Region, done: list[Axis]) -> Iterator[Region]:
-    """Settle the axis of the largest middle stride, or bring both to where one can be settled."""
+    """Finish the axis of the largest middle stride, or refine both sides until one can be finished."""
     if a.dst > b.src_last or b.src > a.dst_last:
         return
     top_a, top_b = _top(a, side=2), _top(b, side=1)
@@ -89,7 +88,7 @@ def _without(region: Region, top: Axis) -> Region:
 
 
 def _same_stride(a: Region, top_a: Axis, b: Region, top_b: Axis, done: list[Axis]) -> Iterator[Region]:
-    """Both step by one stride on top: block i of one can meet block i + k of the other, for few k.
+    """Both have the same largest stride: block i of one can meet block i + k of the other, for few k.
 
     Nested strides leave two k at most, and one where blocks are aligned.
     """

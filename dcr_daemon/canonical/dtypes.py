@@ -1,4 +1,4 @@
-"""Element types by their safetensors names. Bits are all that counts: a type is a width and a name."""
+"""Element types by their safetensors names. Only bits matter here: a type is a name and a width in bytes."""
 
 from __future__ import annotations
 

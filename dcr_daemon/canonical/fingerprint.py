@@ -3,8 +3,8 @@
     F_t = Σ mix(key_t XOR (unit << 16 | bits))  mod 2^64
 
 A unit is an element of a 1- or 2-byte dtype, or one of the 2 or 4 little-endian 16-bit words of a 4- or 8-byte
-element; `unit` is its number inside the tensor (< 2^48); `mix` is the finaliser of murmur3. Sums guard against
-accidents, never against people. Every function takes raw bits: arrays of u1, <u2, <u4 or <u8 lanes.
+element; `unit` is its number inside the tensor (< 2^48); `mix` is the finaliser of murmur3. The sums detect
+accidents; they are no protection against an attacker. Every function takes raw bits: arrays of u1, <u2, <u4 or <u8.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Regions out of index lists: what an export, a loader or an adapter did, found by watching where numbers went."""
+"""Regions from index lists: what an export, a loader or an adapter did, found by following where numbers went."""
 
 from __future__ import annotations
 
@@ -53,15 +53,16 @@ def fit(name: str, src: Indices, dst: Indices, *, limit: int = MAX_REGIONS) -> l
             waiting += risen
         if len(done) + len(waiting) > limit:
             raise Incompatible(
-                f"{name} is not a strided layout: more than {limit} boxes", hint="it can only go by the residual path"
+                f"{name} is not a strided layout: more than {limit} boxes",
+                hint="it can only be published by the residual export",
             )
     return sorted(done, key=lambda region: region.dst)
 
 
 def _rise(runs: _Runs) -> list[_Runs] | None:
-    """One axis more: the step between neighbours that leaves the fewest kinds of runs, then the fewest runs.
+    """Add one axis: the step between neighbours that leaves the fewest kinds of runs, then the fewest runs.
 
-    `None` when no step occurs twice and the boxes are more than two: nothing to be gained from an axis.
+    `None` if no step occurs twice and there are more than two boxes: an axis would gain nothing.
     """
     steps = np.stack([np.diff(runs.src), np.diff(runs.dst)], 1)
     kinds, of_step, counts = np.unique(steps, axis=0, return_inverse=True, return_counts=True)
@@ -99,6 +100,6 @@ def _even(starts: Indices, size: int) -> tuple[Indices, Indices]:
 
 
 def _region(name: str, runs: _Runs, i: int) -> Region:
-    """Box number i. Its axes may be more than a region takes only until they are merged."""
+    """Box number i. Before they are merged, its axes may be more than a region takes."""
     shape, src_strides, dst_strides = tuple(zip(*(a for a in runs.axes if a[0] > 1), strict=True)) or ((), (), ())
     return normalise(Region(name, shape, int(runs.src[i]), src_strides, int(runs.dst[i]), dst_strides))

@@ -1,8 +1,9 @@
-"""Fingerprint sums over raw bits, compiled. Lanes are unsigned 1, 2, 4 or 8 bytes; `per` is 16-bit units per element.
+"""Fingerprint sums over raw bits, compiled. Bits are unsigned integers of 1, 2, 4 or 8 bytes; `per` is 16-bit units per
+element.
 
-Imported on first use only (numba is slow to import). Strided memory is summed where it lies: units of wide lanes are
-taken by shifting, so nothing is copied. Loops over one unit per element stand by themselves; the compiler turns them
-into vector instructions, which is worth a factor of ten.
+Imported on first use only (numba is slow to import). Strided memory is summed where it lies: units of wide elements
+are taken by shifting, so nothing is copied. Loops over one unit per element stand by themselves; the compiler turns
+them into vector instructions, which is worth a factor of ten.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def summand(bits: Any, element: Any, key: Any, per: Any) -> Any:
 
 @kernel
 def sum_units(units: Any, key: Any, first: Any) -> Any:
-    """`units[i]` (1- or 2-byte lanes, or the words of wider ones) is unit `first + i`. The compiler vectorises this."""
+    """`units[i]` (1- or 2-byte elements, or the words of wider ones) is unit `first + i`. The compiler vectorises
+    this."""
     total = uint64(0)
     for i in range(units.size):
         total += mix(key ^ (((uint64(first) + uint64(i)) << uint64(16)) | uint64(units[i])))

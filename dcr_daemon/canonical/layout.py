@@ -1,7 +1,7 @@
 """The layout: which canonical tensors a stream has, in one order, under one digest (docs/FORMAT.md 1).
 
-A layout is read from safetensors headers, never by loading weights. Two layouts are the same stream's
-exactly if their digests are equal.
+A layout is read from safetensors headers, never by loading weights. Two layouts belong to one
+stream exactly if their digests are equal.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class TensorSpec:
 
 
 def countable(shape: Sequence[int]) -> bool:
-    """Whether a tensor may have this shape. Judged before anything is multiplied: a hostile one can be so large that
-    counting its elements takes for ever. The limits leave room for every unit number of a fingerprint (< 2^48)."""
+    """Whether a tensor may have this shape. Checked before anything is multiplied: a hostile shape can be so large
+    that counting its elements never ends. The limits leave room for every unit number of a fingerprint (< 2^48)."""
     return len(shape) <= MAX_AXES and all(0 <= n <= MAX_ELEMENTS for n in shape) and math.prod(shape) <= MAX_ELEMENTS
 
 

@@ -2,10 +2,10 @@
 
     for every multi-index x < shape:   local[src + x·src_strides]  ↔  canonical[dst + x·dst_strides]
 
-Both sides count flat elements, so one region also says a transposition, an interleaving, a split axis or a flat
+Both sides count flat elements, so one region can also express a transposition, an interleaving, a split axis or a flat
 partition. The same type describes a trainer's shard, a chunk of a file and a receiver's placement. Everything here is
 pure and closed over regions: `normalise`, `invert`, `restrict`, `intersect_src`, `intersect_dst`; beside it `compose`
-(compose.py), `fit` (fit.py) and `exactly_once` (coverage.py). `boxes` gives the form that travels in a chunk.
+(compose.py), `fit` (fit.py) and `exactly_once` (coverage.py). `boxes` gives the form that is stored in a chunk.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Indices = npt.NDArray[np.int64]
 class Region:
     """`shape[i]` elements along axis i; strides and offsets in elements, the canonical tensor is called `name`.
 
-    Strides are positive: memory views know no others, and a broadcast would give one canonical element two sources.
+    Strides are positive: a broadcast (stride 0) would give one canonical element two sources.
     A region without axes is one element.
 
     Raises:
@@ -90,13 +90,13 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def whole(name: str, shape: Sequence[int]) -> list[Region]:
-    """A local tensor that is the canonical one, element by element; nothing for an empty one."""
+    """The region of a local tensor that equals the canonical one; none for an empty tensor."""
     elements = math.prod(shape)
     return [Region(name, (elements,), 0, (1,), 0, (1,))] if elements else []
 
 
 def slab(name: str, shape: Sequence[int], starts: Sequence[int], sizes: Sequence[int], *, src: int = 0) -> list[Region]:
-    """A rectangular part of a canonical tensor of `shape`, lying dense from local place `src`; nothing if it is empty.
+    """A rectangular part of a canonical tensor of `shape`, dense in memory from local place `src`; none if it is empty.
 
     Raises:
         ValueError: the part leaves the tensor.
@@ -196,7 +196,7 @@ def indices(region: Region) -> tuple[Indices, Indices]:
 
 
 def wire_pieces(region: Region) -> list[Region]:
-    """The region cut so that `box` can say each piece: as it is, unless its canonical side has more axes than a box."""
+    """The region in pieces that `box` accepts: one, unless its canonical side has more axes than a box."""
     waiting, done = [normalise(region)], []
     while waiting:
         piece = waiting.pop()
@@ -219,7 +219,7 @@ def box(region: Region) -> Box:
 
 
 def boxes(region: Region) -> list[Box]:
-    """The canonical side as it travels in a chunk (docs/FORMAT.md 2)."""
+    """The canonical side as it is stored in a chunk (docs/FORMAT.md 2)."""
     return [box(piece) for piece in wire_pieces(region)]
 
 

@@ -1,8 +1,10 @@
-"""The blocks of the canonical tensors that one rank of a publisher is the source of, and keeps a baseline of.
+"""Blocks of canonical tensors: what one segment may span, and what a baseline, a checksum or a scrub works through.
 
-A *block* is what one segment may span: a box of one tensor, at most 16 MiB of weights. A process that publishes whole
-tensors has all of the layout, as runs; a rank of many has the boxes of its own shards. What is read (a chunk of a group
-with other degrees, an anchor, a base checkpoint) has canonical coordinates, and the blocks pick out what is theirs.
+A *block* is a box of one tensor, at most 16 MiB of weights. A process that publishes whole tensors has all blocks of
+the layout, each of consecutive elements; one rank of many has the boxes of its own shards
+(`projection.binding.blocks`). What is read (a chunk of a group with other degrees, an anchor, a base checkpoint) has
+canonical coordinates, and `BlockSet` finds the blocks that it touches. `fingerprint` is the one way to sum a whole
+checkpoint.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ class Block:
 
 
 def block_bytes(chunk_bytes: int) -> int:
-    """Bytes of weights that are diffed at one go: small against a chunk of `chunk_bytes` once encoded, large against a
-    hop to a thread, and a power of two, so that runs of any dtype are cut alike."""
+    """Bytes of weights that are diffed at a time: small against an encoded chunk of `chunk_bytes`, large against the
+    cost of a thread switch, and a power of two, so that tensors of any dtype are cut alike."""
     return 1 << (min(SEGMENT_BYTES, 4 * chunk_bytes).bit_length() - 1)
 
 
@@ -102,7 +104,7 @@ class BlockSet:
         return sum(self._blocks[number].box.elements for number in self._of[tensor])
 
     def sum(self, number: int, bits: Bits) -> int:
-        """The fingerprint of a block whose lanes are `bits`."""
+        """The fingerprint sum of a block with these bits."""
         return sum_block(self.layout, self._blocks[number], bits)
 
     def vector(self, sums: Iterable[int]) -> Vector:
@@ -160,11 +162,11 @@ class BlockSet:
 
 
 def transfer(bits: Bits, source: Box, into: Bits, target: Box) -> int:
-    """Copy the elements that lie in both boxes; how many they are.
+    """Copy the elements that lie in both boxes; returns how many.
 
     Args:
-        bits: lanes of `source` in its own row-major order.
-        into: lanes of `target`, likewise, of the same dtype.
+        bits: of `source`, in its row-major order.
+        into: of `target`, likewise, of the same dtype.
     """
     if source.contiguous and target.contiguous:
         first, last = max(source.dst, target.dst), min(source.last, target.last)

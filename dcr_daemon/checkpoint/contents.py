@@ -1,9 +1,9 @@
-"""What each of many objects holds of a model, so that who wants a share of it reads no others (docs/FORMAT.md 3).
+"""Tables of what each of many objects holds of a model, so that a reader of a part skips the others (docs/FORMAT.md 3).
 
-An *outline* is where elements may lie: in one tensor from `first` to `last`, and, unless `modulus` is 0, only those
-whose index divided by it leaves `low` to `high`: rows, columns, and blocks of either are outlined exactly. An object
-holds nothing outside of its outlines. Whatever is in doubt is touched: who goes by contents may read too much, never
-too little.
+An *outline* says where elements may lie: in one tensor from `first` to `last`, and, unless `modulus` is 0, only those
+whose index leaves a remainder from `low` to `high`. Rows, columns, and blocks of either are outlined exactly. An object
+holds nothing outside its outlines; the opposite is not promised, so a reader may read too much, never too little. The
+publisher writes the tables; ranks that rebuild a baseline and `dcr verify` read them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
 _COUNT = struct.Struct("<I")
-#: columns of a table: those that are alike in all rows, or rise evenly, cost nothing once packed
+#: columns of a table: those that are equal in all rows, or rise evenly, cost nothing once compressed
 _COLUMNS = (("tensor", "<u4"), ("first", "<u8"), ("span", "<u8"), ("modulus", "<u8"), ("low", "<u8"), ("width", "<u8"))
 _ROW = sum(np.dtype(dtype).itemsize for _, dtype in _COLUMNS)
 
@@ -57,7 +57,7 @@ class Outlines:
 
 
 def _outline(box: Box) -> tuple[int, int, int, int, int]:
-    """Of all remainders that the box's own strides offer, those that leave out most."""
+    """The outline of a box: of its strides, the modulus whose remainders exclude most."""
     first, last = box.dst, box.last
     best, kept = (0, 0, 0), 1.0
     if not box.contiguous:
@@ -78,7 +78,7 @@ class Contents:
 
     @classmethod
     def of(cls, objects: Sequence[Iterable[tuple[int, Box]]]) -> Contents:
-        """What objects hold that have these boxes, `(layout index, box)`; boxes that adjoin become one outline."""
+        """The contents of objects with these boxes, `(layout index, box)`; adjoining boxes become one outline."""
         listed = [list(boxes) for boxes in objects]
         whose = np.repeat(np.arange(len(listed)), [len(boxes) for boxes in listed])
         raw = Outlines.of(pair for boxes in listed for pair in boxes)
@@ -113,7 +113,7 @@ class Contents:
         return np.bincount(whose[boxes.touched(self.outlines)], minlength=self.counts.size) > 0
 
     def outside(self, number: int, boxes: Iterable[tuple[int, Box]]) -> set[int]:
-        """Tensors of which an object has a box that none of its outlines encloses: there the table is wrong."""
+        """Tensors of which an object has a box outside all of its outlines: there the table is wrong."""
         rows = slice(int(self.counts[:number].sum()), int(self.counts[: number + 1].sum()))
         known: dict[int, list[tuple[int, int, int, int, int]]] = {}
         lines = self.outlines
@@ -158,7 +158,7 @@ def _parse(raw: bytes, tensors: int) -> Contents:
         planes = np.frombuffer(raw, "u1", rows * size, at).reshape(size, rows)
         columns[name] = np.ascontiguousarray(planes.T).reshape(-1).view(dtype)
         at += rows * size
-    # Each by itself first: only what is bounded may be added.
+    # Each column is bounded by itself before two are added.
     if rows and (max(int(column.max()) for column in columns.values()) > MAX_ELEMENTS):
         raise ValueError("an outline reaches beyond any tensor")
     tensor, first, span, modulus, low, width = (column.astype(np.int64) for column in columns.values())

@@ -26,7 +26,7 @@ DIRTY = ".dcr/dirty"  #: the mark of a directory that an engine is changing in p
 SIDE_FILE_LIMIT = 64 << 20  #: bytes of one side file; a larger one is not a side file
 #: Side files by suffix. Code (`*.py`) never travels through a bucket.
 SIDE_FILE_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken"})
-#: Written by trainers beside a model, of no use to whoever serves it.
+#: Written by trainers beside a model, of no use to a server.
 NOT_SIDE_FILES = frozenset({"trainer_state.json", "latest_checkpointed_iteration.txt"})
 
 
@@ -115,7 +115,8 @@ class Checkpoint:
             raise Corrupt(f"{index} disagrees with its files about {shorten(wrong)}", hint="write it again")
 
     def bits(self, name: str) -> Bits:
-        """Unsigned lanes [elements] of one tensor, a view over its file. `NotFound` for a strange name."""
+        """The bits of one tensor as unsigned integers [elements], a view over its file. `NotFound` for an unknown
+        name."""
         return self.file(name).bits(name)
 
     def file(self, name: str) -> SafetensorsFile:
@@ -141,7 +142,7 @@ class Checkpoint:
 
 
 def read_side_files(directory: Path) -> dict[str, bytes]:
-    """Side files of a checkpoint that whoever serves it needs: config, tokenizer, templates."""
+    """The side files of a checkpoint that a server needs: config, tokenizer, templates."""
     found = {}
     for path in sorted(directory.iterdir()):
         wanted = path.suffix in SIDE_FILE_SUFFIXES and not path.name.startswith(".") and path.name not in NOT_SIDE_FILES
@@ -180,7 +181,7 @@ def write_checkpoint(
 
     Args:
         out: a directory that is absent or empty; it appears whole, by a rename.
-        bits_of: unsigned lanes [elements] of a tensor by name.
+        bits_of: a tensor's bits as unsigned integers [elements], by name.
         side_files: side files by name.
 
     Raises:

@@ -2,6 +2,7 @@
 
 A tensor that fits is stored under its own name. A larger one, or a box that one rank of many owns, is stored as
 entries `name#n`; the file's `__metadata__` maps each such entry to the JSON `[name, dst, shape, dst_strides]`.
+Publishers plan and write the files; restore, the engines and `dcr verify` read them.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ def plan_files(layout: Layout, limit: int) -> list[list[Piece]]:
 def plan_boxes(layout: Layout, boxes: Iterable[tuple[int, Box]], limit: int) -> list[list[Piece]]:
     """Boxes of canonical tensors, `(layout index, box)`, as files of at most `limit` bytes each, in their order.
 
-    Numbers of entries begin anew for each tensor: they tell the entries of one file apart, and files of others may have
-    the same ones.
+    Entries are numbered per tensor. A number distinguishes the entries of one rank's files; other ranks may use the
+    same ones.
     """
     numbers: defaultdict[int, Iterator[int]] = defaultdict(count)
     return _packed((_piece(layout, t, box, next(numbers[t])) for t, box in boxes), limit)
@@ -79,7 +80,7 @@ def _cut(layout: Layout, tensor: int, limit: int) -> Iterator[Piece]:
 
 def _piece(layout: Layout, tensor: int, box: Box, number: int) -> Piece:
     spec, mark = layout[tensor], "#"
-    while f"{spec.name}{mark}{number}" in layout:  # a tensor may itself be called so
+    while f"{spec.name}{mark}{number}" in layout:  # a tensor may itself have such a name
         mark += "#"
     return Piece(tensor, box, TensorSpec(f"{spec.name}{mark}{number}", spec.dtype, (box.elements,)))
 
@@ -116,7 +117,7 @@ def find_pieces(
     for entry in file.specs:
         if skip_unknown and entry.name not in layout and entry.name not in file.metadata:
             continue
-        # Metadata holds other things too ("format"), which a tensor may be called: its own name comes first.
+        # Metadata has other keys too ("format"), and a tensor may have such a name: its own name comes first.
         name, box = (entry.name, None) if entry.name in layout else _place(file, entry)
         if name not in layout:
             if skip_unknown:

@@ -129,7 +129,7 @@ def read_header(path: Path) -> Header:
 
 
 def open_plain(path: Path, access: int = os.O_RDONLY) -> int:
-    """A descriptor of a plain file. Whatever else bears the name is refused, and a pipe is not waited for.
+    """A descriptor of a plain file. Anything else is refused, and a pipe is not waited for.
 
     Raises:
         NotFound: there is no such file.
@@ -214,8 +214,8 @@ class SafetensorsFile:
             raise NotFound(f"{self.path} holds no tensor {name}") from None
 
     def bits(self, name: str) -> Bits:
-        """The tensor's elements as unsigned lanes [elements], a view over the map (a copy if the file is not
-        aligned and only read)."""
+        """The tensor's bits as unsigned integers [elements]: a view over the map (a copy if the file is not aligned and
+        was opened for reading)."""
         spec = self.spec(name)
         if self._map is None:
             access = mmap.ACCESS_WRITE if self._writable else mmap.ACCESS_READ
@@ -284,7 +284,7 @@ class SafetensorsBytes:
         self._by_name = {spec.name: spec for spec in self.specs}
 
     def bits(self, name: str) -> Bits:
-        """Unsigned lanes [elements] of a tensor, a view over the bytes."""
+        """A tensor's bits as unsigned integers [elements], a view over the bytes."""
         spec = self._by_name[name]
         begin, _ = self.header.spans[name]
         return np.frombuffer(self._body, dtype=bits_dtype(spec.width), count=spec.elements, offset=begin)
@@ -315,7 +315,7 @@ def write_safetensors(
 
     Args:
         path: a new file in an existing directory.
-        items: each tensor with its elements as unsigned lanes [elements] (views are fine, nothing is gathered).
+        items: each tensor with its bits as unsigned integers [elements] (views are fine, nothing is copied).
         metadata: the `__metadata__` of the header.
 
     Raises:
@@ -352,9 +352,9 @@ def _parts(items: Sequence[tuple[TensorSpec, Bits]], metadata: dict[str, str] | 
     for spec in specs:
         bits = by_name[spec.name]
         if bits.size != spec.elements or bits.itemsize != spec.width:
-            raise ValueError(f"{spec.name}: {bits.size} lanes of {bits.itemsize} bytes for {spec}")
-    lanes = [np.ascontiguousarray(by_name[spec.name]).view("u1").data for spec in specs]
-    return [memoryview(encode_header(specs, metadata or {})), *lanes]
+            raise ValueError(f"{spec.name}: {bits.size} elements of {bits.itemsize} bytes for {spec}")
+    bodies = [np.ascontiguousarray(by_name[spec.name]).view("u1").data for spec in specs]
+    return [memoryview(encode_header(specs, metadata or {})), *bodies]
 
 
 def _write_all(descriptor: int, left: memoryview) -> None:

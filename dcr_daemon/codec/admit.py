@@ -1,4 +1,4 @@
-"""What a chunk declares about itself, judged before a single stream is unpacked: header and directory (`rows`: table).
+"""The checks of a chunk's header and directory, before any stream is unpacked (`rows`: of its table).
 
 Every length that a later step allocates or indexes by is compared here with what the layout, the limits of the format
 and the other counts allow. Raises `CorruptChunk` and nothing else. Only `decode` calls this.
@@ -21,7 +21,7 @@ _HINT = "fetch the object again; if it stays so, the writer or the store is brok
 
 
 def corrupt(what: str) -> CorruptChunk:
-    """The one way in which this format says no."""
+    """The error of a chunk that is not as the format says."""
     return CorruptChunk(f"chunk is corrupt: {what}", hint=_HINT)
 
 

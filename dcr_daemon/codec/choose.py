@@ -1,4 +1,4 @@
-"""Which codec a segment gets: a rule for positions, an estimate for values. Only the size depends on it.
+"""The codec of a segment: a rule for positions, an estimate for values. Only the encoded size depends on the choice.
 
 The rules come from measured sizes on real and synthetic updates (docs/FORMAT.md).
 """
@@ -33,8 +33,8 @@ def choose_positions(where: npt.NDArray[np.uint32], elements: int) -> tuple[Posi
 def _rate(where: npt.NDArray[np.uint32], elements: int) -> float:
     """Rate of the geometric law whose median gap is that of a sample.
 
-    Equal to the share of changed elements if they lie about evenly; higher where they cluster (a few rows of an
-    embedding), which is what the length of most gaps depends on.
+    Equal to the fraction of changed elements if they are spread evenly; higher if they cluster (a few rows of an
+    embedding), because then most gaps are short.
     """
     if where.size < 2:
         return where.size / elements
@@ -44,7 +44,7 @@ def _rate(where: npt.NDArray[np.uint32], elements: int) -> float:
 
 
 def choose_operation(codec: Codec, old: Bits, now: Bits) -> Operation:
-    """Value codec for old and new bits of the changed elements: as asked, or the one that should come out smallest."""
+    """Value codec for old and new bits of the changed elements: as asked, or the one with the smallest estimate."""
     if now.itemsize == 8:
         return Operation.OVERWRITE
     if codec is not Codec.AUTO:
@@ -62,12 +62,12 @@ def choose_operation(codec: Codec, old: Bits, now: Bits) -> Operation:
     return min(costs, key=lambda operation: costs[operation])
 
 
-def _planes(lanes: Bits) -> float:
-    """Bits that the byte planes of `lanes` take, each entropy-coded by itself."""
+def _planes(bits: Bits) -> float:
+    """Bits that the byte planes of these elements take, each entropy-coded by itself."""
     from dcr_daemon.codec import kernels
 
-    counts = np.zeros((lanes.itemsize, 256), dtype=np.int64)
-    kernels.histogram(lanes, counts)
+    counts = np.zeros((bits.itemsize, 256), dtype=np.int64)
+    kernels.histogram(bits, counts)
     return sum(_entropy(plane) for plane in counts)
 
 

@@ -1,4 +1,4 @@
-"""The words of the chunk format, shared by encoder and decoder (docs/FORMAT.md is the authority).
+"""The terms of the chunk format, shared by encoder and decoder (docs/FORMAT.md is the authority).
 
 A chunk is one immutable object: an identity, a table of segments, and streams shared by all segments. A segment
 is the changes of one box of one canonical tensor.
@@ -22,7 +22,7 @@ TARGET_BYTES = 4 << 20  #: encoded size at which a writer closes a chunk
 
 
 class ChunkId(msgspec.Struct, frozen=True, kw_only=True):
-    """Who wrote this chunk for which attempt, and its number `n` among that writer's chunks."""
+    """The writer of a chunk, the attempt it belongs to, and its number `n` among the writer's chunks."""
 
     stream: str
     attempt: int
@@ -74,7 +74,7 @@ class Changes:
     """A decoded segment.
 
     `positions`: int64 [k], strictly ascending ordinals in the segment's box.
-    `operands`: unsigned lanes of the tensor's width [k], to be combined with the old bits by `resolve`.
+    `operands`: unsigned integers of the tensor's width [k], to be combined with the old bits by `resolve`.
     """
 
     segment: Segment
@@ -86,7 +86,7 @@ class Changes:
         return Changes(self.segment, self.positions[which], self.operands[which])
 
     def resolve(self, old: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """New bits [k] from old bits [k] (same unsigned lanes)."""
+        """New bits [k] from old bits [k] (the same unsigned type)."""
         match self.segment.operation:
             case Operation.ULP:
                 return old + self.operands

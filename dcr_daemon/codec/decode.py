@@ -1,7 +1,7 @@
 """Chunks from untrusted bytes: a value or `CorruptChunk`, never anything else, in bounded memory.
 
 `open_chunk` checks hash, identity, every size and every box before it unpacks a stream (`admit`); `Chunk.changes`
-unpacks and checks one segment and touches no other. No length is believed before it is compared with what the table,
+unpacks and checks one segment and touches no other. No length is used before it is compared with what the table,
 the layout and the limits of the format allow.
 """
 
@@ -74,7 +74,7 @@ class Chunk:
     """An opened chunk. `changes` may be called from several threads.
 
     `table` has the segments in columns, at no cost; `segment` and `segments` make objects of them, which takes longer
-    than to judge them all. Who wants few of many looks into the columns first.
+    than checking them all. To read a few segments of many, select them by `table` first.
     """
 
     def __init__(self, identity: ChunkId, layout: Layout, rows: Rows, streams: dict[int, PackedStream]) -> None:
@@ -149,12 +149,12 @@ class Chunk:
         return operands
 
     def _from_planes(self, row: SegmentRow, stream: Stream, count: int) -> Bits:
-        """`count` lanes put together from their byte planes."""
-        lanes = np.empty((count, row.width), dtype=np.uint8)
+        """`count` elements from their byte planes."""
+        bytes_ = np.empty((count, row.width), dtype=np.uint8)
         if count:
             for byte in range(row.width):
-                lanes[:, byte] = self._slice(row, stream + byte)
-        return lanes.reshape(-1).view(bits_dtype(row.width))
+                bytes_[:, byte] = self._slice(row, stream + byte)
+        return bytes_.reshape(-1).view(bits_dtype(row.width))
 
     def _name(self, row: SegmentRow) -> str:
         return self.layout[row.segment.tensor].name

@@ -1,8 +1,8 @@
 """One pass over the weights: detect, sum, update the baseline, and write what changed as a chunk.
 
 `ChunkEncoder` belongs to one thread; kernels and zstd release the GIL, so several encoders run side by side. It
-promises that the baseline holds the new bits as soon as `add` returns, and that chunk and `undo` together bring the
-old ones back. The output depends on nothing but the inputs.
+promises that the baseline holds the new bits as soon as `add` returns, and that the chunk and `undo` together restore
+the old ones. The output depends on the inputs alone.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ class ChunkEncoder:
         return self.pending >= self._target or len(self._rows) >= fmt.MAX_SEGMENTS
 
     def add(self, tensor: int, box: Box, base: Bits, new: Bits, codec: Codec | None = None) -> Segment | None:
-        """Take up one box: compare bits, make `base` equal to `new`, keep the difference for the chunk.
+        """Add one box: compare bits, make `base` equal to `new`, keep the difference for the chunk.
 
         Args:
             tensor: layout index.
             box: where the elements lie in the canonical tensor; at most `SEGMENT_BYTES` of weights.
-            base: baseline bits of the box in its row-major order: 1-D, contiguous, writable, unsigned lanes of
+            base: baseline bits of the box in its row-major order: 1-D, contiguous, writable, unsigned integers of
                 the tensor's width. Changed in place.
             new: new bits, like `base`, never written.
             codec: of this box; by default that of all.
@@ -137,12 +137,12 @@ class ChunkEncoder:
 
     def _check(self, tensor: int, box: Box, base: Bits, new: Bits) -> None:
         spec = self.layout[tensor]
-        lane = np.dtype(bits_dtype(spec.width))
+        dtype = np.dtype(bits_dtype(spec.width))
         if not box.fits(spec.elements):
             raise ValueError(f"{box} is no piece of {spec.name}, which has {spec.elements} elements")
         for side, bits in (("base", base), ("new", new)):
-            if bits.dtype != lane or bits.shape != (box.elements,) or not bits.flags.c_contiguous:
-                raise ValueError(f"{side} of {spec.name} must be {box.elements} contiguous lanes of {lane}")
+            if bits.dtype != dtype or bits.shape != (box.elements,) or not bits.flags.c_contiguous:
+                raise ValueError(f"{side} of {spec.name} must be {box.elements} contiguous elements of {dtype}")
         if not base.flags.writeable:
             raise ValueError(f"base of {spec.name} is read-only, and must become the new bits")
         if base.nbytes > SEGMENT_BYTES:
@@ -150,13 +150,14 @@ class ChunkEncoder:
         if self.pending + 2 * base.nbytes > fmt.RAW_LIMIT or len(self._rows) >= fmt.MAX_SEGMENTS:
             raise ValueError("the chunk is full; finish it before adding more")
 
-    def _buffers(self, lanes: int, width: int) -> tuple[npt.NDArray[np.uint32], Bits, Bits]:
-        """Positions, old and new bits; one slot more than lanes, as the kernel wants. Untouched pages cost nothing."""
+    def _buffers(self, elements: int, width: int) -> tuple[npt.NDArray[np.uint32], Bits, Bits]:
+        """Positions, old and new bits; one slot more than elements, as the kernel needs. Untouched pages cost
+        nothing."""
         out = []
         for name, dtype in (("where", "<u4"), ("old", bits_dtype(width)), ("now", bits_dtype(width))):
             array = self._scratch.get((name, dtype))
-            if array is None or array.size <= lanes:
-                array = self._scratch[name, dtype] = np.empty(max(lanes + 1, 1 << 16), dtype=dtype)
+            if array is None or array.size <= elements:
+                array = self._scratch[name, dtype] = np.empty(max(elements + 1, 1 << 16), dtype=dtype)
             out.append(array)
         return out[0], out[1], out[2]
 
@@ -166,9 +167,9 @@ class ChunkEncoder:
             self._pieces[stream].append(raw)
             self._raw += len(raw)
 
-    def _put_planes(self, stream: Stream, lanes: Bits) -> None:
-        planes = lanes.view("u1").reshape(lanes.size, lanes.itemsize)
-        for byte in range(lanes.itemsize):
+    def _put_planes(self, stream: Stream, bits: Bits) -> None:
+        planes = bits.view("u1").reshape(bits.size, bits.itemsize)
+        for byte in range(bits.itemsize):
             self._put(stream + byte, planes[:, byte])
 
     def _emit(self, box: Box, where: npt.NDArray[np.uint32], old: Bits, now: Bits, codec: Codec) -> _Row:

@@ -4,7 +4,7 @@
     directory  one row per stream: kind, packing, raw size, stored size; kinds ascending, empty streams absent
     streams  in directory order, each stored as it is or as one zstd frame
 
-Pure packing and unpacking, no judgement: `decode` decides what is acceptable.
+Packs and unpacks only; `decode` decides what is acceptable.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ID = re.compile(rb"([a-z0-9]{1,32})\0*")  #: a stream, group or nonce id, zero-p
 
 
 class Stream(IntEnum):
-    """Kinds of streams; planes take consecutive numbers, one per byte of the lane."""
+    """Kinds of streams; planes take consecutive numbers, one per byte of an element."""
 
     TABLE = 0
     GAPS = 1

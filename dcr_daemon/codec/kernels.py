@@ -1,8 +1,9 @@
 """Compiled inner loops of the codec: detect, emit, unpack. All release the GIL; none allocates more than its answer.
 
-Imported on first use only. Lanes are unsigned 1, 2, 4 or 8 bytes; positions are ordinals in a segment's box. The
-unpacking kernels read untrusted bytes: they never index outside an array and answer with a status instead of
-raising, 0 for sound. numpy twins in the tests are their oracle.
+Imported on first use only. Bits are unsigned integers of 1, 2, 4 or 8 bytes; positions are ordinals in a segment's box.
+The
+unpacking kernels read untrusted bytes: they never index outside an array and return a status instead of
+raising, 0 if all is well. The tests compare them with implementations in numpy.
 """
 
 from __future__ import annotations
@@ -50,14 +51,14 @@ def detect(
     """One pass over a box: positions, old and new bits of what differs, sums before and after; `base` becomes `new`.
 
     `base_words` and `new_words` are the same memory as whole 64-bit words, as far as they go; what is left over is
-    taken lane by lane. Lists are appended branch-free, because a mispredicted branch costs more than four lanes:
-    every candidate is written and only a changed one moves the cursor, so the outputs need one slot more than there
-    are lanes. Returns (changed, before, after).
+    taken element by element. Lists are appended branch-free, because a mispredicted branch costs more than four
+    elements: every candidate is written and only a changed one moves the cursor, so the outputs need one slot more than
+    there are elements. Returns (changed, before, after).
     """
     k = int64(0)
     before = uint64(0)
     after = uint64(0)
-    lanes = 8 // base.itemsize
+    per_word = 8 // base.itemsize
     hits = np.empty(BLOCK + 1, dtype=np.uint32)
     words = base_words.size
     for start in range(0, words + 1, BLOCK):
@@ -68,17 +69,17 @@ def detect(
             hits[n] = w
             n += int64(base_words[w] != new_words[w])
         for h in range(n):
-            lane = int64(hits[h]) * lanes
-            for i in range(lanes):
-                o = base[lane + i]
-                v = new[lane + i]
-                where[k] = lane + i
+            first = int64(hits[h]) * per_word
+            for i in range(per_word):
+                o = base[first + i]
+                v = new[first + i]
+                where[k] = first + i
                 old[k] = o
                 now[k] = v
                 k += int64(o != v)
             base_words[hits[h]] = new_words[hits[h]]
         if start + BLOCK > words:
-            for i in range(words * lanes, base.size):
+            for i in range(words * per_word, base.size):
                 o = base[i]
                 v = new[i]
                 where[k] = i
@@ -141,10 +142,10 @@ def emit_steps(old: Any, now: Any, codes: Any, escapes: Any) -> Any:
     """Differences of bit patterns mod 2^w, as two's complement, zigzagged: -1 -> 1, 1 -> 2, -2 -> 3, …
 
     2-bit codes: 0 for -1, 1 for +1, 2 for an escape (`codes` zeroed); escapes hold the zigzag less 3 and need one
-    slot more than there are lanes. Returns the number of escapes.
+    slot more than there are elements. Returns the number of escapes.
     """
     top = uint64(old.itemsize * 8 - 1)
-    full = (uint64(2) << top) - uint64(1)  # numba computes in 64 bits whatever the lane
+    full = (uint64(2) << top) - uint64(1)  # numba computes in 64 bits whatever the width
     count = int64(0)
     for i in range(old.size):
         d = (uint64(now[i]) - uint64(old[i])) & full
@@ -239,8 +240,8 @@ def unpack_steps(codes: Any, escapes: Any, operands: Any) -> Any:
 
 
 @kernel
-def histogram(lanes: Any, counts: Any) -> None:
+def histogram(bits: Any, counts: Any) -> None:
     """Byte counts of every plane, into counts[plane, byte]."""
-    for i in range(lanes.size):
+    for i in range(bits.size):
         for plane in range(counts.shape[0]):
-            counts[plane, np.uint64(lanes[i]) >> np.uint64(8 * plane) & np.uint64(255)] += 1
+            counts[plane, np.uint64(bits[i]) >> np.uint64(8 * plane) & np.uint64(255)] += 1

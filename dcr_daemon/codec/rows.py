@@ -1,7 +1,7 @@
-"""What the segments of a chunk declare about themselves, judged all at once before a single stream is unpacked.
+"""The checks of a chunk's table of segments, all at once, before any stream is unpacked.
 
-A version of many ranks has hundreds of thousands of segments, and a reader wants few of them. So the table is judged
-and laid out in columns; a segment becomes an object when somebody asks for it. Raises `CorruptChunk` and nothing else.
+A version of many ranks has hundreds of thousands of segments, and a reader wants few of them. So the table is checked
+and kept in columns; a segment becomes an object when it is asked for. Raises `CorruptChunk` and nothing else.
 Only `decode` calls this.
 """
 
@@ -29,7 +29,7 @@ Flags = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class SegmentRow:
-    """A segment, how it is written, and where its pieces lie: stream -> (start, size) in unpacked bytes."""
+    """A segment, how it is encoded, and where its pieces lie: stream -> (start, size) in unpacked bytes."""
 
     segment: Segment
     width: int
@@ -40,10 +40,10 @@ class SegmentRow:
 
 
 class Rows:
-    """The judged table of a chunk."""
+    """The checked table of a chunk."""
 
     def __init__(self, table: fmt.Table, width: Ints, sizes: dict[int, Ints]) -> None:
-        """`width`: bytes of a lane, by segment; `sizes`: bytes of each segment in each stream that is not empty."""
+        """`width`: bytes per element, by segment; `sizes`: bytes of each segment in each stream that is not empty."""
         self.table = table
         self._width, self._sizes = width, sizes
         self._ends = {kind: np.cumsum(size) for kind, size in sizes.items()}
@@ -82,7 +82,7 @@ class Rows:
 
 
 def read_rows(table: fmt.Table, layout: Layout) -> Rows:
-    """Judge every segment by itself and lay its pieces out one after the other in their streams."""
+    """Check every segment by itself, and find where its pieces begin in their streams."""
     rank = table.rank
     known = (rank >= 1) & (rank <= MAX_RANK) & (table.tensor < len(layout))
     if not known.all():
@@ -124,7 +124,7 @@ _NO_PIECE = "has a box that is no piece of it, or larger than a segment may be"
 
 
 def _axes(table: fmt.Table) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Shapes and strides (u64) with `MAX_RANK` axes each; those that a box lacks are of one place."""
+    """Shapes and strides (u64) with `MAX_RANK` axes each; axes that a box lacks have extent 1."""
     there = np.arange(MAX_RANK) < table.rank[:, None]
     found = []
     for column in (table.shape, table.strides):
@@ -147,7 +147,7 @@ def _nested(shape: Ints, strides: Ints, room: Ints) -> Flags:
 
 
 def _sound(table: fmt.Table, width: Ints, elements: Ints) -> Flags:
-    """Whether a segment's counts are such as its codecs give."""
+    """Whether a segment's counts are possible for its codecs."""
     changed, carries, escapes = (getattr(table, name).astype(np.int64) for name in ("changed", "carries", "escapes"))
     shift = np.minimum(table.shift, fmt.MAX_SHIFT).astype(np.int64)
     gaps, ulp = table.positions == Positions.GAPS, table.operation == Operation.ULP
@@ -169,8 +169,8 @@ def _sizes(table: fmt.Table, width: Ints, elements: Ints) -> dict[int, Ints]:
         int(Stream.CODES): np.where(ulp, (changed + 3) // 4, 0),
     }
     for byte in range(int(width.max())):
-        lane = width > byte
-        sizes[Stream.ESCAPE + byte] = np.where(ulp & lane, table.escapes.astype(np.int64), 0)
+        present = width > byte
+        sizes[Stream.ESCAPE + byte] = np.where(ulp & present, table.escapes.astype(np.int64), 0)
         for operation, stream in PLANES.items():
-            sizes[stream + byte] = np.where((table.operation == operation) & lane, changed, 0)
+            sizes[stream + byte] = np.where((table.operation == operation) & present, changed, 0)
     return {kind: size for kind, size in sizes.items() if size.any()}

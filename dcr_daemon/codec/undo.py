@@ -1,4 +1,4 @@
-"""A chunk applied backwards: the baseline as it was before an attempt that was aborted (must P7).
+"""Undo of a chunk: restores the baseline from before an aborted attempt (must P7).
 
 `ulp` and `xor` segments say themselves what they changed; `overwrite` segments need the old bits that the encoder
 handed out beside the chunk.
@@ -17,7 +17,7 @@ from dcr_daemon.codec.chunk import Operation, Segment
 from dcr_daemon.codec.decode import Chunk
 from dcr_daemon.errors import Corrupt
 
-#: a segment and ordinals in its box (int64) -> a writable array of lanes, and where in it (int64) they lie
+#: a segment and ordinals in its box (int64) -> a writable array of bits, and where in it (int64) they lie
 Locate = Callable[[Segment, npt.NDArray[np.int64]], tuple[Bits, npt.NDArray[np.int64]]]
 
 

@@ -20,7 +20,7 @@ _SIZE = 4096
 
 
 def compile_kernels(widths: Iterable[int]) -> None:
-    """Send small chunks of every codec and density through encoder, decoder and sums, per lane width in bytes.
+    """Send small chunks of every codec and density through encoder, decoder and sums, per element width in bytes.
 
     Once per process: a second call costs nothing."""
     for width in sorted(set(widths)):
@@ -30,16 +30,16 @@ def compile_kernels(widths: Iterable[int]) -> None:
 @cache
 def _compile(width: int) -> None:
     identity = ChunkId(stream="warm", attempt=0, base=0, version=1, group="warm", rank=0, nonce="warm", n=0)
-    layout, lane = Layout([TensorSpec("warm", _DTYPES[width], (_SIZE,))]), bits_dtype(width)
+    layout, dtype = Layout([TensorSpec("warm", _DTYPES[width], (_SIZE,))]), bits_dtype(width)
     for codec in Codec:
         encoder = ChunkEncoder(layout, codec=codec)
         for every in (_SIZE // 2, 64, 2, 1):  # gaps with and without low bits, a bitmask, all
-            new = np.zeros(_SIZE, dtype=lane)
+            new = np.zeros(_SIZE, dtype=dtype)
             new[::every] = 1
             new[0] = 77  # a step of more than one
-            encoder.add(0, Box.flat(0, _SIZE), np.zeros(_SIZE, dtype=lane), new)
+            encoder.add(0, Box.flat(0, _SIZE), np.zeros(_SIZE, dtype=dtype), new)
         chunk = open_chunk(encoder.finish(identity).data, layout)
         changes = [chunk.changes(i) for i in range(len(chunk.segments))]
     sum_at(changes[0].operands, changes[0].positions, 0)
     Box(0, (16, 16), (1, 16)).canonical(changes[0].positions)
-    sum_box(np.zeros((16, 16), dtype=lane).T, Box(0, (16, 16), (1, 16)), 0)
+    sum_box(np.zeros((16, 16), dtype=dtype).T, Box(0, (16, 16), (1, 16)), 0)

@@ -1,4 +1,4 @@
-"""Values of torch tensors as lanes of bits in host memory."""
+"""The bits of torch tensors in host memory."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _pinned = ThreadLocal[dict[str, Any]](dict)
 
 
 def host_bits(tensor: Any) -> Bits:
-    """Flat unsigned lanes of a contiguous tensor: its own memory on the CPU; from a GPU, a buffer of this thread, valid
-    until its next call; from any other device a copy."""
+    """The bits of a contiguous tensor as flat unsigned integers: its own memory on the CPU; from a GPU, a buffer of
+    this thread, valid until its next call; from any other device a copy."""
     import torch
 
     flat = tensor.reshape(-1)
@@ -24,7 +24,7 @@ def host_bits(tensor: Any) -> Bits:
 
 
 def _to_host(flat: Any) -> Any:
-    """Copy through a page-locked buffer of this thread: several times the speed of a copy to pageable memory."""
+    """Copy through a page-locked buffer of this thread: several times faster than a copy to pageable memory."""
     import torch
 
     size = flat.numel() * flat.element_size()
@@ -39,7 +39,7 @@ def _to_host(flat: Any) -> Any:
 
 
 def synchronize_devices(devices: Iterable[Any]) -> None:
-    """Wait for work that the calling thread has queued on these devices: other threads read them next."""
+    """Wait for the work that the calling thread has queued on these devices, since other threads read them next."""
     for device in {device for device in devices if device.type == "cuda"}:
         import torch
 

@@ -1,7 +1,7 @@
-"""Whether tensors that a trainer gives fit the stream's layout: the one place that judges and words it.
+"""Whether tensors that a trainer gives fit the stream's layout: the one place that decides and words it.
 
-Whole tensors, files, pieces and shards of a rank are each looked at by code of their own, which notes here what does
-not fit. Everything is collected, so that one error lists it all.
+Whole tensors, files, pieces and shards of a rank each have code that looks at them and notes here what does not fit.
+Everything is collected, so that one error lists all of it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class LayoutMismatches:
 
     Args:
         ignore: globs of names outside the layout to drop.
-        instead: what to do if the model holds together what its checkpoint has one by one.
+        instead: advice if the model fuses tensors that its checkpoint has one by one.
     """
 
     def __init__(self, layout: Layout, ignore: Sequence[str] = (), *, instead: str = SAVED) -> None:
@@ -85,7 +85,7 @@ class LayoutMismatches:
         added = self._kinds.get("added", [])
         if why := _adapted(added) or _prefixed(added, self._layout) or _fused(added, self._layout, self._instead):
             return f"{why}; nothing of it is published"
-        hint = "nothing of it is published; correct it, or start a new stream from a base that has this layout"
+        hint = "nothing of it is published; correct the weights, or start a new stream from a base with this layout"
         if added and "missing" in self:
             return f"were tensors renamed? {hint}"
         if added:
@@ -94,7 +94,7 @@ class LayoutMismatches:
 
 
 def _adapted(added: list[str]) -> str:
-    """What to do if there are low-rank adapters beside the weights that they change, as PEFT calls both."""
+    """Advice if there are low-rank adapters, with PEFT's names, beside the weights that they change."""
     if not any(".lora_" in name for name in added):
         return ""
     return (
@@ -104,7 +104,7 @@ def _adapted(added: list[str]) -> str:
 
 
 def _prefixed(added: list[str], layout: Layout) -> str:
-    """What to do if most of these names are the layout's behind one prefix, as a wrapper of the model leaves them."""
+    """Advice if most of these names are the layout's behind one prefix, as a wrapper of the model leaves them."""
     cuts = ((name[: dot + 1], name[dot + 1 :]) for name in added for dot in _dots(name))
     counts = Counter(prefix for prefix, rest in cuts if rest in layout)
     prefix, count = max(counts.items(), key=lambda item: item[1], default=("", 0))
@@ -114,11 +114,11 @@ def _prefixed(added: list[str], layout: Layout) -> str:
 
 
 def _fused(added: list[str], layout: Layout, instead: str) -> str:
-    """What to do if one of these tensors stands for numbered ones of the layout: transformers 5 trains experts so."""
+    """Advice if one of these tensors stands for numbered ones of the layout, as transformers 5 fuses experts."""
     parents = {name.rpartition(".")[0] + ".0." for name in added if "." in name}
     if not any(spec.name.startswith(tuple(parents)) for spec in layout):
         return ""
-    return f"the model holds tensors together that its checkpoint has one by one: {instead}"
+    return f"the model fuses tensors that its checkpoint has one by one: {instead}"
 
 
 def _dots(name: str) -> Iterable[int]:

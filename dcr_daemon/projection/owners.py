@@ -1,4 +1,4 @@
-"""Who publishes what several ranks hold: one owner per region, the same answer on every rank, no word exchanged."""
+"""The owner of what several ranks hold: one per region, computed alike on every rank without communication."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def owner(name: str, first: int, replicas: int) -> int:
 
 
 def owned(regions: Iterable[Region], replica: int, replicas: int) -> list[Region]:
-    """Those of `regions`, all held by every one of `replicas` replicas, that replica number `replica` owns."""
+    """The regions that replica number `replica` owns, of `regions` that all `replicas` hold."""
     return [region for region in regions if owner(region.name, region.dst, replicas) == replica]

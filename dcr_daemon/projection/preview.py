@@ -1,7 +1,9 @@
-"""What a projection will be, from a model's configuration and the degrees alone: no weights, no tensors, no processes.
+"""`dcr plan`: a projection predicted from a model's configuration and the degrees of parallelism, without weights.
 
-Exact and quick: equal parameters (all experts of all layers) are split once, and every one is counted. Which replica
-owns what follows from the names, so bytes per rank are those of the real run.
+In come an architecture, a trainer and a grid; out comes a `Preview` with bytes per class, per reason and per rank. It
+is
+exact and quick: equal parameters (all experts of all layers) are split once, and each is counted. Owners follow from
+names, so bytes per rank are those of the real run.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ Class = Literal["bits", "cast", "add", "residual"]
 
 @dataclass(frozen=True, slots=True)
 class RankRegions:
-    """Regions that each of `ranks` holds; one of them owns each. They count as the item's targets do."""
+    """Regions that each of `ranks` holds and one of them owns. A region's name is the number of its target."""
 
     ranks: Sequence[int]
     regions: tuple[Region, ...]
@@ -43,11 +45,11 @@ class Item:
     """A parameter of the whole model: its canonical tensors, each with the slice [base, base + size) that it holds."""
 
     kind: str
-    form: Hashable  #: equal for items that are shared in the same way
+    form: Hashable  #: equal for items that are split in the same way
     targets: tuple[tuple[TensorSpec, int, int], ...]
     holders: list[RankRegions]
     how: Class
-    why: str  #: of what is residual
+    why: str  #: why it is residual; empty if it is not
 
 
 @dataclass(slots=True)
@@ -137,9 +139,9 @@ def _megatron(architecture: Architecture, grid: Grid, rule: Rule, dtype: str | N
         ways = grid.tp if parameter.expert is None else grid.etp
         key = parameter.split, ways
         if key not in splits:
-            holders = 1 if parameter.split.axis is None else ways
-            parameter.held(0, ways)  # says what cannot be split, by name
-            splits[key] = [held(parameter.split, share, ways).regions for share in range(holders)]
+            parts = 1 if parameter.split.axis is None else ways
+            parameter.held(0, ways)  # raises an error with the parameter's name if it cannot be split
+            splits[key] = [held(parameter.split, part, ways).regions for part in range(parts)]
         ranks = [grid.replicas(parameter, stage, local[0] if local else 0, i) for i in range(len(splits[key]))]
         why = _paper(parameter) if rule == "paper" else ""
         spec = parameter.targets[0].spec
@@ -207,12 +209,12 @@ def _sum(architecture: Architecture, world: int, items: Iterator[Item]) -> Previ
             reasons[item.why] += nbytes
             continue
         row.direct += nbytes
-        for share in item.holders:
-            row.regions += len(share.regions)
-            for region in share.regions:
+        for holder in item.holders:
+            row.regions += len(holder.regions)
+            for region in holder.regions:
                 spec, base, _ = item.targets[int(region.name)]
-                count = len(share.ranks)
-                rank = share.ranks[owner(spec.name, base + region.dst, count) if count > 1 else 0]
+                count = len(holder.ranks)
+                rank = holder.ranks[owner(spec.name, base + region.dst, count) if count > 1 else 0]
                 baseline[rank] += region.elements * spec.width
                 regions[rank] += 1
     ordered = tuple(sorted(rows.values(), key=lambda row: -row.nbytes))
@@ -223,7 +225,7 @@ def _sum(architecture: Architecture, world: int, items: Iterator[Item]) -> Previ
 
 
 class _Proof:
-    """Exactly once, in two steps: each pattern of shares covers its slices, and the slices tile the tensors."""
+    """Checks coverage in two steps: each pattern of regions covers its slices, and the slices tile the tensors."""
 
     def __init__(self) -> None:
         self.slices: dict[str, tuple[TensorSpec, list[tuple[int, int]]]] = {}
@@ -235,7 +237,7 @@ class _Proof:
         return sum(spec.elements for spec, _ in self.slices.values())
 
     def add(self, item: Item) -> int:
-        """Take an item in; returns how many canonical tensors are new with it."""
+        """Add an item; returns how many canonical tensors are new with it."""
         before = len(self.slices)
         for spec, base, size in item.targets:
             self.slices.setdefault(spec.name, (spec, []))[1].append((base, size))
@@ -243,7 +245,7 @@ class _Proof:
         pattern = item.form, sizes
         if pattern not in self._patterns:
             shapes = {str(i): (size,) for i, size in enumerate(sizes)}
-            found = exactly_once((region for share in item.holders for region in share.regions), shapes)
+            found = exactly_once((region for holder in item.holders for region in holder.regions), shapes)
             self._patterns.add(pattern)
             self._broken += [f"{item.targets[int(f.name)][0].name}: {f}" for f in found if f.name in shapes]
         return len(self.slices) - before

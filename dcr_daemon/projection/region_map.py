@@ -1,6 +1,7 @@
-"""What a source of layouts answers with: shards, and the map of one rank.
+"""The map of one rank: its local tensors (shards), and which canonical elements each is the source of.
 
-Local places count the elements of the local tensor in its own row-major order, whatever its memory strides are.
+Every part of `projection` that reads a framework or a file answers with these records. Local places count the elements
+of a local tensor in its own row-major order, whatever its memory strides are.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ class Shard:
     """One local tensor of this rank.
 
     Attributes:
-        parameter: its name in the training process (or the file), as the source that made the shard counts names.
+        parameter: its name in the training process, or in the file.
         shape: of the local tensor; may be empty, and then there are no regions.
         dtype: safetensors name of its dtype.
         value: how its elements become canonical ones.
-        regions: local places to canonical elements; those of replicated tensors only where this rank is the owner.
+        regions: local places to canonical elements; of replicated tensors only those that this rank owns.
     """
 
     parameter: str
@@ -60,9 +61,9 @@ class Map:
         return sum(shard.elements for shard in self.shards)
 
     def without(self, residual: Mapping[str, str]) -> Map:
-        """The same map, but the source of none of these canonical tensors, which are residual for the reasons given.
+        """The same map without these canonical tensors, which are residual for the reasons given.
 
-        Shards stay, if need be without regions: they name what the rank holds.
+        Shards stay even without regions, because they name what the rank holds.
         """
         shards = tuple(
             replace(shard, regions=tuple(region for region in shard.regions if region.name not in residual))
@@ -78,7 +79,7 @@ class Map:
 
     @property
     def digest(self) -> str:
-        """SHA-256 (hex) over regions, values and dtypes; equal exactly if the rank projects in the same way."""
+        """SHA-256 (hex) over regions, values and dtypes; equal exactly if the ranks project in the same way."""
         values = sorted((shard.parameter, shard.dtype, str(shard.value)) for shard in self.shards)
         table: dict[str, list[Region]] = {}
         for shard in self.shards:
@@ -89,9 +90,9 @@ class Map:
 def shards_of(
     parameter: str, shape: Sequence[int], dtype: str, regions: Iterable[Region], layout: Layout
 ) -> list[Shard]:
-    """A local tensor as shards: one per value function, and one without regions if it is the source of nothing.
+    """The shards of a local tensor: one per value function, or one without regions if it is the source of nothing.
 
-    Regions of tensors outside `layout` are left out; the caller knows whether they may be (a tied head may).
+    Regions of tensors outside `layout` are dropped; the caller knows whether that is allowed (for a tied head it is).
 
     Raises:
         Incompatible: its dtype cannot stand for a canonical tensor's.

@@ -1,9 +1,10 @@
 """What an export does to elements, found by running it on tensors that have none.
 
 A `Traced` tensor has a shape, a dtype and, instead of values, regions that say where each of its elements comes from.
-Whatever only moves elements (views, copies, concatenations) is followed exactly, at full size and without allocating
-anything: a layer of a 235B model costs as much as one of a toy. Whatever computes makes its result opaque, and says so:
-such a tensor is residual. The export is the framework's own code, so there is no formula of ours to keep up with it.
+Operations that only move elements (views, copies, concatenations) are followed exactly, at full size and without
+allocating anything: a layer of a 235B model costs as much as one of a toy. An operation that computes makes its result
+opaque, with the reason, and such a tensor is residual. The export is the framework's own code, so no formula of ours
+can become outdated.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dcr_daemon.projection.values import dtype_of
 Convert = Callable[[dict[str, Any]], Mapping[str, Any]]  #: whole tensors by local name -> by canonical name
 
 FOREIGN = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What an export, which is anybody's code, may raise on tensors that it was not written for."""
+"""What an export, third-party code, may raise on tensors that it was not written for."""
 
 _aten = torch.ops.aten
 _COPIES = {
@@ -45,7 +46,7 @@ class Conversion:
     """What an export makes of whole local tensors.
 
     Attributes:
-        regions: of each local tensor, by its name; a tensor that goes nowhere has an empty list.
+        regions: of each local tensor, by its name; a tensor that is not exported has an empty list.
         tensors: canonical name -> (safetensors dtype, shape), as the export gave them.
         opaque: canonical names whose elements are computed, not moved, with the operation that computes.
         sources: canonical name -> the local tensors that it is made of, computed or moved: what the residual path has
@@ -62,7 +63,7 @@ def trace(export: Callable[[dict[str, Any]], Mapping[str, Any]], tensors: Mappin
     """Run `export` on traced stand-ins for `tensors` (anything with a shape and a dtype: parameters, DTensors, meta).
 
     Args:
-        export: takes a table of whole tensors by local name, and gives one by canonical name. What it raises, passes.
+        export: takes a table of whole tensors by local name, and gives one by canonical name. Its exceptions propagate.
     """
     with torch.no_grad():
         given = {

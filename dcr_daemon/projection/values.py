@@ -1,7 +1,7 @@
 """Value functions: what happens to one element on its way from a local tensor to its canonical one.
 
-Applied before anything is compared: a trainer's fp32 master that moves by less than a bf16 step is no change. Three
-kinds are pointwise, so a shard needs nothing but itself:
+Applied before anything is compared: an fp32 master that moves by less than a bf16 step is no change. Three kinds are
+pointwise, so a shard needs no other rank's elements:
 
     Bits    the canonical dtype is the local one; every bit pattern passes
     Cast    rounded to the canonical dtype (to nearest even, NaN as torch casts it), or widened exactly
@@ -10,8 +10,8 @@ kinds are pointwise, so a shard needs nothing but itself:
 A function of a block of elements (FP8 codes and scales of 128 x 128 tiles, microscaling blocks of 16 or 32) fits the
 same place as a fourth kind: a frozen record with its tile, that takes the elements of a region to two canonical
 tensors, codes and scales, whose regions are the weight's own and that divided by the tile. It is direct exactly where
-no tile straddles an edge of a shard. Functions that need another rank's elements are no values: such tensors are
-residual.
+no tile straddles an edge of a shard. Functions that need another rank's elements are not expressed here: such tensors
+are residual.
 """
 
 from __future__ import annotations
@@ -109,9 +109,9 @@ def between(name: str, given: str, canonical: str) -> Value:
 
 
 def apply(value: Value, tensor: Any) -> Any:
-    """What the canonical tensor holds of `tensor` (torch, any device and shape), in the canonical dtype.
+    """The values of `tensor` (torch, any device and shape) as the canonical tensor has them, in the canonical dtype.
 
-    `Bits` gives the very tensor; so does a cast to the dtype that it has.
+    `Bits` returns the same tensor; so does a cast to the dtype that it has.
     """
     if isinstance(value, Bits):
         return tensor

@@ -1,9 +1,9 @@
-"""What one rank says of itself before its group publishes: which canonical elements it is the source of.
+"""A rank's declaration, before its group publishes: which canonical elements it is the source of.
 
-Ranks meet in the bucket only, so this is all that the gate (gate.py) knows of them. Boxes are columns, not objects: a
-rank of a trillion-parameter model owns a hundred thousand, nearly all of a few forms, and rank 0 reads a thousand such
-declarations. Bytes in a bucket may be anybody's: `decode_declaration` gives a declaration that is sound by itself, or
-raises `ValueError`; whether it fits the layout and the other ranks is the gate's question.
+Ranks communicate through the bucket only, so this is all that the gate (gate.py) knows of them. Boxes are columns, not
+objects: a rank of a trillion-parameter model owns a hundred thousand, nearly all of a few forms, and rank 0 reads a
+thousand such declarations. Bytes in a bucket are untrusted: `decode_declaration` gives a declaration that is consistent
+in itself, or raises `ValueError`; whether it fits the layout and the other ranks is checked by the gate.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_WORLD = 1 << 20
 MAX_MESHES = (1 << 16) - 1
 PACKED_LIMIT = 32 << 20  #: bytes of an encoded declaration
 UNPACKED_LIMIT = 128 << 20  #: bytes that it may unpack to: boxes of 16 bytes each, and names with reasons
-DROPPED_LIMIT = 100  #: names that are told; they are for the log
+DROPPED_LIMIT = 100  #: names that are declared; they are for the log
 REASON_LIMIT = 400  #: characters of a reason
 
 _Word = Annotated[str, msgspec.Meta(max_length=200)]
@@ -45,7 +45,7 @@ Columns = tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32], npt.NDArray[np.i
 
 class Declaration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Attributes:
-    nonce: of the process; a rank that was started anew declares another.
+    nonce: of the process; a restarted rank declares another.
     layout, map: digests of the layout and of the rank's map.
     export: how this rank takes part in constructing residual tensors.
     forms: the distinct forms of its boxes.
@@ -57,7 +57,7 @@ class Declaration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         0 for no other rank. Empty: none needs any.
     residual: canonical tensors that the rank could not map, or whose probe failed, with the reason.
     computed: those of them whose elements are computed from several: they travel as overwrites.
-    dropped: names that the source has beside the layout (a tied head, say), the first few.
+    dropped: the first names that the source has and the layout has not (a tied head, for example).
     """
 
     group: _Word

@@ -1,10 +1,10 @@
-"""The start-up gate: do the ranks of a group together publish the checkpoint, all of it, and nothing twice?
+"""The start-up gate: whether the ranks of a group together publish every element of the checkpoint exactly once.
 
 `judge` reads one declaration of every rank (declaration.py) and gives the verdict that all of them follow: which
-canonical tensors are residual and why, who owns each, which travel as overwrites. It guesses nothing and repairs
-nothing: a tensor without exactly one source for each element is residual, by name, where the framework can export it;
-where it cannot, nothing is published, and the error says which ranks to look at. Pure; the same declarations give the
-same verdict.
+canonical tensors are residual and why, who owns each, which travel as overwrites. It guesses and
+repairs nothing: a tensor without exactly one source for each element becomes residual, by name, if the framework can
+export it; otherwise nothing is published, and the error names the ranks to look at. Pure: the same declarations give
+the same verdict.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Residue(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Attributes:
-    nonces: of the declarations judged, by rank; a rank that finds another than its own was not judged.
+    nonces: of the declarations judged, by rank; a rank that finds another nonce than its own was not judged.
     maps: SHA-256 (hex) over the ranks' map digests: equal exactly if the group projects in the same way.
     export: how all ranks construct residual tensors: "hook", "own", or "" where they cannot.
     direct_bytes, boxes: canonical bytes that ranks project by themselves, and in how many boxes.
@@ -92,7 +92,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return same and declaration.rank < len(self.nonces) and self.nonces[declaration.rank] == declaration.nonce
 
     def report(self, layout: Layout) -> str:
-        """The verdict for people, in the words of `dcr plan`: a line each for direct, residual, and every reason."""
+        """The verdict for people, with the terms of `dcr plan`: a line each for direct, residual, and every reason."""
         total = self.direct_bytes + self.residual_bytes
         ranks = f"{len(self.nonces)} rank{'s' if len(self.nonces) > 1 else ''}"
         lines = [f"direct    {_share(self.direct_bytes, total)} by {ranks}, {self.boxes:,} regions"]
@@ -124,7 +124,7 @@ def decode_verdict(body: bytes) -> Verdict:
     """Read `encode_verdict` back. Raises `ValueError` for anything that is no verdict."""
     verdict = decode(_verdicts, decompress_bounded(body, "a verdict", PACKED_LIMIT, UNPACKED_LIMIT))
     if any(residue.owner >= len(verdict.nonces) for residue in verdict.residues.values()):
-        raise ValueError("it gives a tensor to a rank that there is not")
+        raise ValueError("it gives a tensor to a rank that does not exist")
     return verdict
 
 
@@ -159,7 +159,7 @@ def judge(declarations: Iterable[Declaration], layout: Layout) -> Verdict:
             hint="this is a fault of dcr: please report it with the log",
         )
     computed = {name for declaration in ranks for name in declaration.computed}
-    hook = ranks[0].export == "hook"  # of which nobody knows what it computes
+    hook = ranks[0].export == "hook"  # nobody knows what a hook computes
     owners = _spread(reasons, builders, layout)
     first = ranks[0]
     return Verdict(
@@ -208,7 +208,7 @@ def _check_group(ranks: Sequence[Declaration], layout: Layout) -> None:
 
 
 def _odd(ranks: Sequence[Declaration], what: str, words: str) -> list[str]:
-    """Ranks that differ from the most in one attribute, in words."""
+    """The ranks that differ from the majority in one attribute, in words."""
     common = Counter(getattr(declaration, what) for declaration in ranks).most_common(1)[0][0]
     odd = [declaration.rank for declaration in ranks if getattr(declaration, what) != common]
     return [f"{words} on {shorten_ranks(odd)}"] if odd else []
@@ -228,7 +228,8 @@ def _check_columns(declaration: Declaration, layout: Layout) -> None:
 
 
 def _reasons(ranks: Sequence[Declaration]) -> dict[str, str]:
-    """Everything that any rank calls residual, with the ranks that say so unless all that speak agree."""
+    """All tensors that any rank calls residual, with the reason; with the ranks unless all ranks give the same
+    reason."""
     said: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for declaration in ranks:
         for name, why in declaration.residual.items():
@@ -255,7 +256,7 @@ def _check_faults(faults: Sequence[Fault], layout: Layout) -> None:
 
 
 def _advice(faults: Sequence[Fault]) -> str:
-    """What to do about it: the commonest causes first."""
+    """What to do about it; the most frequent causes come first."""
     if any(fault.double for fault in faults):
         return (
             "say which ranks hold alike what no mesh counts with replica=(number, count): plain tensors on several "
@@ -272,7 +273,7 @@ def _advice(faults: Sequence[Fault]) -> str:
 class _Builders:
     """Which ranks can construct which canonical tensor.
 
-    A collective that one of its ranks does not join never ends: who cannot have all its partners is no builder.
+    A collective never ends if one of its ranks does not join: a rank without all its partners is no builder.
     """
 
     def __init__(self, ranks: Sequence[Declaration], layout: Layout) -> None:

@@ -1,9 +1,9 @@
-"""What a trainer hands over on one rank → the map of that rank, bound to the tensors that it reads.
+"""A rank's weights, in any form that a trainer has, as the rank's map bound to the tensors that it reads.
 
 `live` is called once per run: it looks at names, shapes, placements and the framework's own conversion, and says what
 this rank is the source of. `Live.rebind` is called at every step: it binds the tensors of that step to the same map, in
-milliseconds, and refuses what is no longer laid out alike. Nothing here communicates, copies or gathers; whether the
-maps of all ranks together are the source of everything exactly once is judged by the gate.
+milliseconds, and refuses tensors whose shapes, dtypes or placements changed. Nothing here communicates, copies or
+gathers; whether the maps of all ranks together cover every element exactly once is decided by the gate.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from dcr_daemon.wording import shorten
 
 @dataclass(frozen=True, slots=True)
 class InputAdapter:
-    """How the weights that a step hands over become named tensors: as those did that the map was made of.
+    """Turns the weights of a step into named tensors, as it was done when the map was made.
 
     Attributes:
         chunks: number of Megatron's model chunks; 0 for modules and state dicts.
-        prefix: what all names begin with and the map's do not.
-        skipped: names (without the prefix) that are no part of the stream whatever they hold.
+        prefix: of all names of the weights; the map's names are without it.
+        skipped: names (without the prefix) that are never part of the stream.
     """
 
     chunks: int = 0
@@ -55,13 +55,13 @@ class Live:
     map: what this rank is the source of; `map.residual` names what it could not map, with reasons.
     tensors: the rank's own (detached torch tensors, never DTensors), by the names of the map's shards. A shard's local
         places count the elements of its tensor in row-major order, whatever its strides are.
-    dropped: tensors that were handed over and are no part of the stream, with the reason; for the log.
-    inputs: the tensors that were handed over (DTensors as such) and are part of the stream, by local name; what is
-        residual is gathered from these.
+    dropped: input tensors that are no part of the stream, with the reason; for the log.
+    inputs: the input tensors (DTensors as such) that are part of the stream, by local name; residual tensors are
+        gathered from these.
     conversion: what the framework's export does to whole tensors; none where their names are canonical ones.
     convert: that export itself, over a table of some whole tensors; none likewise, or if it is not known.
-    signature: how everything that was handed over is laid out; equal exactly if the map would be the same. Hashable.
-    tied: tensors that were dropped because they are the memory of another, by that one's name.
+    signature: shapes, dtypes and placements of all inputs; equal exactly if the map would be the same. Hashable.
+    tied: dropped tensors that are the memory of another, with the other's name.
     """
 
     map: Map
@@ -129,10 +129,10 @@ def live(
         replica: number of this rank, and how many, among the ranks that hold alike what the widest mesh among the
             tensors does not count. By default it counts all copies; without any mesh, every rank holds the same.
         ignore: globs of names outside the layout to drop.
-        conversion: what an export does to whole tensors, for layouts of one's own; transformers models bring theirs.
+        conversion: what an export does to whole tensors, for a user's own format; transformers models bring theirs.
         adapter: torchtitan's state-dict adapter, for a state dict of its names.
         megatron: architecture and grid of a Megatron model.
-        mapped: the finished map, for what nothing here understands; `weights` are then local tensors by parameter.
+        mapped: the finished map, for weights of an unknown kind; `weights` are then local tensors by parameter.
 
     Raises:
         Incompatible: names, shapes or dtypes that have no place in the layout, all of them in one error.
@@ -183,7 +183,7 @@ def _table(weights: Any) -> dict[str, Any]:
 def _converted(
     weights: Any, layout: Layout, mismatches: LayoutMismatches, conversion: Conversion | None, adapter: Any
 ) -> tuple[InputAdapter, dict[str, Any], Conversion | None, Convert | None]:
-    """Everything handed over by the names that its conversion knows, that conversion, and what it was traced from."""
+    """All inputs by the names that their conversion knows, the conversion, and the export that it was traced from."""
     entries = _table(weights)
     counted = [name for name in entries if not mismatches.ignores(name)]
     model, at = _library_model(weights, counted)
@@ -215,7 +215,7 @@ def _converted(
 
 
 def _followed(trace: Callable[[], Conversion]) -> Conversion:
-    """An export followed on tensors without elements; it is anybody's code, and may not take them."""
+    """An export followed on tensors without elements. It is third-party code, and may not accept them."""
     try:
         return trace()
     except FOREIGN as error:

@@ -1,4 +1,4 @@
-"""What a rank owns, cut into boxes of bounded size."""
+"""The boxes that a rank owns, cut to a bounded size: what one segment of a chunk may span."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def blocks(mapped: Map, layout: Layout, limit: int) -> list[tuple[int, Box]]:
     Every element that the map is the source of is in one of them, once. The order is that of the map's shards, and
     inside a box that of the local tensor, so that it is read from its beginning to its end, in runs even where it is
     the canonical one transposed; the same map gives the same list. A box is cut along its outermost axes: a flat one at
-    multiples of `limit` from its start. An element is never cut.
+    multiples of `limit` from its start. An element is never split.
     """
     made = []
     for shard in mapped.shards:

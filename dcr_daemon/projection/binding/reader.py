@@ -1,6 +1,6 @@
-"""Bits of canonical boxes out of this rank's own tensors, by the algebra alone.
+"""The bits of canonical boxes, read from this rank's own tensors: what the codec compares with the baseline.
 
-A box that lies in one run of one tensor costs nothing but its cast; any other is put together in one buffer. Casts go
+A box that lies in one run of one tensor costs only its cast; any other is assembled in one buffer. Casts go
 from contiguous memory to contiguous memory, as those of an export do: torch turns a NaN into other bits where either
 side is strided.
 """
@@ -63,18 +63,18 @@ class Reader:
         self._plans: dict[tuple[int, Box], tuple[_Piece, ...]] = {}
 
     def bind(self, live: Live) -> None:
-        """Read these tensors from now on: those of the next step, bound to the same map."""
+        """Read the tensors of the next step from now on; they are bound to the same map."""
         if any(tensor.stride() != live.tensors[name].stride() for name, tensor in self._tensors.items()):
             self._plans = {}
         self._tensors = live.tensors
 
     def plan(self, blocks: Iterable[tuple[int, Box]]) -> None:
-        """Work out ahead of time how each of these boxes is read. Raises as `read` does."""
+        """Plan ahead of time how each of these boxes is read. Raises as `read` does."""
         for tensor, box in blocks:
             self._plan(tensor, box)
 
     def read(self, tensor: int, box: Box) -> Bits:
-        """The bits of `box` in canonical tensor number `tensor`: flat unsigned lanes, in the box's row-major order.
+        """The bits of `box` in canonical tensor number `tensor`: flat unsigned integers, in the box's row-major order.
 
         They may be the tensor's own memory, or a buffer of the calling thread: valid until the weights change or this
         thread reads again, and not to be written to.
@@ -98,7 +98,7 @@ class Reader:
             return host_bits(made)
 
     def _fill(self, made: Any, piece: _Piece) -> None:
-        """Put a piece into its places of the buffer."""
+        """Copy a piece to its places in the buffer."""
         value, region = piece.shard.value, piece.region
         if made.device.type != "cpu" and not isinstance(value, values.Add):  # one kernel, which casts all NaNs alike
             made.as_strided(region.shape, region.dst_strides, region.dst).copy_(self._view(piece, region))
@@ -111,7 +111,7 @@ class Reader:
             del view  # before the next part is gathered
 
     def _view(self, piece: _Piece, region: Region) -> Any:
-        """The elements of a region of `piece`, where they lie, in the order of the box."""
+        """A view of the elements of a region of `piece`, in the order of the box."""
         tensor = self._tensors[piece.shard.parameter]
         if piece.dense:
             tensor = tensor.contiguous()
@@ -148,7 +148,7 @@ class Reader:
         yield from found
 
     def _check(self, tensor: int, box: Box, pieces: tuple[_Piece, ...]) -> None:
-        """The pieces are the box, each element of it once."""
+        """Raise unless the pieces are the box, each element once."""
         held = sum(piece.region.elements for piece in pieces)
         twice = (
             held == box.elements

@@ -1,9 +1,9 @@
-"""Residual tensors: what no rank could project is constructed whole, by the framework's own export.
+"""Residual tensors, which no rank can project: the framework's own export constructs them whole.
 
 Only the tensors that the verdict names are constructed, one group at a time, and each is kept by one rank, its owner
-(gate.py). What constructs them may be a collective, so every rank drives it over the same names in the same order, and
-drives it to its end: a rank that finds a fault, or whose caller gives up, still takes part until the others are done.
-Two exporters do it:
+(gate.py). The export may be a collective, so every rank runs it over the same names in the same order, and to
+its end: a rank that finds a fault, or whose caller gives up, still takes part until the others are done.
+There are two exporters:
 
     Hook     the user's function `export(names)`: Megatron-Bridge's export, a loop over `full_tensor()`, anything
     Gather   our own, for DTensors and plain tensors: gathers just the parameters that a residual tensor is made of, and
@@ -30,7 +30,7 @@ ExportHook = Callable[[Sequence[str]], Iterable[tuple[str, Any]]]
 
 
 class Exporter(Protocol):
-    """Constructs whole canonical tensors on the ranks of a group, together."""
+    """Constructs whole canonical tensors, on all ranks of a group together."""
 
     @property
     def kind(self) -> Export:
@@ -43,10 +43,10 @@ class Exporter(Protocol):
         """The ranks without which constructing a tensor never ends on this one; none for a hook, which all call."""
 
     def build(self, names: Sequence[str], wanted: Collection[str]) -> Generator[tuple[str, Any], None, None]:
-        """Construct `names`; gives those of `wanted` (torch, detached). To be driven to its end on every rank.
+        """Construct `names`; gives those of `wanted` (torch, detached). To be run to its end on every rank.
 
         Raises:
-            Incompatible: the framework gave something else than it was asked for; all faults in one error, at the end.
+            Incompatible: the framework's result is not what was asked for; all faults in one error, at the end.
         """
 
 
@@ -66,9 +66,9 @@ class Residual:
     def iterate(self, names: Iterable[str] | None = None) -> Generator[tuple[int, Any], None, None]:
         """Layout index and tensor (torch, canonical dtype and shape, contiguous, detached) of what this rank owns.
 
-        A tensor may be memory of the framework's: it holds until the next one is asked for. Ranks that own nothing get
-        nothing, and must iterate all the same. Whoever may stop early closes it (`contextlib.closing`): that drives
-        the export to its end.
+        A tensor may be the framework's memory, valid until the next one is asked for. Ranks that own nothing get
+        nothing, and must iterate all the same. A caller that may stop early uses `contextlib.closing`, which runs the
+        export to its end.
 
         Args:
             names: some of the residual tensors, the same on every rank; all of them by default.
@@ -137,7 +137,7 @@ _END = object()
 
 
 def _pair(item: Any) -> tuple[str, Any]:
-    """An item of the hook's as name and tensor; anything else has a name that no tensor has."""
+    """An item of the hook as name and tensor; anything else gets a name that no tensor has."""
     if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], torch.Tensor):
         return item
     return f"a {type(item).__name__} and no pair of name and tensor", None
@@ -234,12 +234,12 @@ def _whole(tensor: Any) -> Any:
 
 
 class _Faults:
-    """What an export gave instead of what it was asked for, collected so that one error says it all."""
+    """The faults of an export, collected so that one error lists all of them."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._seen: set[str] = set()
-        self._lost = False  # the order: what comes later is not judged
+        self._lost = False  # the order is lost: later tensors are not checked
         self.found: list[str] = []
 
     def note(self, text: str) -> None:
@@ -261,12 +261,12 @@ class _Faults:
         return False
 
     def absent(self, due: Iterator[str]) -> None:
-        """What should still have come, unless the order was lost before."""
+        """Note the tensors that are missing at the end, unless the order was lost before."""
         if not self._lost and (missing := list(due)):
             self.note(f"nothing for {shorten(missing)}")
 
     def fits(self, name: str, tensor: Any) -> bool:
-        """Whether shape and dtype are the layout's; a dtype may round to it or widen to it, as everywhere."""
+        """Whether shape and dtype are the layout's; a dtype may also round or widen to it, as everywhere."""
         spec = self._layout[self._layout.index(name)]
         dtype = dtype_names().get(tensor.dtype, str(tensor.dtype))
         if tuple(tensor.shape) == spec.shape and castable(dtype, spec.dtype):

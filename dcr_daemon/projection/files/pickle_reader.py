@@ -1,8 +1,8 @@
-"""A pickle read as data. Nothing of it is ever run: no import, no call, no method.
+"""A pickle read as data: nothing in it is executed, no import, no call, no method.
 
-torch's distributed checkpoints keep their table of pieces in a pickle, and a pickle is a program. Here its instructions
-are followed with symbols in place of objects: whatever the program would construct becomes an `Opaque` that says what
-was to be called and with what. Who reads it takes what has the expected form, and refuses the rest.
+torch's distributed checkpoints keep their table of pieces in a pickle, and a pickle is a program. Its instructions are
+followed here with symbols in place of objects: whatever the program would construct becomes an `Opaque` that records
+what would be called and with what. `piece_map` and `storage` take values of the expected form and refuse all others.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 @dataclass(eq=False, slots=True)
 class Opaque:
-    """What the pickle would make by calling `made_by` with `arguments`, then fill with `state` and `items`.
+    """An object that the pickle would make by calling `made_by` with `arguments`, then fill with `state` and `items`.
 
     A bare reference to something importable has no arguments: `made_by` is its dotted name.
     """

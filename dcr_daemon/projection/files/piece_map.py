@@ -1,11 +1,12 @@
-"""Checkpoints whose tensors lie in pieces: every rank wrote its own, and nobody put them together.
+"""Checkpoints whose tensors lie in pieces, one writer per rank: which pieces there are, and where each lies in its
+tensor.
 
-Two kinds: torch's distributed checkpoints (a `.metadata` table, written last, over `.distcp` files) and safetensors
-files of a sharded writer (`DCP_SHARDING_INFO` in their metadata). Both say where each piece begins in its tensor, which
-makes a piece a shard like any other, to be published without gathering anything.
+Two kinds are read: torch's distributed checkpoints (a `.metadata` table, written last, over `.distcp` files) and
+safetensors files of a sharded writer (`DCP_SHARDING_INFO` in their metadata). Both say where each piece begins in its
+tensor, so a piece is a shard like any other, and nothing has to be gathered.
 
-What they say is not always true: torch's own offsets are wrong for some uneven FSDP over TP. `plan.gaps` shows it, and
-such a checkpoint must not be published from.
+The tables are not always right: torch's own offsets are wrong for some uneven FSDP over TP. `region_map.gaps` detects
+it, and such a checkpoint must not be published from.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from dcr_daemon.untrusted import load_json
 METADATA = ".metadata"
 SHARDING_INFO = "DCP_SHARDING_INFO"
 METADATA_LIMIT = 1 << 30  #: bytes of a table; one of a million pieces has a tenth of it
-_FILE_LIMIT = 1 << 62  #: bytes: where a piece may lie in a file, as far as a table is believed before the file is seen
+_FILE_LIMIT = 1 << 62  #: bytes: the largest offset accepted in a table before the file is opened
 _HOME = "torch.distributed.checkpoint"
 _DTYPES = {f"torch.{name}": dtype for dtype, name in TORCH_NAMES.items()}
 
@@ -44,9 +45,9 @@ class Piece:
         whole: shape of the tensor; `shape` and `starts` are those of the piece in it.
         dtype: safetensors name; torch's own (`torch.quint8`) where safetensors has none, as a trainer's state may have.
         file: relative to the checkpoint's directory, and inside it.
-        span: byte range [from, to) of what holds the piece: the elements themselves in a safetensors file, a torch
-            archive in a distributed checkpoint (`stored.archived`).
-        packed: by which extension of the writer the archive is packed; empty if it is a plain one.
+        span: byte range [from, to) that holds the piece: the elements in a safetensors file, a torch archive in a
+            distributed checkpoint (`storage.archived`).
+        packed: the writer's extension that packed the archive; empty for a plain one.
     """
 
     tensor: str
@@ -60,7 +61,7 @@ class Piece:
 
     @property
     def label(self) -> str:
-        """What a shard of it is called: several pieces of one tensor may lie in one directory."""
+        """The name of its shard: several pieces of one tensor may lie in one directory."""
         return f"{self.file}:{self.span[0]}:{self.tensor}"
 
     @property
@@ -72,7 +73,7 @@ class Piece:
 def map_of_pieces(
     pieces: Iterable[Piece], layout: Layout, targets: Mapping[str, Sequence[Region]] | None = None, *, prefix: str = ""
 ) -> Map:
-    """The map of whoever reads these pieces. Tensors that lead to nothing canonical (optimizer states) are left out.
+    """The map of a reader of these pieces. Tensors that become nothing canonical (optimizer states) are left out.
 
     Args:
         targets: regions from whole tensors of the checkpoint to canonical ones (`Conversion.regions`), if it is a
@@ -96,7 +97,8 @@ def safetensors_pieces(directory: Path) -> list[Piece]:
 
 
 def pieces_of(headers: Mapping[str, Header], directory: Path) -> list[Piece]:
-    """Pieces in files of a sharded writer, by file and name. A tensor's shape is as large as these files show it.
+    """Pieces in files of a sharded writer, by file and name. A tensor's shape is inferred from the pieces that these
+    files have.
 
     Raises:
         Incompatible: a file has no table of offsets: it holds whole tensors.
@@ -136,12 +138,12 @@ def _offsets(path: Path, text: str | None) -> dict[str, tuple[int, ...]]:
 
 
 def dcp_pieces(directory: Path) -> list[Piece]:
-    """Pieces of a torch distributed checkpoint, from its `.metadata`; nothing in it is run.
+    """Pieces of a torch distributed checkpoint, from its `.metadata`, of which nothing is executed.
 
     Raises:
         NotFound: there is no `.metadata`: it is no such checkpoint, or still being written.
         Corrupt: the table cannot be read, or contradicts itself.
-        Incompatible: what bears the name is no file, or cannot be read.
+        Incompatible: it is no regular file, or cannot be read.
     """
     path = directory / METADATA
     body = _table_body(path)
@@ -200,7 +202,7 @@ def _counts(value: Any) -> tuple[int, ...]:
 
 
 def _text(value: Any) -> str:
-    """A name: one with lone surrogates could be neither sorted nor told."""
+    """A name. Lone surrogates are refused: such a name could be neither sorted nor printed."""
     if not isinstance(value, str):
         raise ValueError("a name was expected")
     value.encode()
@@ -214,7 +216,7 @@ def _range(offset: Any, length: Any) -> tuple[int, int]:
 
 
 def _place(index: Any) -> tuple[str, tuple[int, ...] | None]:
-    """What a stored thing is: name and offset; tensors have an offset, other objects have none."""
+    """Name and offset of a stored object; only tensors have an offset."""
     fields = _fields(index, "metadata.MetadataIndex")
     offset = fields.get("offset")
     return _text(fields["fqn"]), None if offset is None else _size(offset)

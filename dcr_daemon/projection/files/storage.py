@@ -1,8 +1,8 @@
-"""Elements of a piece as they lie in its file: found by the file's own table, read range by range.
+"""The elements of a piece, read range by range from its file; the file's own table says where they are.
 
 A safetensors file says where its tensors lie. In a distributed checkpoint each piece is a torch archive: a zip of a
-pickle, which says how the piece lies in a storage, and of that storage, stored as it is. Only the table is read; from
-then on the elements are read from the file like any others, and no piece is ever held as a whole.
+pickle, which says how the piece lies in a storage, and of that storage, uncompressed. Only the table is parsed; then
+elements are read from the file like any others (`canonical.gather`), and no piece is ever held whole.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dcr_daemon.projection.values import TORCH_NAMES
 TABLE_LIMIT = 1 << 20  #: bytes that an archive's tables may have; torch's have a few hundred
 _LOCAL_HEADER = 30  #: bytes before the name in a zip entry's own header
 _REBUILDERS = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
-#: what reading an archive may raise that is none, or hostile: zipfile's own faults, and those of what is looked up
+#: what reading a damaged or hostile archive may raise: zipfile's own errors, and those of lookups in its table
 _FAULTS = (
     zipfile.BadZipFile, struct.error, EOFError, RuntimeError, ValueError, LookupError, TypeError, AttributeError,
 )  # fmt: skip
@@ -52,12 +52,12 @@ class StoredPiece:
 
 
 def plain(piece: Piece) -> StoredPiece:
-    """Of a safetensors file."""
+    """The place of a piece in a safetensors file."""
     return StoredPiece(piece.span[0], next(iter(whole(piece.tensor, piece.shape)), None))
 
 
 def archived(descriptor: int, piece: Piece, path: Path) -> StoredPiece:
-    """Of a distributed checkpoint; nothing in the archive is run.
+    """The place of a piece in a distributed checkpoint; nothing in the archive is executed.
 
     Raises:
         Corrupt: what lies there is not this piece.
@@ -123,7 +123,7 @@ def _region(rebuilt: Any, piece: Piece) -> tuple[str, Region | None]:
 
 
 def _dtype(kind: str, arguments: tuple[Any, ...]) -> str:
-    """What the storage's elements are: typed storages say it, untyped ones leave it to the tensor."""
+    """The dtype of the storage's elements: a typed storage names it, an untyped one leaves it to the tensor."""
     home, _, name = kind.rpartition(".")
     if home == "torch" and name in _STORAGES:
         return _STORAGES[name]
@@ -140,7 +140,7 @@ def _numbers(values: Any) -> tuple[int, ...]:
 
 
 class _Window(io.RawIOBase):
-    """Bytes [start, stop) of a file, for `zipfile`. What it wants are tables: nobody makes it read more than one."""
+    """Bytes [start, stop) of a file, for `zipfile`. It reads tables only, so no read is larger than `TABLE_LIMIT`."""
 
     def __init__(self, descriptor: int, start: int, stop: int) -> None:
         super().__init__()
@@ -172,11 +172,11 @@ class _Window(io.RawIOBase):
 
 
 def read_region(descriptor: int, stored: StoredPiece, wanted: Region, out: Bits, origin: int) -> None:
-    """Copy elements of a piece to where they belong.
+    """Copy elements of a piece to their places.
 
     Args:
         wanted: from the piece's own row-major elements to canonical ones.
-        out: lanes of the piece's dtype [elements], from canonical element `origin` on.
+        out: bits of the piece's dtype [elements], from canonical element `origin` on.
 
     Raises:
         EOFError: the file ends before them.
@@ -193,7 +193,7 @@ def read_region(descriptor: int, stored: StoredPiece, wanted: Region, out: Bits,
 
 
 def read_archived(directory: Path, piece: Piece) -> Bits:
-    """Lanes of one whole piece of a distributed checkpoint, in its row-major order.
+    """The bits of one whole piece of a distributed checkpoint, in its row-major order.
 
     Raises:
         NotFound: its file is gone.

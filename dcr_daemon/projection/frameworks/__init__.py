@@ -1,1 +1,6 @@
-"""How a framework's own names and layouts lead to canonical tensors: transformers, torchtitan, Megatron."""
+"""What a framework's own export does to its tensors: transformers and torchtitan by tracing it, Megatron in closed
+form.
+
+In come models, adapters or configurations; out go conversions (`tracing.Conversion`) and maps. `binding` calls it for
+live weights, `preview` for `dcr plan`.
+"""

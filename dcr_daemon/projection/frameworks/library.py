@@ -1,7 +1,7 @@
-"""A model of the transformers library known by its `config.json` alone: its tensors, and what it saves of them.
+"""A model of the transformers library, from its `config.json` alone: its tensors, and what it saves of them.
 
 The model is made on torch's meta device: it has shapes and no weights, and takes seconds whatever its size. Nothing is
-downloaded, and code that a config may name outside the library is never run.
+downloaded, and code outside the library that a config may name is never executed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A transformers model's own parameters, from the architecture alone: what FSDP2, ZeRO-3 or replicas cut.
 
-The library keeps checkpoint tensors as they are but for the experts of a layer, which it fuses: `gate_up_proj` of
+The library keeps checkpoint tensors as they are, except for the experts of a layer, which it fuses: `gate_up_proj` of
 (experts, 2 · width, hidden) and `down_proj` of (experts, hidden, width). A live model is mapped by probing the library;
 this is the prediction for a plan.
 """
@@ -85,7 +85,7 @@ def _stacked_axis(spec: TensorSpec) -> int | None:
 
 @lru_cache(maxsize=1 << 14)
 def regions(form: Form, trainer: Trainer, rank: int, tp: int, dp: int) -> tuple[Region, ...]:
-    """What a rank holds; tensor-parallel ranks are neighbours. Regions are called "0", "1", … after the targets."""
+    """What a rank holds; tensor-parallel ranks have consecutive numbers. Regions are named "0", "1", … by target."""
     over_data, over_tensor = divmod(rank, tp)
     full = _whole(form)
     if trainer == "zero3":

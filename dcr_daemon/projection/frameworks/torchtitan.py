@@ -1,7 +1,7 @@
-"""torchtitan: its state-dict adapters, traced; and, in closed form, where its layouts differ from a checkpoint's.
+"""torchtitan: its state-dict adapters, traced; and in closed form, the tensors that differ from a checkpoint's.
 
-`adapter_conversion` needs the adapter and nothing else; the closed forms serve training code that is laid out alike and
-has no adapter. Their names follow torchtitan: E experts, F inner (expert) size, D model size.
+`adapter_conversion` needs only the adapter; the closed forms are for training code with the same tensors and no
+adapter. Their names follow torchtitan: E experts, F inner (expert) size, D model size.
 """
 
 from __future__ import annotations

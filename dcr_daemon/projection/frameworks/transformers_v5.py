@@ -1,8 +1,7 @@
 """transformers 5 modules: fused experts, packed projections, renames, by the library's own reverse conversion.
 
-`save_pretrained` turns a module's tensors into checkpoint tensors with `revert_weight_conversion`. Here that very
-function runs on traced tensors: whatever operations the library has, or will have, are followed as long as they only
-move elements.
+`save_pretrained` turns a module's tensors into checkpoint tensors with `revert_weight_conversion`. Here that function
+runs on traced tensors, so all operations that only move elements are followed, in future versions of the library too.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ def is_model(module: Any) -> bool:
 def conversion(model: Any, tensors: Mapping[str, Any] | None = None) -> Conversion:
     """What `model.save_pretrained` does to each whole tensor of `model` (a PreTrainedModel, on any device or none).
 
-    A sharded model answers as a whole one: DTensors count with their full shapes. Tied tensors appear under each of
-    their names; the layout says which names the checkpoint has.
+    A sharded model gives the same as a whole one: DTensors count with their full shapes. Tied tensors appear under each
+    of their names; the layout says which names the checkpoint has.
 
     Args:
         tensors: of the model by the names of its own code, where its `state_dict` has others (inside wrappers).

@@ -1,10 +1,11 @@
-"""Does torch put the elements of a DTensor where we say? Asked of torch, on DTensors too small to matter.
+"""A probe of DTensor placements: does torch put the elements of a DTensor where we say? Asked of torch, on small
+DTensors.
 
-For every way in which the tensors handed over are placed, a small DTensor is made with the same mesh, the same
-placements and the same sizes along the axes that are cut; each local element carries its rank and its place, torch
-gathers the whole, and there every element says where it came from. This is a collective step. Ranks take part alike or
-not at all: which placements are asked about is decided from facts that all ranks of a mesh share, and agreed upon by
-all ranks before the first one is.
+For every way in which the rank's tensors are placed, a small DTensor is made with the same mesh, the same placements
+and the same sizes along the axes that are cut. Each local element carries its rank and its place, torch gathers the
+whole, and there every element says where it came from. This is a collective step, so all ranks of a mesh take part or
+none: which placements are probed depends only on facts that all ranks of a mesh share, and all ranks agree on them
+first.
 """
 
 from __future__ import annotations
@@ -106,10 +107,10 @@ def _agreed(dist: Any, asked: Sequence[tuple[str, tuple[int, ...]]]) -> set[str]
     most = torch.tensor(len(mine), device=device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     padded = torch.tensor(mine + [-1] * (int(most) - len(mine)), dtype=torch.int64, device=device)
-    told = [torch.empty_like(padded) for _ in range(dist.get_world_size())]
+    gathered = [torch.empty_like(padded) for _ in range(dist.get_world_size())]
     if int(most):
-        dist.all_gather(told, padded)
-    by_rank = [set(one.tolist()) for one in told]
+        dist.all_gather(gathered, padded)
+    by_rank = [set(numbers.tolist()) for numbers in gathered]
     return {
         form
         for (form, ranks), number in zip(asked, mine, strict=True)
@@ -118,7 +119,7 @@ def _agreed(dist: Any, asked: Sequence[tuple[str, tuple[int, ...]]]) -> set[str]
 
 
 def _fault(tensor: Any, elements: int) -> str:
-    """ "" if the elements that torch takes from this rank, and only these, are those that we say it holds."""
+    """What is wrong: "" if torch takes exactly the elements from this rank that we say it holds."""
     from torch.distributed.tensor import DTensor
 
     mesh, shape = tensor.device_mesh, _small(tensor, elements)
@@ -155,7 +156,7 @@ def _place(tensor: Any) -> int:
 
 
 def _local(tensor: Any, shape: tuple[int, ...], cuts: Sequence[Cut]) -> tuple[int, ...]:
-    """The local shape: what the rank really holds along axes that kept their size, and its even share of the others."""
+    """The local shape: what the rank really holds along axes that kept their size, and an even part of the others."""
     real = tuple(tensor.to_local().shape)
     parts = [1] * len(shape)
     for cut in cuts:

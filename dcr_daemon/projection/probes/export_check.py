@@ -1,10 +1,10 @@
-"""Is what a rank reads of its own tensors what the framework exports? Asked of exports that give live weights only.
+"""A probe of exports that give live weights only: is what a rank reads of its tensors what the framework exports?
 
-Such an export (a residual hook: Megatron-Bridge's, a loop over `full_tensor()`) takes no stand-ins, so it is asked for
-some real canonical tensors, and every box of them that this rank is the source of is read and compared, bit for bit:
-map, value function and reader together. This is a collective step; which tensors are asked for follows from the layout
-alone. It proves less than the probes of canary.py where weights are equal (a norm of ones), and more: the map at full
-size, on the run's own numbers.
+Such an export (a residual hook: Megatron-Bridge's, a loop over `full_tensor()`) takes no synthetic tensors, so it is
+asked for some real canonical tensors. Every box of them that this rank is the source of is read and compared bit for
+bit, which tests map, value function and reader together. This is a collective step; the tensors follow from the layout
+alone. It proves less than self_check.py where weights are equal (a norm of ones), and more elsewhere: it tests the map
+at full size, on the run's own values.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dcr_daemon.projection.values import Cast, apply
 EXPORT_CAP = 256 << 20  #: bytes of a tensor that is asked for: the export makes it whole, on every rank
 BUDGET = 1 << 30  #: bytes of all of them together
 
-Read = Callable[[int, Box], Any]  #: layout index, box -> its bits as flat unsigned lanes (`Reader.read`)
+Read = Callable[[int, Box], Any]  #: layout index, box -> its bits as flat unsigned integers (`Reader.read`)
 
 
 def asked(layout: Layout, *, cap: int = EXPORT_CAP, budget: int = BUDGET) -> tuple[str, ...]:
@@ -77,10 +77,10 @@ def probe_export(exporter: Exporter, read: Read, mapped: Map, layout: Layout, na
 
 
 def _differing(bits: Any, canonical: Any, box: Box) -> int:
-    """Elements of a box whose bits are not those of the exported tensor; one NaN is as good as another."""
+    """Elements of a box whose bits are not those of the exported tensor; all NaNs count as equal."""
     theirs = torch.as_strided(canonical.reshape(-1), box.shape, box.strides, box.dst).contiguous().reshape(-1)
-    lanes = theirs.view(torch.uint8).numpy().view(bits.dtype)
-    places = np.flatnonzero(lanes != bits)
+    bits_there = theirs.view(torch.uint8).numpy().view(bits.dtype)
+    places = np.flatnonzero(bits_there != bits)
     if places.size and theirs.dtype.is_floating_point:
         ours = torch.from_numpy(bits[places].view(np.uint8)).view(theirs.dtype)
         return int((~(ours.float().isnan() & theirs[torch.from_numpy(places)].float().isnan())).sum())

@@ -1,8 +1,7 @@
-"""An export rehearsed on small stand-ins of one parameter, and of those that are exported together with it.
+"""A trial of an export on small synthetic tensors: one parameter, and those that are exported together with it.
 
-Three questions, each answered with "" or with what is wrong: do numbered elements come out where the trace says, do
-special values come out of the value functions as out of the export, and does a patch of a 1 % edit do what exporting
-the edited tensor does.
+Three tests, each of which returns "" or what is wrong: numbered elements come out where the trace says; the value
+functions treat special values as the export does; a patch of a 1 % edit gives what exporting the edited tensor gives.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from dcr_daemon.projection.sharding.intervals import shard
 from dcr_daemon.projection.tracing import FOREIGN, Conversion, trace
 from dcr_daemon.projection.values import Bits, Value, apply, between, dtype_of, torch_dtype
 
-EDITED = 100  #: one in so many elements is edited by the canary
+EDITED = 100  #: the patch test edits one element in this many
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class ExportTrial:
     shapes: Mapping[str, tuple[int, ...]]
 
     def fault(self) -> str:
-        """The first fault found. What the export raises, passes."""
+        """The first fault found, "" if there is none. Exceptions of the export propagate."""
         return self.numbers() or self.values() or self.canary()
 
     @cached_property

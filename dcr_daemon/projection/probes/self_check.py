@@ -1,20 +1,21 @@
-"""What a rank checks of its own map before it declares it: against the placements, and against the real export.
+"""The checks of a rank's own map before it is declared: against the placements, and against the real export.
 
-Nothing communicates, nothing reads or changes a weight, and nothing as large as a tensor of the model is allocated. By
-the algebra, for every parameter, at full size:
+Nothing communicates, no weight is read or changed, and nothing as large as a tensor of the model is allocated. For
+every parameter at full size, with regions alone:
 
     map       what the map says is what placements and conversion say
 
 Once for all parameters of a form (equal names but for numbers, equal shape, placement and regions), so that a model of
-94 layers costs as much as one layer; at full size by following the export again, then on stand-ins (rehearsal.py):
+94 layers costs as much as one layer; at full size by tracing the export again, then on synthetic tensors
+(export_trial.py):
 
     trace     the export of these parameters alone moves elements as the conversion says
     numbers   the export of numbered elements puts each where the conversion says
-    values    zeros of both signs, denormals, infinities and NaNs come out of the value functions as of the export
+    values    the value functions treat zeros of both signs, denormals, infinities and NaNs as the export does
     canary    a random 1 % edit, projected, compared and patched into the export's result, is the export of the edited
 
-What fails is residual, by name. Whether torch itself places elements so is asked in meshes.py, and an export that gives
-live weights only is asked in exports.py.
+What fails is residual, by name. device_mesh.py tests whether torch itself places elements so, and export_check.py tests
+exports that give live weights only.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _COPIES = 40  #: bytes per element of a stand-in: its numbers, their export, wha
 class Probed:
     """Attributes:
     residual: canonical names that failed, with the reason; to be declared.
-    checked: parameters (tensors, for an export) that a probe stood for.
+    checked: parameters (tensors, for an export) that were covered by a probe.
     forms: how many probes that took.
     seconds: of this rank.
     """
@@ -75,7 +76,7 @@ def probe(
         tensors: DTensors and whole tensors by the names of the map's shards; only shapes, dtypes and placements are
             looked at. Shards of others (closed forms, a map of one's own) are not judged here.
         conversion: what the export does to whole tensors; none where names are canonical ones.
-        convert: that export itself, for any part of the tensors; without it, the conversion is believed.
+        convert: that export itself, for any part of the tensors; without it, the conversion is not tested.
         cap: bytes that may be allocated at a time.
     """
     started = runtime.monotonic()
@@ -90,7 +91,7 @@ def probe(
         if name not in faults:
             forms[_form(name, tensors[name], shards, model.targets(name))].append(name)
     for members in forms.values():
-        if why := model.rehearsed(members[0], parameters[members[0]]):
+        if why := model.trial_fault(members[0], parameters[members[0]]):
             faults |= dict.fromkeys(members, why)
     residual = {target: why for name, why in faults.items() for target in model.fed(name, parameters[name])}
     return Probed(residual, len(parameters), len(forms), runtime.monotonic() - started)
@@ -103,7 +104,7 @@ def _judged(name: str, tensor: Any, layout: Layout, conversion: Conversion | Non
 
 
 def _form(name: str, tensor: Any, shards: Sequence[Shard], targets: Sequence[Region]) -> Hashable:
-    """Equal for parameters that one rehearsal stands for."""
+    """Equal for parameters that one trial covers."""
     regions = tuple((r.shape, r.src, r.src_strides, r.dst, r.dst_strides) for r in targets)
     mesh, values = getattr(tensor, "device_mesh", None), tuple(sorted(str(one.value) for one in shards))
     placed = str(getattr(tensor, "placements", "")), tuple(mesh.shape) if mesh is not None else ()
@@ -165,8 +166,8 @@ class _Model:
         names |= dict.fromkeys(region.name for region in self.targets(name))
         return [target for target in names if target in self.layout]
 
-    def rehearsed(self, name: str, shards: Sequence[Shard]) -> str:
-        """What is wrong with the export of one parameter, tried out on stand-ins; "" if nothing is."""
+    def trial_fault(self, name: str, shards: Sequence[Shard]) -> str:
+        """What is wrong with the export of one parameter, by a trial on synthetic tensors; "" if nothing is."""
         if self.conversion is not None and self.convert is None:
             return ""
         sources = self._sources(name)

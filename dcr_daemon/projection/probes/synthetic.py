@@ -1,7 +1,7 @@
-"""Small stand-ins for a model's tensors: what a framework's export does to them it does to the real ones.
+"""Small synthetic tensors in place of a model's: an export treats them as it treats the real ones.
 
-A probe must not cost what it guards. Stand-ins keep the dtype and the structure of a shape (even axes stay even, equal
-axes stay equal, different ones different) and are filled with what the probe is about: numbers that say where an
+A probe must not cost what it guards. The tensors keep the dtype and the structure of a shape (even axes stay even,
+equal axes stay equal, different ones different). They are filled with what the probe tests: numbers that say where an
 element comes from, values that a wrong cast would change, or random bits.
 """
 
@@ -58,7 +58,7 @@ def _sizes(shapes: Mapping[str, Shape], least: int, may: Axes) -> dict[int, int]
 
 
 def _small(n: int, least: int) -> int:
-    """Halved while it is even and large; what is still large then is cut, and stays even or odd."""
+    """Halve it while it is even and large; if it is still large then, cut it and keep it even or odd."""
     small = n
     while small > least and small % 2 == 0:
         small //= 2
@@ -115,7 +115,7 @@ def _integer_patterns(dtype: Any) -> Any:
 
 
 def random_bits(shape: Shape, dtype: Any, seed: int) -> Any:
-    """Any bit patterns at all, the same for one seed; booleans are 0 or 1."""
+    """Random bit patterns, the same for one seed; booleans are 0 or 1."""
     generator = torch.Generator().manual_seed(seed)
     if dtype is torch.bool:
         return torch.randint(0, 2, shape, generator=generator).to(dtype)
@@ -132,8 +132,7 @@ def byte_rows(tensor: Any) -> Any:
 def same(left: Any, right: Any, *, exact: bool) -> Any:
     """Element by element, whether two tensors of one dtype have the same bits.
 
-    Unless `exact`, one NaN is as good as another: which NaN a cast gives depends, in torch, on how its argument lies in
-    memory.
+    Unless `exact`, all NaNs count as equal: which NaN torch's cast gives depends on the strides of its argument.
     """
     equal = (byte_rows(left) == byte_rows(right)).all(dim=1)
     if exact or not left.dtype.is_floating_point:

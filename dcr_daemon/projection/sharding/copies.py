@@ -1,9 +1,9 @@
-"""Who else holds what this rank holds: a rank's number among the holders of a tensor, from meshes alone.
+"""The number of this rank among the ranks that hold the same elements of a tensor, from device meshes alone.
 
-Every rank must find the numbers of all holders alike, with no word exchanged. The widest mesh among the tensors handed
-over counts the copies of them all: a tensor on some of its dimensions is held alike along the others (norms that FSDP
-cuts and tensor parallelism leaves whole), and a plain tensor along all. What lies beyond the widest mesh is only known
-to whoever gives `replica`.
+Every rank must find the same numbers for all holders, without communication. The widest mesh among the input tensors
+counts the copies of all of them: a tensor on some of its dimensions is replicated along the others (norms that FSDP
+cuts and tensor parallelism leaves whole), and a plain tensor along all. Copies beyond the widest mesh are known only
+from the argument `replica`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Ranks = tuple[tuple[int, ...], tuple[int, ...]]  #: of a mesh: its shape, and it
 
 class Copies:
     """Args:
-    rank, world: of this process among all, which hold plain tensors alike where no tensor has a mesh.
-    replica: this rank's number, and how many, among the ranks that hold alike what the widest mesh does not count.
-    tensors: all that were handed over.
+    rank, world: of this process among all, which hold the same plain tensors if no tensor has a mesh.
+    replica: this rank's number, and how many, among the replicas that the widest mesh does not count.
+    tensors: all input tensors.
     """
 
     def __init__(self, rank: int, world: int, replica: Number | None, tensors: Iterable[Any]) -> None:
@@ -67,8 +67,8 @@ def _ranks(mesh: Any) -> Ranks:
 
 
 def _along(wide: Ranks, ranks: tuple[int, ...], me: int) -> Number | None:
-    """Place of `me` along the dimensions of `wide` on which all of `ranks` agree; none if they are no whole dimensions
-    of it."""
+    """Place of `me` along the dimensions of `wide` on which all of `ranks` agree; None unless `ranks` are whole
+    dimensions of it."""
     shape, order = wide
     if not set(ranks) <= set(order):
         return None

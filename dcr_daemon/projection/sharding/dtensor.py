@@ -1,7 +1,7 @@
-"""Tensors of a training process: plain ones, and DTensors of FSDP2, HSDP, tensor parallelism and any mix of them.
+"""Regions of plain tensors and DTensors: FSDP2, HSDP, tensor parallelism and any mix of them.
 
-A rank asks its own tensors and its own place in their meshes; nothing is communicated. What several ranks hold alike
-(replicated mesh dimensions) has one owner per region (owners.py).
+A rank reads its own tensors and its own coordinates in their meshes; nothing is communicated. Where several ranks hold
+the same elements (replicated mesh dimensions), each region has one owner (owners.py).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def local_part(name: str, tensor: Any) -> LocalPart:
         raise Incompatible(
             f"{name} holds {tuple(local.shape)} here, and its placements {tuple(placements)} over {tuple(sizes)} say "
             f"{shape} of {tuple(tensor.shape)}",
-            hint="it can only go by the residual path",
+            hint="it can only be published by the residual export",
         )
     return LocalPart(tuple(local.shape), tuple(regions), replica, replicas)
 
@@ -106,8 +106,8 @@ def shards(
 
     Args:
         targets: of the whole tensor to canonical ones (`Conversion.regions[name]`); none if it is canonical itself.
-        replica: number of this rank, and how many, among those that hold alike what the tensor's own mesh does not
-            count: a plain tensor on every rank, a mesh that is only a part of the ranks.
+        replica: number of this rank, and how many, among the replicas that the tensor's own mesh does not count: a
+            plain tensor on every rank, a mesh of only some ranks.
 
     Raises:
         Incompatible: see `local_part`, and a dtype that cannot stand for the canonical one.
@@ -129,8 +129,8 @@ def map_of(
 
     Args:
         conversion: of a module whose tensors are not canonical ones.
-        plain_replica: number of this rank, and how many, among those that hold plain tensors alike: (rank, world size)
-            in a world without pipeline stages.
+        plain_replica: number of this rank, and how many, among those that hold the same plain tensors: (rank, world
+            size) without pipeline stages.
     """
     targets: Mapping[str, Sequence[Region]] = conversion.regions if conversion else {}
     made = [
@@ -149,9 +149,9 @@ def map_of(
 
 
 def check_shapes(conversion: Conversion, layout: Layout) -> list[str]:
-    """What an export names or shapes otherwise than the checkpoint does, in words; empty if they agree.
+    """The names and shapes in which an export differs from the checkpoint, in words; empty if they agree.
 
-    Names that only the export has are not judged: tied tensors appear under each of their names.
+    Names that only the export has are not reported: tied tensors appear under each of their names.
     """
     wrong = [f"{spec.name} is not exported" for spec in layout if spec.name not in conversion.tensors]
     for name, (_, shape) in conversion.tensors.items():

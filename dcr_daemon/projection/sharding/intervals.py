@@ -1,4 +1,4 @@
-"""Which part of a tensor a rank holds, from how mesh dimensions cut it. Pure arithmetic; no torch.
+"""The part of a tensor that a rank holds, computed from how mesh dimensions cut it. Pure arithmetic; no torch.
 
 torch's own answer (`compute_local_shape_and_global_offset`) is wrong for a packed dimension and for uneven FSDP over
 TP, because it has one offset per tensor where the rank holds several intervals. Here a rank holds a list of intervals
@@ -23,9 +23,9 @@ Intervals = list[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """One mesh dimension's share in a tensor: `axis` in `ways` parts, of which this rank holds number `at`.
+    """How one mesh dimension cuts a tensor: `axis` in `ways` parts, of which this rank holds number `at`.
 
-    `groups` > 1 says that the axis was in so many parts already (DTensor's `_StridedShard` and its split factor).
+    `groups` > 1 says that the axis was already in that many parts (DTensor's `_StridedShard` and its split factor).
     """
 
     axis: int

@@ -1,4 +1,4 @@
-"""A tensor as this rank has it in memory, and what can be said of it without reading a single element."""
+"""Facts about a rank's tensor in memory that need no element: its memory, shape, dtype and placement."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def local(tensor: Any) -> Any:
 
 
 def unreadable(tensor: Any) -> str:
-    """Why a local tensor has no plain values in this process; "" if it has."""
+    """Why a local tensor has no readable values in this process; "" if it has."""
     import torch
 
     if tensor.device.type == "meta":
@@ -55,13 +55,13 @@ def memory(tensor: Any) -> tuple[object, ...]:
 
 
 def signature(tensors: Mapping[str, Any]) -> Signature:
-    """How `tensors` (whatever was handed over, DTensors as such) are laid out on this rank."""
+    """Shapes, dtypes and placements of the input tensors (DTensors as such) on this rank."""
     meshes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
     return tuple(_entry(name, tensor, meshes) for name, tensor in tensors.items())
 
 
 def _entry(name: str, tensor: Any, meshes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]]) -> Entry:
-    if not is_tensor(tensor):  # new since the map was made: to be told by name
+    if not is_tensor(tensor):  # new since the map was made: reported by name
         return name, (), type(tensor).__name__, (), (), ()
     dtype, placements = str(tensor.dtype), getattr(tensor, "placements", None)
     if isinstance(tensor, Partitioned):
@@ -76,20 +76,20 @@ def _entry(name: str, tensor: Any, meshes: dict[int, tuple[tuple[int, ...], tupl
 
 
 def changes(before: Signature, after: Signature) -> list[str]:
-    """In words, what is laid out otherwise; empty if nothing is. The order of the tensors does not count."""
+    """The differences in words; empty if there are none. The order of the tensors does not count."""
     old, new = {entry[0]: entry for entry in before}, {entry[0]: entry for entry in after}
-    told = [f"{name} is gone" for name in old if name not in new]
-    told += [f"{name} is new" for name in new if name not in old]
+    found = [f"{name} is gone" for name in old if name not in new]
+    found += [f"{name} is new" for name in new if name not in old]
     for name in old.keys() & new.keys() if old != new else ():
         _, shape, dtype, placements, *mesh = new[name]
         _, old_shape, old_dtype, old_placements, *old_mesh = old[name]
         if shape != old_shape:
-            told.append(f"{name} is {shape} here, and was {old_shape}")
+            found.append(f"{name} is {shape} here, and was {old_shape}")
         elif dtype != old_dtype:
-            told.append(f"{name} is {dtype.removeprefix('torch.')}, and was {old_dtype.removeprefix('torch.')}")
+            found.append(f"{name} is {dtype.removeprefix('torch.')}, and was {old_dtype.removeprefix('torch.')}")
         elif (placements, mesh) != (old_placements, old_mesh):
             now, was = (
                 f"{', '.join(p) or 'not cut'} over {m[0]}" for p, m in ((placements, mesh), (old_placements, old_mesh))
             )
-            told.append(f"{name} is {now} at {mesh[1]}, and was {was} at {old_mesh[1]}")
-    return sorted(told)
+            found.append(f"{name} is {now} at {mesh[1]}, and was {was} at {old_mesh[1]}")
+    return sorted(found)

@@ -1,6 +1,6 @@
-"""Whatever a training script hands over, as one table of named tensors; nothing is copied or moved.
+"""A training script's weights as one table of named tensors; nothing is copied or moved.
 
-Wrappers that only add to names are looked through: DistributedDataParallel, torch.compile at any depth, and a prefix
+Wrappers that only change names are removed: DistributedDataParallel, torch.compile at any depth, and a prefix
 that all names share.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 from dcr_daemon.projection.sharding.zero3 import Partitioned
 
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "DeepSpeedEngine")
-COMPILED = "_orig_mod."  #: what torch.compile puts before the names of whatever it wraps, at any depth
+COMPILED = "_orig_mod."  #: torch.compile's prefix of the names that it wraps, at any depth
 
 
 def unwrapped(module: Any) -> Any:
@@ -31,7 +31,7 @@ def is_module(weights: Any) -> bool:
 
 
 def table(weights: Any) -> dict[str, Any]:
-    """Everything a module's `state_dict` or a mapping holds, by its own name but for torch.compile's marker.
+    """All tensors of a module's `state_dict` or a mapping, by name without torch.compile's prefix.
 
     A module gives its `state_dict`, so that tied parameters and persistent buffers are there under every name; FSDP2
     reshards for it what it had gathered. Parameters under ZeRO-3 are empty there, and taken with their partitions.
@@ -52,7 +52,7 @@ def _partitioned(module: Any) -> dict[str, Partitioned]:
 
 
 def plain(name: str, known: Container[str]) -> str:
-    """The name without torch.compile's marker, which no checkpoint has, unless this layout has it."""
+    """The name without torch.compile's prefix, unless this layout has the prefixed name."""
     return name if name in known else name.replace(COMPILED, "")
 
 

@@ -19,12 +19,12 @@ from dcr_daemon.projection.owners import owned
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Partitioned:
-    """A parameter of which this rank has a partition, in the words of a tensor: `shape` and `dtype` are the whole's.
+    """A parameter of which this rank has a partition, with a tensor's attributes: `shape` and `dtype` are the whole's.
 
     Attributes:
         local: the partition, flat and padded to the size of all of them.
         rank, ranks: of this process in `group`, whose partitions together are the parameter.
-        hidden: why the partition's memory has not the parameter's values; "" if it has.
+        hidden: why the partition's memory does not hold the parameter's values; "" if it does.
     """
 
     shape: tuple[int, ...]
@@ -73,7 +73,7 @@ class Partitioned:
         """Where the partition lies in the whole parameter.
 
         Raises:
-            Incompatible: its memory has not the parameter's values.
+            Incompatible: its memory does not hold the parameter's values.
         """
         if self.hidden:
             raise Incompatible(f"{name} cannot be read: {self.hidden}", hint="keep partitions in memory to publish")

@@ -1,14 +1,14 @@
 """The canonical values of the last sealed version that one rank is the source of, in one file-backed map.
 
-It holds one block after the other, each in its own row-major order. The map outlives the process, but nobody
-believes it: at start it counts only if its fingerprint is that of a sealed version (must P3). While an attempt is being
-diffed the map runs ahead of its version; only `commit` moves the version, only undo brings the bytes back. The JSON
-beside it is a hint written at clean points.
+It holds one block after the other, each in its own row-major order. The file outlives the process, but is not trusted:
+at start it is used only if its fingerprint is that of a sealed version (must P3). While an attempt is being diffed, the
+bytes run ahead of the version; only `commit` moves the version, only undo restores the bytes. The JSON beside it is a
+hint, written when the bytes are those of a version.
 
-One sum per block is carried along with the vector, so that any block can be checked on its own at any quiet time (must
-P4). A *stray* baseline holds bytes of which only the fingerprint is known: they are not what the ledger names for its
-version, which cannot be built from the bucket any more. The next version is diffed from them all the same, and brings
-every element to its true value.
+One sum per block is kept beside the vector, so that any block can be checked by itself while no attempt is under way
+(must P4). A baseline with an *unverified base* holds bytes of which only the fingerprint is known: they are not those
+of its version, which can no longer be built from the bucket. The next version is diffed from them all the same, and
+brings every element to its true value.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ALIGNMENT = 64  #: bytes; every block begins on a cache line of its own
 
 
 class _Clean(msgspec.Struct, frozen=True, kw_only=True):
-    """The hint: what the map held when it was last known to hold a sealed version."""
+    """The hint: the version that the bytes were last known to be."""
 
     stream: str
     layout: str
@@ -81,7 +81,7 @@ class Baseline:
         self._sums = [0] * len(blocks)
         self._vector = np.zeros(len(self.layout), dtype=np.uint64)
         offsets, size = _offsets(blocks)
-        #: the file is new: there is nothing in it to be proved
+        #: the file is new, so it has nothing to be verified
         self.new, self._map = _map_file(directory / "baseline.bin", max(size, mmap.PAGESIZE))
         self._bits = [
             np.frombuffer(self._map, dtype=bits_dtype(self.layout[b.tensor].width), count=b.box.elements, offset=offset)
@@ -89,7 +89,7 @@ class Baseline:
         ]
 
     def __getitem__(self, number: int) -> Bits:
-        """Unsigned lanes [elements] of a block by its number; writable, shared with the file."""
+        """The bits of a block, by its number, as unsigned integers [elements]; writable, shared with the file."""
         return self._bits[number]
 
     def name(self, number: int) -> str:
@@ -97,17 +97,19 @@ class Baseline:
         return self.layout[self.blocks[number].tensor].name
 
     def locate(self, segment: Segment, ordinals: npt.NDArray[np.int64]) -> tuple[Bits, npt.NDArray[np.int64]]:
-        """The lanes of the block that a segment of ours changed, in which its ordinals are the places."""
+        """The bits of the block that a segment of this rank changed, and where in them (the ordinals) the changes
+        are."""
         return self[self.blocks.number[Block(segment.tensor, segment.box)]], ordinals
 
     def read(self, tensor: int, start: int, count: int) -> Bits:
-        """A run of a tensor of which all is held, as unsigned lanes [count]."""
+        """Consecutive elements of a tensor of which all are held, as unsigned integers [count]."""
         if not count:
             return np.empty(0, dtype=bits_dtype(self.layout[tensor].width))
         return self.read_box(tensor, Box.flat(start, count))
 
     def read_box(self, tensor: int, box: Box) -> Bits:
-        """Lanes of a box of which all is held, in its own order; a view if it is a block, else a copy."""
+        """The bits of a box of which all is held, in the box's row-major order; a view if it is a block, else a
+        copy."""
         number = self.blocks.number.get(Block(tensor, box))
         if number is not None:
             return self[number]
@@ -122,7 +124,7 @@ class Baseline:
         return self._vector.copy()
 
     def hint(self) -> tuple[int, Vector] | None:
-        """Version and vector the map last held cleanly, if a hint says so. To be proved by `fingerprint`."""
+        """The version and vector that the hint names, if there is one. To be verified by `prove`."""
         try:
             clean = decode_json(_hints, self._hint.read_bytes())
             vector = np.frombuffer(bytes.fromhex(clean.vector), dtype="<u8")
@@ -134,11 +136,11 @@ class Baseline:
         return clean.version, vector
 
     def begin(self) -> None:
-        """The map is about to run ahead of its version."""
+        """The bytes are about to run ahead of their version: remove the hint."""
         self._hint.unlink(missing_ok=True)
 
     def commit(self, version: int, segments: Iterable[Segment]) -> None:
-        """The map holds `version`, which was sealed with exactly these segments of its blocks."""
+        """Move to `version`, which was sealed with exactly these segments of the blocks."""
         segments = list(segments)
         for segment in segments:
             number = self.blocks.number[Block(segment.tensor, segment.box)]
@@ -148,7 +150,7 @@ class Baseline:
         self._write_hint()
 
     async def prove(self, *candidates: tuple[int, Vector]) -> Vector:
-        """The fingerprint of the bytes as they are. From now on they are the first version whose vector that is."""
+        """Sum the bytes as they are, and adopt the first candidate whose vector that is. Returns the vector found."""
         sums = await self._measure()
         found = self.blocks.vector(sums)
         for version, vector in candidates:
@@ -159,10 +161,10 @@ class Baseline:
         return found
 
     async def adopt_unverified(self, version: int, *, unverified_base: bool = False) -> None:
-        """Take the bytes as they are for what the next version is diffed from.
+        """Use the bytes as they are as the base of the next version, without a vector to compare them with.
 
         Args:
-            unverified_base: nothing leads to `version` any more, and they are not it.
+            unverified_base: the bytes are not those of `version`, and nothing in the bucket leads to it any more.
         """
         self.begin()
         sums = await self._measure()
@@ -172,7 +174,7 @@ class Baseline:
             self._write_hint()
 
     async def restored(self) -> bool:
-        """An attempt was undone: whether the map, by its full fingerprint, holds `version` again."""
+        """After an undo: whether the bytes, by their full fingerprint, are those of `version` again."""
         if self.version is None or await self._measure() != self._sums:
             return False
         if not self.unverified_base:
@@ -193,7 +195,7 @@ class Baseline:
             write_atomically(self._hint, msgspec.json.encode(clean), site="hint", durable=False)
 
     def invalidate(self) -> None:
-        """Nothing is known of the bytes any more; they are to be loaded anew."""
+        """Forget what the bytes are; they have to be loaded again."""
         self.version, self.unverified_base = None, False
         self.begin()
 
@@ -208,7 +210,7 @@ class Baseline:
         return self.blocks.sum(number, self._bits[number])
 
     async def load(self, checkpoint: Checkpoint, told: Callable[[int], None] = lambda size: None) -> None:
-        """Copy the blocks of a checkpoint into the map; no version is claimed by that.
+        """Copy the blocks of a checkpoint. Claims no version.
 
         Args:
             told: called with the bytes of each block that is there.
@@ -240,7 +242,7 @@ class Baseline:
         return sum(transfer(bits, box, self[n], self.blocks[n].box) for n in self.blocks.touching(tensor, box))
 
     def apply(self, chunk: Chunk) -> None:
-        """Take what a verified chunk changes in the blocks. On any thread; no version is claimed by that.
+        """Apply what a verified chunk changes in the blocks. Any thread. Claims no version.
 
         Raises:
             CorruptChunk: a segment does not decode.
@@ -257,9 +259,9 @@ class Baseline:
                     bits[where] = changes.only(inside).resolve(bits[where])
 
     def close(self) -> None:
-        """Unmap. The kernel writes the pages back; after a crash of the host the fingerprint tells."""
+        """Unmap. The kernel writes the pages back; after a crash of the host the fingerprint shows whether it did."""
         self._bits = []
-        with contextlib.suppress(BufferError):  # somebody still holds a view; the map goes with it
+        with contextlib.suppress(BufferError):  # a view is still alive; the map goes with it
             self._map.close()
 
 

@@ -1,6 +1,7 @@
-"""A slow pass over the baseline, again and again, in the quiet between updates (must P4).
+"""A slow pass over the baseline, repeated between updates, that finds damaged blocks (must P4).
 
-One block at a time, on a worker, which does nothing but read: whoever wants to diff cancels the wait and goes ahead.
+One block at a time, on a worker that only reads, so an update cancels the wait and begins at once. `RankContext` runs
+it.
 """
 
 from __future__ import annotations
@@ -8,11 +9,11 @@ from __future__ import annotations
 from dcr_daemon import runtime
 from dcr_daemon.publish.baseline.baseline import Baseline
 
-ROUND = 1.0  #: seconds from the start of one round to the next, at least: a small baseline must not keep a core busy
+ROUND = 1.0  #: least seconds from the start of one pass to the next: a small baseline must not keep a core busy
 
 
 class Scrub:
-    """Goes round a baseline at `rate` bytes a second; 0 for not at all."""
+    """Verifies a baseline at `rate` bytes per second; 0 switches it off."""
 
     def __init__(self, baseline: Baseline, rate: float) -> None:
         self._baseline, self._rate = baseline, rate
@@ -26,7 +27,7 @@ class Scrub:
         return float("inf") if idle else self._due
 
     async def step(self) -> str:
-        """Check one block. The name of its tensor if it is damaged, else empty."""
+        """Check one block. Returns the name of its tensor if it is damaged, else ""."""
         number = self._next
         if number == 0:
             self._began = runtime.monotonic()

@@ -110,7 +110,7 @@ class BoxSource(Protocol):
     layout: Layout
 
     def read_box(self, tensor: int, box: Box) -> Bits:
-        """Lanes of a box that is held, in its own order; called on any thread."""
+        """The bits of a box that is held, in the box's row-major order; called on any thread."""
         ...
 
 

@@ -25,7 +25,7 @@ class Source(Protocol):
         ...
 
     def read(self, start: int, count: int, dtype: str) -> Bits:
-        """`count` elements from number `start` in row-major order, as lanes of `dtype`; called on any thread."""
+        """`count` elements from number `start` in row-major order, as bits of `dtype`; called on any thread."""
         ...
 
 
@@ -45,10 +45,10 @@ class FileSource:
 
     def read(self, start: int, count: int, dtype: str) -> Bits:
         try:
-            lanes = self.file.read(self.given.name, start, count)
+            bits = self.file.read(self.given.name, start, count)
         except (Corrupt, OSError) as error:
             raise SourceChanged(f"{self.file.path} cannot be read to its end: {error}") from error
-        return cast_bits(lanes, self.given.dtype, dtype)
+        return cast_bits(bits, self.given.dtype, dtype)
 
 
 class TensorSource:

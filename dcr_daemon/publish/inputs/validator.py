@@ -21,7 +21,7 @@ from dcr_daemon.projection.values import castable, rounds
 from dcr_daemon.publish.inputs.sources import Source
 from dcr_daemon.wording import shorten
 
-#: `(layout index, first element, elements)` -> lanes of the canonical dtype, as this update has them
+#: `(layout index, first element, elements)` -> bits of the canonical dtype, as this update has them
 ReadBits = Callable[[int, int, int], Bits]
 
 

@@ -41,7 +41,7 @@ from dcr_daemon.store.port import Store
 from dcr_daemon.store.put_if_absent import put_if_absent
 from dcr_daemon.store.retry import RetryPolicy
 
-Batch = list[tuple[int, Callable[[], Bits]]]  #: numbers of blocks, and what reads their new lanes
+Batch = list[tuple[int, Callable[[], Bits]]]  #: numbers of blocks, and what reads their new bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,18 +117,18 @@ class Attempt:
         )
 
     async def diff_blocks(self, inputs: Iterable[tuple[int, Callable[[], Bits]]], codec: Codec | None = None) -> None:
-        """Diff blocks of the baseline, by number, each with what reads its new lanes, on any thread; as `diff`."""
+        """Diff blocks of the baseline, by number, each with what reads its new bits, on any thread; as `diff`."""
         work = self._batches(inputs)
-        await self._on_all_lanes([self._lane(encoder, work, codec) for encoder in self._encoders])
+        await self._run_all([self._lane(encoder, work, codec) for encoder in self._encoders])
 
     async def finish(self) -> None:
         """No more tensors will come: close the chunks that are begun."""
-        await self._on_all_lanes([self._flush(encoder) for encoder in self._encoders])
+        await self._run_all([self._flush(encoder) for encoder in self._encoders])
         runtime.failpoint("publish.diffed")
 
-    async def _on_all_lanes(self, lanes: Sequence[Awaitable[None]]) -> None:
-        """Run to the end of every lane, whatever happens: a thread that still diffs must not outlive its attempt."""
-        ended = asyncio.gather(*lanes, return_exceptions=True)
+    async def _run_all(self, diffs: Sequence[Awaitable[None]]) -> None:
+        """Run every diff to its end, whatever happens: a thread that still diffs must not outlive its attempt."""
+        ended = asyncio.gather(*diffs, return_exceptions=True)
         try:
             results = await asyncio.shield(ended)
         except asyncio.CancelledError:
@@ -147,7 +147,7 @@ class Attempt:
                 for chunk, ref in await self._workers.run(self._take, encoder, batch, codec):
                     await self._admit(chunk, ref)
         except BaseException:
-            self._stopped = True  # the other lanes need not go on
+            self._stopped = True  # the other diffs need not go on
             raise
 
     async def _flush(self, encoder: ChunkEncoder) -> None:

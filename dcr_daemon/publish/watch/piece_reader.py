@@ -52,7 +52,7 @@ class PieceFiles:
     _stored: dict[tuple[str, int, str], StoredPiece] = field(default_factory=dict, repr=False)
 
     def read(self, part: Part, start: int, out: Bits) -> None:
-        """Copy what `part` has of the tensor's elements from `start` on into `out`, lanes of the piece's dtype.
+        """Copy what `part` has of the tensor's elements from `start` on into `out`, bits of the piece's dtype.
 
         Raises:
             SourceChanged: the file is not the same any more, or cannot be read.
@@ -101,7 +101,7 @@ class PiecedSource:
         self._files, self._parts = files, tensor.parts
 
     def read(self, start: int, count: int, dtype: str) -> Bits:
-        """`count` elements from number `start`, as lanes of `dtype`; called on any thread.
+        """`count` elements from number `start`, as bits of `dtype`; called on any thread.
 
         Raises:
             SourceChanged: a file changed, is gone, or does not hold what it should.

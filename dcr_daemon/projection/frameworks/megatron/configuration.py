@@ -1,7 +1,8 @@
-"""Is the architecture that was given the live model's? What its tensors' shapes cannot tell, its configuration does.
+"""The check that the given architecture is the live model's, by the configuration that Megatron's modules carry.
 
-Eight heads of 64 and four of 128 have the same shapes, and quite another order of rows. Megatron's modules carry the
-configuration that they were built from; where one does, every number that orders rows has to be the architecture's.
+Shapes are not enough: eight heads of 64 and four of 128 have the same shapes and another order of rows. Megatron's
+modules carry the configuration that they were built from; where one does, every number that orders rows has to be the
+architecture's.
 """
 
 from __future__ import annotations

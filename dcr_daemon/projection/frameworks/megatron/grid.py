@@ -1,8 +1,8 @@
-"""Megatron's process grid: who has which layers, experts and shares, from a rank's number and the degrees.
+"""Megatron's process grid: which layers, experts and shares a rank has, from its number and the degrees.
 
 Ranks count in Megatron's own order: tensor parallel ranks are neighbours, then context, then data; pipeline stages are
-farthest apart. Experts cut the same ranks of a stage anew: expert tensor ranks are neighbours, then expert ranks, and
-what is left are replicas of experts.
+farthest apart. For experts the same ranks of a stage are divided differently: expert tensor ranks are neighbours, then
+expert ranks, and the rest are replicas of experts.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ HINT = "the degrees are those of the training run: --tp, --pp, --vpp, --cp, --ep
 class Holder:
     """One rank among those that hold a parameter: its share, and which replica of the share it is.
 
-    `replicas` hold the very same elements; number `replica` in rank order is this rank. Where the tensor-parallel ranks
-    all hold everything, they are replicas, too.
+    `replicas` ranks hold the same elements; this rank is number `replica` of them, in rank order. Where the
+    tensor-parallel ranks all hold everything, they are replicas, too.
     """
 
     rank: int
@@ -104,7 +104,7 @@ class Grid:
         return divmod(parameter.expert, experts // self.ep)
 
     def replicas(self, parameter: Parameter, stage: int, expert_rank: int, share: int) -> tuple[int, ...]:
-        """Ranks that hold the very same share of a parameter, in rank order."""
+        """Ranks that hold the same share of a parameter, in rank order."""
         tensor, shards = self._ways(parameter)
         ranks = [
             (copy * shards + expert_rank) * tensor + stage * self.stage

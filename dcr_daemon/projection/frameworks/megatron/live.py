@@ -1,7 +1,8 @@
-"""A Megatron model in memory → this rank's map: live names, shapes and Megatron's own marks against the closed forms.
+"""This rank's map of a Megatron model in memory: names, shapes and Megatron's own marks, compared with the closed
+forms.
 
-megatron-core is never imported but to ask for the degrees (`grid_of_process`); any module tree that names and marks its
-parameters as Megatron does will do. What does not fit is residual by name, with the reason; nothing is guessed.
+megatron-core is imported only to read the degrees (`grid_of_process`); any module tree that names and marks its
+parameters as Megatron does is accepted. What does not fit is residual by name, with the reason; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class ChunkMap:
     map: shards in the order of the model; `residual` names canonical tensors that this rank should hold and does not
         hold as predicted.
     tensors: the model's own, by the names of the map's shards.
-    unknown: parameters of the model that no closed form speaks of, with their shapes. The checkpoint's index says
+    unknown: parameters of the model that have no closed form, with their shapes. The checkpoint's index says
         whether something is missing because of them.
     """
 
@@ -129,8 +130,8 @@ def _chunks(model: Any, chunks: int) -> list[dict[str, Any]]:
 def _tensors(model: Any) -> dict[str, Any]:
     """Parameters, and the one kind of buffer that checkpoints hold, by their names without wrappers.
 
-    That one is fp32 from the router's first forward pass on, whatever `Float16Module` made of it. Seen so from the
-    start, it does not change its dtype between a version that is published before any step and the next.
+    That buffer is fp32 from the router's first forward pass on, whatever `Float16Module` made of it. It is treated as
+    fp32 from the start, so that its dtype is the same before and after the first step.
     """
     buffers = ((name, buffer.float()) for name, buffer in model.named_buffers() if name.endswith("router.expert_bias"))
     return {_bare(name): tensor for name, tensor in (*model.named_parameters(), *buffers)}
@@ -149,7 +150,7 @@ def _shard(spot: Spot, name: str, called: str, tensor: Any) -> Shard:
 
 
 def _as_laid_out(spot: Spot, name: str, tensor: Any) -> Spot:
-    """The spot as the tensor really is, where runs differ. Megatron's marks must not contradict it.
+    """The spot with the tensor's real shape, where runs differ. Megatron's marks must not contradict it.
 
     Latent projections are whole on every rank under Transformer Engine, and split by rows in Megatron's own layers. A
     vocabulary is padded at its end to whatever the run asked for, or not at all.

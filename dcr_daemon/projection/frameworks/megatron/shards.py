@@ -1,4 +1,4 @@
-"""The map of one Megatron rank, from architecture and grid alone: what `live` finds in a real process, predicted."""
+"""The map of one Megatron rank, predicted from architecture and grid alone; `live` finds it in a real process."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """How Megatron-core splits one parameter over its tensor-parallel ranks, in closed form.
 
-A split knows sizes and nothing else: not names, layers or processes. `held(split, rank, ranks)` gives the shape that
+A split knows only sizes, no names, layers or processes. `held(split, rank, ranks)` gives the shape that
 the rank has in memory and its regions. A region is called "0", "1", … by the number of the canonical tensor among those
 that the parameter is made of, and counts from that tensor's (or that expert's slice's) first element. Equal splits are
 equal objects, so that a model of a thousand experts computes each once.
@@ -19,12 +19,12 @@ Shape = tuple[int, ...]
 
 
 class Uneven(ValueError):
-    """Something cannot be split over so many ranks; Megatron refuses it, too."""
+    """A parameter cannot be split over so many ranks; Megatron refuses it, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class SplitPart:
-    """What one rank has of a parameter. Padding and the shares of others are in no region."""
+    """What one rank has of a parameter. Padding is in no region."""
 
     shape: Shape
     regions: tuple[Region, ...]
@@ -110,7 +110,7 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class Padded:
-    """Rows of a vocabulary, padded to a multiple of `multiple` · ranks; the padding is at the end, and nobody's."""
+    """Rows of a vocabulary, padded at the end to a multiple of `multiple` · ranks; the padding has no owner."""
 
     shape: tuple[int, int]
     multiple: int

@@ -1,6 +1,6 @@
-"""A model as its blocks: what a trainer's layout and a checkpoint's layout both follow from.
+"""A model as its blocks, from which both the trainer's parameters and the checkpoint's tensors follow.
 
-Plain records, read from a `config.json` by `families.py`. A block says sizes, never how a framework splits or names it.
+Plain records, read from a `config.json` by `families.py`. A block has sizes only; frameworks split and name it.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What the family's checkpoint calls things. `{}` is the expert's number."""
+    """The names in the family's checkpoints. `{}` is the expert's number."""
 
     embedding: str = "model.embed_tokens.weight"
     head: str = "lm_head.weight"
