@@ -11,8 +11,8 @@ from typing import Any
 
 from dcr_daemon import runtime
 from dcr_daemon.errors import UsageError
+from dcr_daemon.projection.agreement.declaration import MAX_WORLD
 
-MAX_WORLD = 4096  #: a seal names one part of every rank, and a record has a limit
 _ID = re.compile(r"\A[a-z0-9]{1,32}\Z")
 
 

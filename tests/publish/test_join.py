@@ -69,7 +69,7 @@ class Rig:
     def join(self) -> Joined:
         own = Contribution(ObjectRef("data/3/7/own", 1, "0" * 64), *self.vectors[0], 5, 50)
         objects = Objects(self.store, floor=lambda: 0, patience=5)
-        return asyncio.run(join(own, self.keys, self.opened, self.store, objects, LAYOUT, 5.0))
+        return asyncio.run(join(own, self.keys, self.opened, objects=objects, layout=LAYOUT, patience=5.0))
 
 
 @pytest.mark.parametrize("late", [0, 1])

@@ -24,7 +24,7 @@ from dcr_daemon.untrusted import decode, decompress_bounded
 from dcr_daemon.wording import shorten
 
 MAX_BOXES = 1 << 22  #: of one rank
-MAX_WORLD = 1 << 20
+MAX_WORLD = 4096  #: ranks of one group: a seal names one part of each, and a record of the ledger has a limit
 MAX_MESHES = (1 << 16) - 1
 PACKED_LIMIT = 32 << 20  #: bytes of an encoded declaration
 UNPACKED_LIMIT = 128 << 20  #: bytes that it may unpack to: boxes of 16 bytes each, and names with reasons

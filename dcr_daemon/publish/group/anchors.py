@@ -1,7 +1,7 @@
 """Anchors: a complete version in the bucket, as safetensors files (must L5).
 
 Order: every file durable -> its fingerprint, summed over the very bytes that were put, adds up to the seal's vector
--> the `anchor` record. The baseline is not to move meanwhile: the session writes anchors between attempts only.
+-> the `anchor` record. The baseline is not to move meanwhile: a leader writes anchors between attempts only.
 """
 
 from __future__ import annotations
@@ -24,18 +24,17 @@ from dcr_daemon.checkpoint.directory import INDEX
 from dcr_daemon.checkpoint.pieces import Piece, piece_metadata, plan_boxes, plan_files
 from dcr_daemon.checkpoint.safetensors import SafetensorsBytes, pack_safetensors
 from dcr_daemon.errors import Corrupt
-from dcr_daemon.events import AnchorPut, Emit
+from dcr_daemon.events import AnchorPut
 from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import CONTENTS_LIMIT
 from dcr_daemon.ledger.records import Anchor, AnchorIndex, AnchorShare, ObjectRef, Seal, show_u64, total_of
-from dcr_daemon.publish.baseline.baseline import Baseline, check_vector
+from dcr_daemon.publish.baseline.baseline import check_vector
 from dcr_daemon.publish.group.collect import read_listed
 from dcr_daemon.publish.group.context import RankContext
 from dcr_daemon.publish.group.join import Joined
-from dcr_daemon.runtime import Workers
+from dcr_daemon.publish.resources import RankResources
 from dcr_daemon.store.keys import is_key
-from dcr_daemon.store.port import Store
 from dcr_daemon.store.put_if_absent import put_if_absent
 from dcr_daemon.store.retry import RetryPolicy
 from dcr_daemon.store.task_limiter import run_limited
@@ -114,85 +113,34 @@ class BoxSource(Protocol):
         ...
 
 
+_REBUILDS = "the publisher's memory is damaged; restart it, it rebuilds its baseline from the bucket"
+
+
 async def write_anchor(
-    ledger: Ledger,
-    baseline: Baseline,
-    side_files: Mapping[str, bytes],
-    workers: Workers,
-    patience: float,
-    emit: Emit,
+    resources: RankResources, source: BoxSource, *, version: int, vector: Vector, side_files: Mapping[str, bytes]
 ) -> Anchor:
-    """Upload the version that a baseline holds whole, and record it as an anchor.
+    """Upload a version that `source` has whole, and record it as an anchor.
+
+    Args:
+        vector: the fingerprint of the version.
 
     Raises:
         Fenced: another publisher owns the stream.
         Corrupt: the uploaded bytes are not the version; nothing is recorded.
         StoreUnavailable: the bucket did not answer; nothing is recorded, or the record's fate is open.
     """
-    version = baseline.version
-    assert version is not None
-    return await write_whole(ledger, baseline, version, baseline.vector, side_files, workers, patience, emit)
-
-
-async def write_whole(
-    ledger: Ledger,
-    source: BoxSource,
-    version: int,
-    vector: Vector,
-    side_files: Mapping[str, bytes],
-    workers: Workers,
-    patience: float,
-    emit: Emit,
-) -> Anchor:
-    """Upload a version, of which `source` has all and `vector` is the fingerprint. Raises as `write_anchor`."""
+    ledger = resources.ledger
     await ledger.read()
     ledger.check_held()  # its number would pass for one of the new owner's (must L5), and the upload is long
-    started = runtime.monotonic()
     # The seq of the newest record: never repeated by another process, since each claims first (must L0). One anchor is
     # written at a time, so retention knows by the number which ones have ended (must L5).
-    prefix = names.anchor(version, ledger.tip.seq)
-    writer = _Writer(ledger.store, source, prefix, workers, patience)
+    writer = _Writer(resources, source, names.anchor(version, ledger.tip.seq))
     plan = plan_files(source.layout, FILE_BYTES)
     files, found = await writer.put_files(plan, lambda n: _file_name(n, len(plan)))
     await writer.put_hf_index(plan)
-    table = await workers.run(_contents, plan)
+    table = await resources.workers.run(_contents, plan)
     check_vector(vector, found, source.layout, f"anchor of version {version} in {ledger.store.url}", _REBUILDS)
-    return await _record(ledger, writer, version, files, vector, side_files, started, emit, [table])
-
-
-_REBUILDS = "the publisher's memory is damaged; restart it, it rebuilds its baseline from the bucket"
-
-
-async def _record(
-    ledger: Ledger,
-    writer: _Writer,
-    version: int,
-    files: list[ObjectRef],
-    vector: Vector,
-    side_files: Mapping[str, bytes],
-    started: float,
-    emit: Emit,
-    tables: list[bytes | None],
-) -> Anchor:
-    """Everything is durable: name it. `tables` say what is in the files; without one of them all are left out."""
-    fit = [name for name in sorted(side_files) if is_key(name) and name not in (INDEX_NAME, CONTENTS_NAME)]
-    side = [await writer.put(name, side_files[name]) for name in fit]
-    known = [table for table in tables if table is not None]
-    contents = None
-    if len(known) == len(tables) and sum(map(len, known)) + 4 * len(known) <= CONTENTS_LIMIT:
-        contents = await writer.put(CONTENTS_NAME, join_tables(known))
-        runtime.failpoint("publish.anchor.contents")
-    index = AnchorIndex(stream=ledger.stream.stream, version=version, files=files, extras=side, contents=contents)
-    place = await writer.put(INDEX_NAME, records.encode(index))
-    runtime.failpoint("publish.anchor.put")
-    size = sum(file.size for file in [*files, *side])
-    record = await ledger.append(
-        lambda header: Anchor(
-            **header.fields, version=version, index=place, total=records.show_u64(total(vector)), bytes=size
-        )
-    )
-    emit(AnchorPut(version=version, bytes=size, seconds=runtime.monotonic() - started))
-    return record
+    return await writer.record(version, files, vector=vector, side_files=side_files, tables=[table])
 
 
 async def write_share(context: RankContext, seal: Seal) -> AnchorShare:
@@ -203,9 +151,7 @@ async def write_share(context: RankContext, seal: Seal) -> AnchorShare:
         Corrupt: the uploaded bytes are not what the baseline should hold.
     """
     rank, baseline = context.rank, context.baseline
-    writer = _Writer(
-        context.ledger.store, baseline, names.anchor(seal.version, seal.seq), context.workers, context.options.patience
-    )  # fmt: skip
+    writer = _Writer(context.resources, baseline, names.anchor(seal.version, seal.seq))
     address = f"{rank.group}-{rank.number}-{rank.nonce}"
     boxes = [(block.tensor, block.box) for block in baseline.blocks]
     plan = plan_boxes(baseline.layout, boxes, FILE_BYTES)
@@ -228,10 +174,10 @@ async def write_share(context: RankContext, seal: Seal) -> AnchorShare:
 async def join_anchor(
     context: RankContext,
     seal: Seal,
+    *,
     own: AnchorShare,
     keys: Mapping[int, str],
     side_files: Mapping[str, bytes],
-    emit: Emit,
 ) -> Anchor:
     """All ranks' shares as one anchor, whose fingerprint is the seal's (must L5).
 
@@ -241,7 +187,8 @@ async def join_anchor(
     Raises:
         as `write_anchor`.
     """
-    ledger, started, size = context.ledger, runtime.monotonic(), 8 * len(context.layout)
+    size = 8 * len(context.layout)
+    writer = _Writer(context.resources, context.baseline, names.anchor(seal.version, seal.seq))
     shares: dict[int, AnchorShare] = {0: own}
     vector = context.baseline.vector  # what its own files were proved to hold
 
@@ -254,12 +201,12 @@ async def join_anchor(
 
     await run_limited((partial(take, number, key) for number, key in keys.items()), SHARES_AT_ONCE)
     want = await context.restorer.vector(seal.version)
-    check_vector(want, vector, context.layout, f"anchor of version {seal.version} in {ledger.store.url}", _REBUILDS)
-    prefix = names.anchor(seal.version, seal.seq)
-    writer = _Writer(ledger.store, context.baseline, prefix, context.workers, context.options.patience)
+    check_vector(
+        want, vector, context.layout, f"anchor of version {seal.version} in {context.ledger.store.url}", _REBUILDS
+    )
     files = [file for _, share in sorted(shares.items()) for file in share.files]
     tables = [share.contents for _, share in sorted(shares.items())]
-    return await _record(ledger, writer, seal.version, files, vector, side_files, started, emit, tables)
+    return await writer.record(seal.version, files, vector=vector, side_files=side_files, tables=tables)
 
 
 async def _read_share(context: RankContext, key: str, seal: Seal, number: int) -> AnchorShare:
@@ -280,12 +227,47 @@ def _contents(plan: Sequence[list[Piece]]) -> bytes | None:
 
 
 class _Writer:
-    """Puts the objects of one anchor, a few at a time."""
+    """Puts the objects of one anchor, a few at a time, all of them below `prefix`."""
 
-    def __init__(self, store: Store, source: BoxSource, prefix: str, workers: Workers, patience: float) -> None:
-        self._store, self._source, self._prefix = store, source, prefix
-        self._workers, self._patience = workers, RetryPolicy(patience)
+    def __init__(self, resources: RankResources, source: BoxSource, prefix: str) -> None:
+        self._ledger, self._emit, self._store = resources.ledger, resources.emit, resources.store
+        self._source, self._prefix, self._began = source, prefix, runtime.monotonic()
+        self._workers, self._patience = resources.workers, RetryPolicy(resources.options.patience)
         self._sums = [0] * len(source.layout)
+
+    async def record(
+        self,
+        version: int,
+        files: list[ObjectRef],
+        *,
+        vector: Vector,
+        side_files: Mapping[str, bytes],
+        tables: list[bytes | None],
+    ) -> Anchor:
+        """Every file is durable: put the side files and the index, and append the record that names them.
+
+        Args:
+            tables: say what is in the files; if one is None, none is put.
+        """
+        fit = [name for name in sorted(side_files) if is_key(name) and name not in (INDEX_NAME, CONTENTS_NAME)]
+        side = [await self.put(name, side_files[name]) for name in fit]
+        known = [table for table in tables if table is not None]
+        contents = None
+        if len(known) == len(tables) and sum(map(len, known)) + 4 * len(known) <= CONTENTS_LIMIT:
+            contents = await self.put(CONTENTS_NAME, join_tables(known))
+            runtime.failpoint("publish.anchor.contents")
+        stream = self._ledger.stream.stream
+        index = AnchorIndex(stream=stream, version=version, files=files, extras=side, contents=contents)
+        place = await self.put(INDEX_NAME, records.encode(index))
+        runtime.failpoint("publish.anchor.put")
+        size = sum(file.size for file in [*files, *side])
+        record = await self._ledger.append(
+            lambda header: Anchor(
+                **header.fields, version=version, index=place, total=records.show_u64(total(vector)), bytes=size
+            )
+        )
+        self._emit(AnchorPut(version=version, bytes=size, seconds=runtime.monotonic() - self._began))
+        return record
 
     async def put(self, name: str, body: bytes | bytearray) -> ObjectRef:
         key = f"{self._prefix}{name}"

@@ -16,26 +16,27 @@ from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.blocks import BlockSet
 from dcr_daemon.checkpoint.directory import read_side_files
 from dcr_daemon.errors import UpdateAborted, UsageError
-from dcr_daemon.events import Aborted, Alarm, Emit, Sealed
-from dcr_daemon.ledger.ledger import Ledger
+from dcr_daemon.events import Aborted, Alarm, Sealed
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.records import Open, Seal
 from dcr_daemon.publish.baseline.baseline import Baseline
 from dcr_daemon.publish.baseline.restore import Restorer
 from dcr_daemon.publish.baseline.scrub import Scrub
-from dcr_daemon.publish.options import PublishOptions
-from dcr_daemon.publish.rank import Rank
-from dcr_daemon.publish.state import StateDirectory
+from dcr_daemon.publish.resources import RankResources
 from dcr_daemon.publish.version.attempt import Attempt
 from dcr_daemon.publish.version.fate import Cause, reason_of
 from dcr_daemon.publish.version.spool import Spool
 from dcr_daemon.publish.version.uploads import Uploads
 from dcr_daemon.publish.version.versions import SealedVersion
-from dcr_daemon.runtime import Workers
 
 
 class RankContext:
     """Used by one task at a time.
+
+    Args:
+        resources: whose ledger was read.
+        objects: reads the stream's objects.
+        layout: of the stream.
 
     Attributes:
         attempt: the one under way; None between updates.
@@ -43,26 +44,17 @@ class RankContext:
         committed: a version of this process was sealed. All ranks of a group know that alike.
     """
 
-    def __init__(
-        self,
-        options: PublishOptions,
-        ledger: Ledger,
-        objects: Objects,
-        layout: Layout,
-        rank: Rank,
-        state: StateDirectory,
-        workers: Workers,
-        emit: Emit,
-    ) -> None:
-        self.options, self.ledger, self.objects, self.layout, self.rank = options, ledger, objects, layout, rank
-        self.state, self.workers, self.emit = state, workers, emit
+    def __init__(self, resources: RankResources, objects: Objects, layout: Layout) -> None:
+        self.resources, self.objects, self.layout = resources, objects, layout
+        self.options, self.rank, self.ledger = resources.options, resources.rank, resources.ledger
+        self.state, self.workers, self.emit = resources.state, resources.workers, resources.emit
         self.attempt: Attempt | None = None
         self.owes_anchor = self.committed = False
-        self._spool = Spool(state.spool, options.spool_memory, workers)
+        self._spool = Spool(self.state.spool, self.options.spool_memory, self.workers)
         self._baseline: Baseline | None = None
         self._restorer: Restorer | None = None
         self._scrub: Scrub | None = None
-        self._look_at = runtime.monotonic() + options.look
+        self._look_at = runtime.monotonic() + self.options.look
 
     @property
     def baseline(self) -> Baseline:
@@ -129,9 +121,7 @@ class RankContext:
             self.ledger.store, version=record.version, attempt=record.seq, backlog=options.upload_backlog,
             concurrency=options.uploads, patience=options.patience, emit=self.emit,
         )  # fmt: skip
-        self.attempt = Attempt(
-            record, self.rank, self.baseline, self._spool, uploads, self.workers, options.codec, options.chunk_bytes
-        )
+        self.attempt = Attempt(record, self.resources, baseline=self.baseline, spool=self._spool, uploads=uploads)
         return self.attempt
 
     def commit(self, seal: Seal) -> SealedVersion:
@@ -236,5 +226,4 @@ class RankContext:
         finally:
             if self._baseline:
                 self._baseline.close()
-            self.state.close()
-            self.workers.close()
+            self.resources.close()

@@ -16,7 +16,6 @@ from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.records import PART_LIMIT, ObjectRef, Open, Part
 from dcr_daemon.publish.group.collect import read_listed
 from dcr_daemon.publish.version.attempt import Contribution
-from dcr_daemon.store.port import Store
 from dcr_daemon.store.task_limiter import run_limited
 
 CONCURRENCY = 16  #: parts read at a time
@@ -50,19 +49,14 @@ class Joined:
 
 
 async def join(
-    own: Contribution,
-    keys: Mapping[int, str],
-    opened: Open,
-    store: Store,
-    objects: Objects,
-    layout: Layout,
-    patience: float,
+    own: Contribution, keys: Mapping[int, str], opened: Open, *, objects: Objects, layout: Layout, patience: float
 ) -> Joined:
     """Read the part and the sums of every other rank, and add everything up.
 
     Args:
         own: rank 0's.
-        keys: of the other ranks' parts.
+        keys: of the other ranks' parts, by rank, as `ObjectCollector` found them.
+        opened: the attempt.
         patience: seconds that one which is listed may be missing.
 
     Raises:
@@ -73,7 +67,7 @@ async def join(
     joined = Joined([], own.before.copy(), own.after.copy(), own.changed, own.bytes)
 
     async def take(number: int, key: str) -> None:
-        body = await read_listed(store, key, limit=PART_LIMIT, patience=patience)
+        body = await read_listed(objects.store, key, limit=PART_LIMIT, patience=patience)
         part = _checked(key, body, opened, number)
         sums = await objects.read(part.sums, opened.version, limit=16 * len(layout))
         if len(sums) != 16 * len(layout):

@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Self
+from typing import Protocol, Self
 
 from dcr_daemon import runtime
-from dcr_daemon.canonical.fingerprint import total
+from dcr_daemon.canonical.fingerprint import Vector, total
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.blocks import BlockSet, block_bytes
 from dcr_daemon.checkpoint.directory import Checkpoint, read_side_files
 from dcr_daemon.checkpoint.reader import CheckpointReader
 from dcr_daemon.errors import DcrError, Fenced, Incompatible, NotFound, UsageError
 from dcr_daemon.events import Alarm, Emit, Waiting
-from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import Objects
-from dcr_daemon.ledger.records import show_u64
+from dcr_daemon.ledger.records import Stream, show_u64
 from dcr_daemon.publish.baseline.baseline import Baseline
-from dcr_daemon.publish.group.anchors import write_whole
+from dcr_daemon.publish.group.anchors import write_anchor
 from dcr_daemon.publish.group.context import RankContext
 from dcr_daemon.publish.group.coordinator import CLOSE_PATIENCE, Coordinator
 from dcr_daemon.publish.group.leader import Leader
 from dcr_daemon.publish.group.member import Member
 from dcr_daemon.publish.inputs.validator import differences
-from dcr_daemon.publish.options import PublishOptions, stream_state
+from dcr_daemon.publish.options import PublishOptions
 from dcr_daemon.publish.rank import Rank
-from dcr_daemon.publish.state import StateDirectory
+from dcr_daemon.publish.resources import RankResources
 from dcr_daemon.publish.timeouts import with_timeout
-from dcr_daemon.runtime import Workers
 from dcr_daemon.store.poller import Poller
 from dcr_daemon.store.port import Store
 from dcr_daemon.store.probe import probe
@@ -56,26 +54,19 @@ async def open_leader(options: PublishOptions, store: Store, emit: Emit, rank: R
         ResourceExhausted: no room for the baseline.
     """
     rank = rank or Rank()
-    async with _Opening(options, store, emit, rank) as opening:
-        ledger = opening.ledger
+    async with _Opening(options, store, emit=emit, rank=rank) as opening:
+        start = _StartAlone(opening) if rank.world == 1 else _StartOfMany(opening)
         for warning in await probe(store):
             emit(Alarm(must="L6", what=warning))
         try:
-            await ledger.read()
+            await opening.resources.ledger.read()
         except NotFound:
-            await _create(opening)
+            await _create(opening.resources, start)
         context = await opening.context()
-        await _claim(ledger, opening.state, options)
-        session = Leader(context, emit)
-        if rank.world == 1:
-            context.hold(opening.baseline or BlockSet.whole(context.layout, block_bytes(options.chunk_bytes)))
-            await context.restore()
-            runtime.failpoint("publish.restored")
-            # Due as well if an earlier process died with an anchor half put, or owed one (must P4).
-            await session.anchor_if_due(at_once=options.create and options.upload_base and session.head == 0)
-        elif options.create and options.upload_base and session.head == 0 and ledger.state.anchor is None:
-            await _anchor_base(opening, context.layout)
-        return session
+        await _claim(opening.resources)
+        leader = Leader(context, emit)
+        await start.finish(leader)
+        return leader
 
 
 async def open_member(options: PublishOptions, store: Store, emit: Emit, rank: Rank) -> Member:
@@ -85,11 +76,11 @@ async def open_member(options: PublishOptions, store: Store, emit: Emit, rank: R
         as `open_leader`, but for what only rank 0 decides.
         NotFound: rank 0 has not created it in `CREATION` seconds.
     """
-    async with _Opening(options, store, emit, rank) as opening:
+    async with _Opening(options, store, emit=emit, rank=rank) as opening:
         poller = Poller(first=0.1, longest=2.0)
         while True:
             try:
-                await opening.ledger.read()
+                await opening.resources.ledger.read()
                 break
             except NotFound as error:
                 if not options.create:
@@ -106,27 +97,26 @@ async def open_member(options: PublishOptions, store: Store, emit: Emit, rank: R
 
 
 class _Opening:
-    """What is taken while a publisher opens, and given back if that fails."""
+    """What is taken while a publisher opens, and given back if that fails.
 
-    def __init__(self, options: PublishOptions, store: Store, emit: Emit, rank: Rank) -> None:
-        self.options, self.store, self.emit, self.rank = options, store, emit, rank
-        path = stream_state(
-            options.state, store.url
-        )  # rank 0's does not move when the world grows: the name lies there
-        self.state = StateDirectory(path if rank.leads else path / f"rank-{rank.number}")
-        self.workers = Workers(options.workers)
-        self.ledger = Ledger(store, mark=self.state.mark, emit=emit)
+    Attributes:
+        baseline: of a group of one that has read it from the base checkpoint.
+    """
+
+    def __init__(self, options: PublishOptions, store: Store, *, emit: Emit, rank: Rank) -> None:
+        self.resources = RankResources.take(options, store, emit=emit, rank=rank)
         self.baseline: Baseline | None = None
 
     async def context(self) -> RankContext:
         """For a ledger that was read."""
-        ledger = self.ledger
+        resources, ledger = self.resources, self.resources.ledger
         objects = Objects(
-            self.store, floor=lambda: ledger.state.floor, refresh=ledger.read, emit=self.emit, workers=self.workers
+            resources.store, floor=lambda: ledger.state.floor, refresh=ledger.read, emit=resources.emit,
+            workers=resources.workers,
         )  # fmt: skip
         layout = await objects.read_layout(ledger.stream)
-        _check_base(self.options, layout, self.store.url)
-        return RankContext(self.options, ledger, objects, layout, self.rank, self.state, self.workers, self.emit)
+        _check_base(resources.options, layout, resources.store.url)
+        return RankContext(resources, objects, layout)
 
     async def __aenter__(self) -> Self:
         return self
@@ -134,21 +124,23 @@ class _Opening:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, at: object) -> None:
         if error is None:
             return
+        resources, ledger = self.resources, self.resources.ledger
         try:
-            if self.ledger.epoch is not None:
-                with contextlib.suppress(DcrError):  # whoever comes next need not take over from one that never began
-                    patience = min(self.options.patience, CLOSE_PATIENCE)
-                    what = f"the release of {self.store.url}"
-                    await with_timeout(patience, self.ledger.release(), what=what, emit=self.emit)
+            if ledger.epoch is not None:
+                with contextlib.suppress(DcrError):  # the next publisher need not take over from one that never began
+                    patience = min(resources.options.patience, CLOSE_PATIENCE)
+                    what = f"the release of {resources.store.url}"
+                    await with_timeout(patience, ledger.release(), what=what, emit=resources.emit)
         finally:
             if self.baseline:
                 self.baseline.close()
-            self.state.close()
-            self.workers.close()
+            resources.close()
 
 
-async def _claim(ledger: Ledger, state: StateDirectory, options: PublishOptions) -> None:
-    """Claim under the name given or kept. It is kept before the claim leaves: one that lands is then known for ours."""
+async def _claim(resources: RankResources) -> None:
+    """Claim under the name given or kept. The name is kept before the claim is sent, so that a claim whose answer is
+    lost is known for ours."""
+    ledger, state, options = resources.ledger, resources.state, resources.options
     name = state.name(options.name)
     try:
         await ledger.claim(name, take_over=options.take_over)
@@ -161,9 +153,9 @@ async def _claim(ledger: Ledger, state: StateDirectory, options: PublishOptions)
         ) from error
 
 
-async def _create(opening: _Opening) -> None:
-    """Make the stream from the base checkpoint, unless somebody else is faster. A group of one keeps the baseline."""
-    options, ledger = opening.options, opening.ledger
+async def _create(resources: RankResources, start: _Start) -> None:
+    """Make the stream from the base checkpoint, unless another process is faster."""
+    options, ledger = resources.options, resources.ledger
     if not options.create:
         raise NotFound(
             f"there is no stream at {ledger.store.url}", hint="make it with --create and --base, or correct the URL"
@@ -171,37 +163,96 @@ async def _create(opening: _Opening) -> None:
     if options.base is None:
         raise UsageError("a stream is created from a base checkpoint", hint="give --base DIR with --create")
     with Checkpoint(options.base) as checkpoint:
-        layout, baseline = checkpoint.layout, None
-        if opening.rank.world == 1:
-            blocks = BlockSet.whole(layout, block_bytes(options.chunk_bytes))
-            baseline = opening.baseline = Baseline(opening.state.path, blocks, "", opening.workers)
-            await baseline.load(checkpoint)
-            vector = await baseline.fingerprint()
-        else:
-            vector = await CheckpointReader(checkpoint).fingerprint(opening.workers.run)
+        layout, vector = checkpoint.layout, await start.read_base(checkpoint)
     runtime.failpoint("publish.base.loaded")
     stream = await ledger.create_stream(layout, vector, model=options.base.absolute().name)
     if (stream.layout.sha256, stream.total) != (layout.digest, show_u64(total(vector))):
-        if baseline:
-            baseline.close()
-        opening.baseline = None
+        start.base_is_another()
         return
     runtime.failpoint("publish.created")
-    if baseline:
-        baseline.stream = stream.stream
-        await baseline.prove((0, vector))
+    await start.created(stream, vector)
 
 
-async def _anchor_base(opening: _Opening, layout: Layout) -> None:
-    """The anchor of version 0, from the checkpoint: no rank of many holds it, and the seal says what it must be."""
-    options, ledger = opening.options, opening.ledger
-    if options.base is None:
-        return
-    with Checkpoint(options.base) as checkpoint:
-        source = CheckpointReader(checkpoint)
-        side_files = read_side_files(options.base) if options.base.is_dir() else {}
-        vector = await (await opening.context()).objects.read_vector(ledger.stream, layout)
-        await write_whole(ledger, source, 0, vector, side_files, opening.workers, options.patience, opening.emit)
+class _Start(Protocol):
+    """What differs between a group of one and other groups when rank 0 opens a stream."""
+
+    async def read_base(self, checkpoint: Checkpoint) -> Vector:
+        """The fingerprint of the base checkpoint, from which the stream is created."""
+        ...
+
+    def base_is_another(self) -> None:
+        """Another process was faster, and the stream begins with another checkpoint."""
+        ...
+
+    async def created(self, stream: Stream, vector: Vector) -> None:
+        """The stream begins with the base checkpoint."""
+        ...
+
+    async def finish(self, leader: Leader) -> None:
+        """The stream is claimed: make ready for the first update, and write the anchor that is due."""
+        ...
+
+
+class _StartAlone:
+    """A group of one holds all of the layout, so its baseline is at the head before the first update."""
+
+    def __init__(self, opening: _Opening) -> None:
+        self._opening, self._resources = opening, opening.resources
+
+    async def read_base(self, checkpoint: Checkpoint) -> Vector:
+        baseline = Baseline(self._resources.state.path, self._all_of(checkpoint.layout), "", self._resources.workers)
+        self._opening.baseline = baseline
+        await baseline.load(checkpoint)
+        return await baseline.fingerprint()
+
+    def base_is_another(self) -> None:
+        if self._opening.baseline:
+            self._opening.baseline.close()
+        self._opening.baseline = None
+
+    async def created(self, stream: Stream, vector: Vector) -> None:
+        if baseline := self._opening.baseline:
+            baseline.stream = stream.stream
+            await baseline.prove((0, vector))
+
+    async def finish(self, leader: Leader) -> None:
+        options, context = self._resources.options, leader.context
+        context.hold(self._opening.baseline or self._all_of(leader.layout))
+        await context.restore()
+        runtime.failpoint("publish.restored")
+        # An anchor is due as well if an earlier process died while it wrote one, or owed one (must P4).
+        await leader.anchor_if_due(at_once=options.create and options.upload_base and leader.head == 0)
+
+    def _all_of(self, layout: Layout) -> BlockSet:
+        return BlockSet.whole(layout, block_bytes(self._resources.options.chunk_bytes))
+
+
+class _StartOfMany:
+    """A rank of many builds its baseline when it knows what it holds. The anchor of version 0 is written from the base
+    checkpoint: no rank holds all of it."""
+
+    def __init__(self, opening: _Opening) -> None:
+        self._resources = opening.resources
+
+    async def read_base(self, checkpoint: Checkpoint) -> Vector:
+        return await CheckpointReader(checkpoint).fingerprint(self._resources.workers.run)
+
+    def base_is_another(self) -> None:
+        pass
+
+    async def created(self, stream: Stream, vector: Vector) -> None:
+        pass
+
+    async def finish(self, leader: Leader) -> None:
+        options, ledger = self._resources.options, leader.ledger
+        wanted = options.create and options.upload_base and leader.head == 0 and ledger.state.anchor is None
+        if not wanted or options.base is None:
+            return
+        with Checkpoint(options.base) as checkpoint:
+            source = CheckpointReader(checkpoint)
+            side_files = read_side_files(options.base) if options.base.is_dir() else {}
+            vector = await leader.context.objects.read_vector(ledger.stream, leader.layout)
+            await write_anchor(self._resources, source, version=0, vector=vector, side_files=side_files)
 
 
 def _check_base(options: PublishOptions, layout: Layout, url: str) -> None:

@@ -125,9 +125,12 @@ class Alone:
         if context.baseline.unverified_base:
             return False  # the version that comes next is anchored instead
         runtime.failpoint("publish.anchor.proved")
-        side_files, patience = await context.side_files(), context.options.patience
+        baseline, version = context.baseline, ledger.state.seal.version
+        side_files = await context.side_files()
         try:
-            await write_anchor(ledger, context.baseline, side_files, context.workers, patience, context.emit)
+            await write_anchor(
+                context.resources, baseline, version=version, vector=baseline.vector, side_files=side_files
+            )
         except Corrupt as error:
             self._spoilt = ledger.tip.seq
             context.damaged(f"while its anchor was written: {error.message}")
@@ -188,7 +191,7 @@ class OtherRanks:
             ".part.json", what=f"version {record.version}: the part"
         )
         joined = await join(
-            own, keys, record, context.ledger.store, context.objects, context.layout, context.options.patience
+            own, keys, record, objects=context.objects, layout=context.layout, patience=context.options.patience
         )
         runtime.failpoint("publish.joined")
         if not self._vector or self._vector[0] != record.base:
@@ -224,7 +227,7 @@ class OtherRanks:
             keys = await self._collector(names.anchor(seal.version, seal.seq)).all(
                 ".share.json", what=f"the anchor of version {seal.version}: the share"
             )
-            await join_anchor(context, seal, own, keys, await context.side_files(), self._emit)
+            await join_anchor(context, seal, own=own, keys=keys, side_files=await context.side_files())
         except (UpdateAborted, Corrupt) as error:  # no fault of this version, nor of the next: that brings another one
             context.owes_anchor = True
             self._emit(

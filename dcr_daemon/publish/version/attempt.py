@@ -32,11 +32,10 @@ from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.records import ChunkRef, ObjectRef, Open, Part
 from dcr_daemon.publish.baseline.baseline import Baseline
 from dcr_daemon.publish.inputs.sources import Source
-from dcr_daemon.publish.rank import Rank
+from dcr_daemon.publish.resources import RankResources
 from dcr_daemon.publish.version.fate import AttemptFate
 from dcr_daemon.publish.version.spool import Spool
 from dcr_daemon.publish.version.uploads import Uploads
-from dcr_daemon.runtime import Workers
 from dcr_daemon.store.port import Store
 from dcr_daemon.store.put_if_absent import put_if_absent
 from dcr_daemon.store.retry import RetryPolicy
@@ -70,24 +69,19 @@ class Attempt:
     """
 
     def __init__(
-        self,
-        record: Open,
-        rank: Rank,
-        baseline: Baseline,
-        spool: Spool,
-        uploads: Uploads,
-        workers: Workers,
-        codec: Codec,
-        chunk_bytes: int,
+        self, record: Open, resources: RankResources, *, baseline: Baseline, spool: Spool, uploads: Uploads
     ) -> None:
         self.record = record
         self.id = record.seq
         self.version = record.version
         self.fate = AttemptFate(record.version)
         self.started = runtime.monotonic()
-        self._rank, self._baseline, self._spool = rank, baseline, spool
-        self._uploads, self._workers = uploads, workers
-        self._encoders = [ChunkEncoder(baseline.layout, codec=codec, target=chunk_bytes) for _ in range(workers.count)]
+        self._rank, self._baseline, self._spool = resources.rank, baseline, spool
+        self._uploads, self._workers = uploads, resources.workers
+        codec, chunk_bytes = resources.options.codec, resources.options.chunk_bytes
+        self._encoders = [
+            ChunkEncoder(baseline.layout, codec=codec, target=chunk_bytes) for _ in range(self._workers.count)
+        ]
         self._batch_bytes = block_bytes(chunk_bytes)
         self._number = itertools.count()
         self.segments: list[Segment] = []

@@ -189,8 +189,8 @@ def one_read_is_believed(put: Put) -> None:
 def anchor_without_a_share(put: Put) -> None:
     """Rank 0 records an anchor of what is there, and does not wait for the other ranks."""
 
-    async def join_anchor(context: Any, seal: Any, own: Any, keys: Any, *arguments: Any) -> Any:
-        return await right(context, seal, own, dict(list(keys.items())[:-1]), *arguments)
+    async def join_anchor(context: Any, seal: Any, *, keys: Any, **arguments: Any) -> Any:
+        return await right(context, seal, keys=dict(list(keys.items())[:-1]), **arguments)
 
     right = anchors.join_anchor
     put(peers, "join_anchor", join_anchor)
