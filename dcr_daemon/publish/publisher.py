@@ -3,10 +3,10 @@
 In a process group every rank has one and calls it alike: rank 0 leads, each rank publishes what it is the source of,
 and no tensor is gathered. The ranks meet in the bucket.
 
-`publish` returns when the weights may change again; encoding of the last chunks, uploads, the seal and anchors go on
-behind, on a loop of their own. One update is undecided at a time: the next call waits for its fate (must P7). An
-error of the work behind is raised once: by `wait_sealed`, or else by the next call. Between updates the session looks
-for a newer claim and for damage of the baseline.
+`publish` returns when the weights may change again; encoding of the last chunks, uploads, the seal and anchors go on in
+the background, on an event loop in a thread of their own. One update is undecided at a time: the next call waits for
+its fate (must P7). An error of the background work is raised once: by `wait_sealed`, or else by the next call. Between
+updates the publisher looks for a newer claim and for damage of the baseline.
 """
 
 from __future__ import annotations
@@ -46,8 +46,14 @@ _ONE_PROCESS = "make and use it in the process that has the weights"
 class Publisher:
     """Publishes to one stream; a context manager. Not to be used from several threads at once.
 
-    Which rank of how many this process is, `torch.distributed` tells where it is initialised: make the publisher after
-    it, on every rank, with the same arguments.
+        with Publisher("s3://bucket/run1", base="/models/base", create=True) as publisher:
+            for step in range(1000):
+                train(model)
+                update = publisher.publish(model, step=step)    # the weights may change from here on
+            update.wait_sealed()
+
+    `torch.distributed`, where it is initialised, says which rank of how many this process is: make the publisher after
+    that, on every rank, with the same arguments.
 
     Args:
         stream: `file:///directory` or `s3://bucket/prefix`.
@@ -58,16 +64,16 @@ class Publisher:
         state: root directory of the state (a dense copy of the model among it); None for the usual place.
         endpoint_url, region, profile: of an S3-compatible service.
         trainer: what the tensors do not show of how they are laid out; needed for Megatron, torchtitan's adapters and
-            frameworks of one's own. DTensors and transformers models need nothing.
+            custom frameworks. DTensors and transformers models need nothing.
         rank, world: of this process among those that publish together, where `torch.distributed` does not tell it: one
             rank that gathers all weights and publishes alone is `rank=0, world=1`.
-        group: an id that just these processes agreed on for this start of theirs, without `torch.distributed`.
+        group: an id that exactly these processes agreed on for this start, without `torch.distributed`.
         codec: `auto`, `ulp`, `xor` or `overwrite`.
         ignore: globs of tensor names outside the base checkpoint to drop.
         upload_base: upload version 0 as an anchor when the stream is created.
         anchor_every, anchor_share, keep_versions, keep_hours: see `PublishOptions`.
         scrub_rate: bytes of the baseline that are checked per second between updates; 0 for none.
-        lag: seconds of silence after which rank 0 gives a rank up that the next update finds missing.
+        lag: seconds without a sign of a rank after which rank 0 gives it up, once the next update has begun.
         patience: seconds that an unreachable bucket is tried before an update is given up. If the fate of a record
             that was sent is open even then, the error says so, and the next call finds out before it begins (must L1).
         emit: listens to events, on the publisher's own thread; default: Python's logging (`publish.event_log`).

@@ -1,4 +1,4 @@
-"""Who this process is among those that publish together (must P1)."""
+"""Which rank this process is among those that publish together (must P1). `Publisher` asks once, when it is made."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _ID = re.compile(r"\A[a-z0-9]{1,32}\Z")
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One process of a process group's one incarnation.
+    """One process of one start of a process group.
 
     Attributes:
-        group: one value that all ranks of the incarnation agreed on, and none of another one has.
+        group: the value that all ranks of this start agreed on, and that no other start has.
         number: of this rank; 0 leads.
         world: how many there are.
-        nonce: this process's own: two that believe to be one rank never share a name.
+        nonce: drawn by this process: two processes that believe to be the same rank never share a name.
     """
 
     group: str = field(default_factory=runtime.nonce)

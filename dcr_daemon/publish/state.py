@@ -1,4 +1,4 @@
-"""A publisher's own directory: who it is, and that it is the only process that is it."""
+"""A publisher's state directory: it keeps the publisher's name, and its lock lets one process use it at a time."""
 
 from __future__ import annotations
 

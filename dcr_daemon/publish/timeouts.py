@@ -1,7 +1,7 @@
 """Waits that end and that say what they wait for.
 
-What was sent to the ledger stays undecided when a wait for it ends; it is settled first the next time (must L1). So a
-bounded wait gives up telling, never deciding.
+A record that was sent to the ledger stays undecided when a wait for it ends; the next call decides it first (must L1).
+A time-out ends the wait, and decides nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TELL_AFTER = 5.0  #: seconds after which somebody who waits wants to know for wh
 
 
 async def with_timeout(seconds: float, work: Awaitable[T], *, what: str, emit: Emit) -> T:
-    """The result of `work`, which is cancelled after so many seconds; a `Waiting` event names it if it takes long.
+    """The result of `work`, which is cancelled after `seconds`; a `Waiting` event names it if it takes long.
 
     Raises:
         StoreUnavailable: it did not end in time.

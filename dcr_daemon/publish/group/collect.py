@@ -1,8 +1,8 @@
 """Rank 0 waits until one object of every rank of its group is there: a declaration, a part, a share of an anchor.
 
-LIST is only a hint: what it names is read and judged by its content. A rank that writes a `fail` object instead ends
-the wait. No clock does (must P7): while nothing presses, a missing rank is waited for, visibly. Once the trainer is in
-its next call, a missing rank whose objects have stopped coming is given up.
+LIST is only a hint: what it names is read and judged by its content. A rank that writes a `fail` object ends the wait.
+No clock ends it (must P7): until the trainer is in its next call, a missing rank is waited for, and an event says so.
+From then on (`lag_began`) a missing rank of which no new object has come for `lag` seconds is given up.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class ObjectCollector:
 
     Args:
         check: called now and then while it waits; what it raises ends the wait.
-        lag: seconds without a new object after which a missing rank is given up once `pressed` says that the next call
-            has begun; `pressed` answers when that was, on `runtime.monotonic`, or None.
+        lag: seconds without a new object after which a missing rank is given up.
+        lag_began: when the trainer's next call began, on `runtime.monotonic`; None while it has not.
     """
 
     def __init__(
@@ -41,12 +41,12 @@ class ObjectCollector:
         prefix: str,
         *,
         lag: float,
-        pressed: Callable[[], float | None],
+        lag_began: Callable[[], float | None],
         check: Callable[[], Awaitable[None]],
         emit: Emit,
     ) -> None:
         self._store, self._rank, self._prefix = store, rank, prefix
-        self._lag, self._pressed, self._check, self._emit = lag, pressed, check, emit
+        self._lag, self._lag_began, self._check, self._emit = lag, lag_began, check, emit
         self._name = re.compile(rf"{re.escape(prefix + rank.group)}-(0|[1-9][0-9]*)-([a-z0-9]+)(.*)")
         self._seen: set[str] = set()
         self._moved = runtime.monotonic()
@@ -115,8 +115,8 @@ class ObjectCollector:
         raise UpdateAborted(f"rank {number} gave the update up: {fail.reason}")
 
     def _check_lag(self, missing: list[int], what: str) -> None:
-        pressed = self._pressed()
-        if pressed is not None and runtime.monotonic() - max(pressed, self._moved) > self._lag:
+        began = self._lag_began()
+        if began is not None and runtime.monotonic() - max(began, self._moved) > self._lag:
             raise UpdateAborted(
                 f"{what} of {shorten_ranks(missing)} did not come, nothing else of theirs for {self._lag:g} s, and "
                 "the next update has begun",

@@ -1,4 +1,7 @@
-"""What the ranks contributed, put together by rank 0: the parts of one attempt as one (musts P2, P3)."""
+"""Rank 0 adds up what the ranks contributed to one attempt (musts P2, P3).
+
+`peers.OtherRanks.join` first waits for every rank's part (`collect`), then reads and adds up the parts here.
+"""
 
 from __future__ import annotations
 

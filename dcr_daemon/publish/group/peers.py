@@ -158,7 +158,7 @@ class OtherRanks:
     def _collector(self, prefix: str) -> ObjectCollector:
         context = self._context
         return ObjectCollector(
-            context.ledger.store, context.rank, prefix, lag=context.options.lag, pressed=lambda: self._lag_began,
+            context.ledger.store, context.rank, prefix, lag=context.options.lag, lag_began=lambda: self._lag_began,
             check=self._check_held, emit=self._emit,
         )  # fmt: skip
 

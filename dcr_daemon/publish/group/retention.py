@@ -1,8 +1,8 @@
 """Retention behind one publisher: it raises the floor and deletes, and holds nothing up (must L5).
 
 A round runs on the publisher's loop, beside the next update, one at a time: at the first seal of this process, so that
-what an earlier one left behind goes, after every anchor, and every so many seals. Whatever goes wrong is told and tried
-again later. A fenced publisher deletes nothing more: whoever fenced it has the say now.
+what an earlier one left behind is deleted, after every anchor, and every `EVERY` seals. An error becomes an event, and
+the round is tried again later. A fenced publisher deletes nothing more: the publisher that fenced it decides now.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ EVERY = 32  #: seals from one round to the next, if no anchor comes between
 
 
 class Retention:
-    """Collects for one session, whose ledger is claimed. `anchors`: whether this publisher will write any."""
+    """Collects for one leader, whose ledger is claimed. `anchors`: whether this publisher will write any."""
 
     def __init__(self, ledger: Ledger, policy: RetentionPolicy, emit: Emit, *, anchors: bool) -> None:
         self._ledger, self._policy, self._emit, self._anchors = ledger, policy, emit, anchors

@@ -1,1 +1,5 @@
-"""One version under construction: changes found, chunks uploaded, the future a caller holds."""
+"""One version under construction: `Attempt`, which `group` opens and ends.
+
+In: an `open` record and blocks of new values. Out: chunks and a part in the bucket (`uploads`), what an undo needs
+(`spool`), the fate (`fate`), and what a caller of `publish` holds (`update`).
+"""
