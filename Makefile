@@ -108,7 +108,7 @@ $(VENV)/megatron: | $(VENV)/.tools
 	@$(PIP) install --no-deps --target $@ megatron-core==0.16.1 triton==3.9.0
 
 oracle-megatron: $(VENV)/.installed $(VENV)/megatron
-	@PYTHONPATH=$(VENV)/megatron:tests $(BIN)/python -W ignore tests/projection/oracle_megatron.py $(ARGS)
+	@PYTHONPATH=$(VENV)/megatron:tests $(BIN)/python -W ignore tests/projection/frameworks/oracle_megatron.py $(ARGS)
 
 test-megatron: $(VENV)/.installed $(VENV)/megatron
 	@PYTHONPATH=$(VENV)/megatron $(BIN)/pytest tests/shards/test_megatron_publish.py $(ARGS)

@@ -1,8 +1,8 @@
 """One rank of a world of four: probes, declares, is judged, and constructs what is residual, as a trainer's rank would.
 
-Run as a program, one process per rank, by tests/projection/test_residual.py and test_canary.py; gloo over a file, no
-ports. The name of the folder says which part is played. What a rank finds it checks itself; ranks meet in files, as
-they do in a bucket.
+Run as a program, one process per rank, by tests/projection/binding/test_residual.py and probes/test_self_check.py; gloo
+over a file, no ports. The name of the folder says which part is played. What a rank finds it checks itself; ranks meet
+in files, as they do in a bucket.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """One rank of a world of four: models sharded in every way, mapped as they are, and every block of the rank read.
 
-Run as a program, one process per rank, by tests/projection/test_live_ranks.py; gloo over a file, no ports. Argument two
-is a folder with a tiny transformers model in `base`; what the rank has read goes to `rank<n>.pickle` there.
+Run as a program, one process per rank, by tests/projection/binding/test_bind_ranks.py; gloo over a file, no ports.
+Argument two is a folder with a tiny transformers model in `base`; what the rank has read goes to `rank<n>.pickle`
+there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One rank of four that trains with FSDP2 and writes its checkpoints in pieces, as training scripts do.
 
-Run as a program, one process per rank, by tests/publish/test_watch_pieces.py; gloo over a file, no ports. Beside each
-checkpoint rank 0 writes what the framework's own full export makes of the same weights.
+Run as a program, one process per rank, by tests/publish/watch/test_watch_pieces.py; gloo over a file, no ports. Beside
+each checkpoint rank 0 writes what the framework's own full export makes of the same weights.
 """
 
 from __future__ import annotations

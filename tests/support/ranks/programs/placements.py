@@ -1,6 +1,6 @@
 """One rank of a world of four: numbered tensors placed in every way, and what the projection says of each.
 
-Run as a program, one process per rank, by tests/projection/test_dtensor.py; gloo over a file, no ports.
+Run as a program, one process per rank, by tests/projection/sharding/test_dtensor.py; gloo over a file, no ports.
 """
 
 from __future__ import annotations

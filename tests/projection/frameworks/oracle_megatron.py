@@ -8,7 +8,7 @@
 
 Nothing of dcr takes part but `fit`, which turns number pairs into regions.
 
-    MEGATRON_LM=… MEGATRON_BRIDGE=… PYTHONPATH=tests python tests/projection/oracle_megatron.py \
+    MEGATRON_LM=… MEGATRON_BRIDGE=… PYTHONPATH=tests python tests/projection/frameworks/oracle_megatron.py \
         [--out DIRECTORY] [CASE …]
 
 The two are checkouts of NVIDIA/Megatron-LM (without it: the installed megatron-core) and NVIDIA-NeMo/Megatron-Bridge
@@ -266,7 +266,7 @@ def main(arguments: list[str]) -> None:
         batches.setdefault(str(sorted(_degrees(case).items())), []).append(case)
     for cases in batches.values():
         for case, found in _run(cases).items():
-            document: dict[str, Any] = {"written by": "tests/projection/oracle_megatron.py", "from": origin}
+            document: dict[str, Any] = {"written by": "tests/projection/frameworks/oracle_megatron.py", "from": origin}
             if case in MODELS:
                 document |= {"config": MODELS[case][0], "degrees": MODELS[case][1]}
                 document |= {"inventory": [one["inventory"] for one in found]}

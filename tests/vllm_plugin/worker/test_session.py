@@ -329,7 +329,7 @@ def test_faults_are_refused_outside_tests(driver: Driver, monkeypatch: pytest.Mo
 def test_clean_workers_go_forward_and_a_dirty_one_ends_its_process(tmp_path: Path) -> None:
     script = f"""
 import sys
-sys.path[:0] = {[str(Path(__file__).parents[1])]!r}
+sys.path[:0] = {[str(Path(__file__).parents[2])]!r}
 import torch
 from support.vllm.worker_rig import Stub
 from dcr_daemon.vllm_plugin.worker import extension
