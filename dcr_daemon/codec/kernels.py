@@ -1,9 +1,8 @@
 """Compiled inner loops of the codec: detect, emit, unpack. All release the GIL; none allocates more than its answer.
 
 Imported on first use only. Bits are unsigned integers of 1, 2, 4 or 8 bytes; positions are ordinals in a segment's box.
-The
-unpacking kernels read untrusted bytes: they never index outside an array and return a status instead of
-raising, 0 if all is well. The tests compare them with implementations in numpy.
+The unpacking kernels read untrusted bytes: they never index outside an array and return a status instead of raising, 0
+if all is well. The tests compare them with implementations in numpy.
 """
 
 from __future__ import annotations
@@ -69,11 +68,11 @@ def detect(
             hits[n] = w
             n += int64(base_words[w] != new_words[w])
         for h in range(n):
-            first = int64(hits[h]) * per_word
+            at_word = int64(hits[h]) * per_word
             for i in range(per_word):
-                o = base[first + i]
-                v = new[first + i]
-                where[k] = first + i
+                o = base[at_word + i]
+                v = new[at_word + i]
+                where[k] = at_word + i
                 old[k] = o
                 now[k] = v
                 k += int64(o != v)
