@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
@@ -23,13 +23,12 @@ from dcr_daemon.checkpoint.blocks import block_bytes
 from dcr_daemon.errors import DcrError, Fenced, StoreUnavailable, UsageError
 from dcr_daemon.events import Degraded, Emit, Retrying, Rounded, Waiting
 from dcr_daemon.publish.event_log import EventLog
-from dcr_daemon.publish.group import update_steps
 from dcr_daemon.publish.group.coordinator import CLOSE_PATIENCE, Coordinator
 from dcr_daemon.publish.group.opening import open_coordinator
 from dcr_daemon.publish.group.projected import RankProjection, Trainer
-from dcr_daemon.publish.inputs.sources import Source, TensorSource, synchronize_sources
-from dcr_daemon.publish.inputs.tensors import as_stream, as_table, check_kind, needs_projection
-from dcr_daemon.publish.inputs.validator import UpdateValidator
+from dcr_daemon.publish.group.update_inputs import RankShards, UpdateInput, whole_tensors
+from dcr_daemon.publish.group.update_steps import HandOver, diff_update, run_on_thread
+from dcr_daemon.publish.inputs.tensors import check_kind, needs_projection
 from dcr_daemon.publish.options import KEEP_VERSIONS, SCRUB_RATE, PublishOptions, default_state, parse_codec
 from dcr_daemon.publish.rank import find_rank
 from dcr_daemon.publish.version.attempt import Attempt
@@ -193,9 +192,7 @@ class Publisher:
         except Exception as error:
             self._skip(error)
             raise
-        attempt = (
-            self._publish_shards(weights, step) if self._in_shards(weights) else self._publish_whole(weights, step)
-        )
+        attempt = self._diff(self._input(weights, step), step)
         self._update = update = Update(attempt.fate, lambda: self._loop is None or self._loop.here)
         self._background = self._running.start(self._complete(attempt, data))
         self._background.add_done_callback(update.background_ended)
@@ -206,83 +203,38 @@ class Publisher:
         with contextlib.suppress(DcrError):
             self._running.call(self._coordinator.skip(call=self._calls, reason=f"{type(error).__name__}: {error}"))
 
-    def _in_shards(self, weights: Any) -> bool:
-        """Whether these weights have to be projected: there are several ranks, or names are not the checkpoint's."""
-        if self._rank.world > 1 or self._trainer.says or self._projection:
-            return True
-        return needs_projection(weights, self._coordinator.layout)
-
-    def _publish_shards(self, weights: Any, step: int | None) -> Attempt:
-        """Project what this rank holds."""
-        coordinator = self._coordinator
-        projection = self._projection = self._projection or RankProjection(
-            self._trainer, self._rank, layout=coordinator.layout, ignore=self._options.ignore,
-            limit=block_bytes(self._options.chunk_bytes), emit=self._emit,
+    def _input(self, weights: Any, step: int | None) -> UpdateInput:
+        """The weights on their way into an attempt. They have to be projected if there are several ranks, or if their
+        names are not the checkpoint's."""
+        layout, options = self._coordinator.layout, self._options
+        if (
+            self._rank.world == 1
+            and not (self._trainer.says or self._projection)
+            and not needs_projection(weights, layout)
+        ):
+            subject = f"step {step}" if step is not None else "the update"
+            return whole_tensors(weights, layout, subject=subject, ignore=options.ignore)
+        self._projection = self._projection or RankProjection(
+            self._trainer, self._rank, layout=layout, ignore=options.ignore, limit=block_bytes(options.chunk_bytes),
+            emit=self._emit,
         )  # fmt: skip
-        steps = update_steps.diff_update(
-            coordinator, projection, weights, step=step, call=self._calls, on_loop=update_steps.HandOver
-        )
+        return RankShards(self._projection, weights)
+
+    def _diff(self, weights: UpdateInput, step: int | None) -> Attempt:
+        steps = diff_update(self._coordinator, weights, step=step, call=self._calls, on_loop=HandOver)
         try:
-            return update_steps.run_on_thread(steps, self._running.call)
+            attempt = run_on_thread(steps, self._running.call)
         except BaseException as error:
             self._abort(error)
             raise
-
-    def _publish_whole(self, weights: Any, step: int | None) -> Attempt:
-        layout = self._coordinator.layout
-        intake = UpdateValidator(f"step {step}" if step is not None else "the update", layout, self._options.ignore)
-        table = as_table(weights, layout)
-        if table is not None:
-            attempt = self._diff_table(table, intake, step)
-        else:
-            attempt = self._diff_stream(as_stream(weights, layout), intake, step)
-        self._tell_rounded(intake)
+        self._report_rounded(weights)
         return attempt
-
-    def _diff_table(self, table: list[TensorSource], intake: UpdateValidator, step: int | None) -> Attempt:
-        """Everything is at hand: judge it before an attempt is opened."""
-        synchronize_sources(table)
-        inputs = {index: source for source in table if (index := intake.accept(source.given, source)) is not None}
-        layout = self._coordinator.layout
-        intake.finish(
-            lambda i, start, count: inputs[i].read(start, count, layout[i].dtype),
-            lambda extra, i: i in inputs and isinstance(extra, TensorSource) and extra.aliases(inputs[i]),
-        )
-        attempt = self._running.call(self._coordinator.begin(step=step, call=self._calls))
-        self._guard(attempt, self._diff_all(attempt, ((i, source.contiguous()) for i, source in inputs.items())))
-        return attempt
-
-    def _diff_stream(self, stream: Iterable[TensorSource], intake: UpdateValidator, step: int | None) -> Attempt:
-        """Tensors come one by one: each is diffed before the next is asked for."""
-        attempt = self._running.call(self._coordinator.begin(step=step, call=self._calls))
-        try:
-            for source in stream:
-                index = intake.accept(source.given, source)
-                intake.check()
-                if index is not None:
-                    synchronize_sources([source])
-                    self._running.call(attempt.diff([(index, source.contiguous())]))
-            intake.finish(self._coordinator.read)
-        except BaseException as error:
-            self._abort(error)
-            raise
-        self._guard(attempt, attempt.finish())
-        return attempt
-
-    async def _diff_all(self, attempt: Attempt, inputs: Iterable[tuple[int, Source]]) -> None:
-        await attempt.diff(inputs)
-        await attempt.finish()
-
-    def _guard(self, attempt: Attempt, work: Coroutine[Any, Any, None]) -> None:
-        try:
-            self._running.call(work)
-        except BaseException as error:
-            self._abort(error)
-            raise
 
     def _abort(self, error: BaseException) -> None:
         """The update failed: abort and undo now if the bucket answers, else before the next one begins."""
-        patience = None if isinstance(error, Exception) else CLOSE_PATIENCE  # Ctrl-C or an exit: end soon
+        # End soon after Ctrl-C or an exit, and when the bucket did not answer for all the patience of `open` already.
+        silent = isinstance(error, StoreUnavailable) and self._coordinator.context.attempt is None
+        patience = CLOSE_PATIENCE if silent or not isinstance(error, Exception) else None
         try:
             self._running.call(self._coordinator.abort_unless_sealed(error, patience=patience))
         except Fenced:
@@ -348,8 +300,8 @@ class Publisher:
     async def _say(self, what: str) -> None:
         self._emit(Waiting(what=what))
 
-    def _tell_rounded(self, intake: UpdateValidator) -> None:
-        for (given, canonical), tensors in intake.rounded.items():
+    def _report_rounded(self, weights: UpdateInput) -> None:
+        for (given, canonical), tensors in weights.rounded.items():
             if (given, canonical) not in self._rounded:
                 self._rounded.add((given, canonical))
                 self._emit(Rounded(tensors=tensors, given=given, canonical=canonical))

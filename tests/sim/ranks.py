@@ -34,6 +34,7 @@ from dcr_daemon.publish.group.coordinator import Coordinator
 from dcr_daemon.publish.group.opening import open_coordinator
 from dcr_daemon.publish.group.projected import RankProjection
 from dcr_daemon.publish.group.projected import Trainer as Laid
+from dcr_daemon.publish.group.update_inputs import RankShards
 from dcr_daemon.publish.options import PublishOptions
 from dcr_daemon.publish.rank import Rank
 from dcr_daemon.publish.version.attempt import Attempt
@@ -233,7 +234,7 @@ class SimRank(Actor):
             weights = dict(list(weights.items())[1:])
         try:
             attempt = await update_steps.diff_update(
-                session, projection, weights, step=step, call=call, on_loop=lambda work: work
+                session, RankShards(projection, weights), step=step, call=call, on_loop=lambda work: work
             )
         except DcrError as error:
             await self._settle(session, error)

@@ -1,47 +1,34 @@
-"""One update of one rank, step by step: what is opened, agreed upon and diffed, in which order (musts P2, P3).
+"""One update of one rank, step by step: what is opened, agreed on and diffed, in which order (musts P2, P3).
 
-    open ─► (declare ─► agree) twice, until a version is sealed ─► start ─► blocks ─► (agree) ─► residual ─► finish
+    check ─► open ─► agree: (declare ─► verdict) twice, until a version is sealed
+               └──► start ─► diff: blocks ─► (agree) ─► residual ─► finish
 
-An attempt is opened before the weights are looked at: a rank that finds a fault tells all ranks, and none waits for it.
+`check` is for a process that has all weights: what can be found wrong is found before an attempt opens. A rank of many
+opens an attempt before its weights are looked at: a rank that finds a fault tells all ranks, and none waits for it.
 Residual tensors are constructed by collective calls, which would wait without end for a rank that has failed, so the
 ranks meet in the bucket before the first one.
 
 The weights are looked at on the trainer's thread, while a coordinator lives on an event loop. So `diff_update` is told
-how to have work done on that loop (`on_loop`): `run_on_thread` runs it on the trainer's thread with `HandOver`; on the
-loop itself it is simply awaited, with an `on_loop` that returns the work.
+how to have work done on that loop (`on_loop`): `run_on_thread` runs it on the trainer's thread with `HandOver`; on
+the loop itself it is simply awaited, with an `on_loop` that returns the work.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Awaitable, Callable, Coroutine, Generator
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any, Generic, TypeVar
 
-from dcr_daemon.codec.chunk import Codec
-from dcr_daemon.ledger import names
-from dcr_daemon.projection import host
 from dcr_daemon.publish.group.coordinator import Coordinator
-from dcr_daemon.publish.group.projected import AgreedProjection, RankProjection
-from dcr_daemon.publish.inputs.sources import TensorSource, synchronize_sources
-from dcr_daemon.publish.inputs.tensors import as_shards
+from dcr_daemon.publish.group.update_inputs import OnLoop, UpdateInput
 from dcr_daemon.publish.version.attempt import Attempt
 
 T = TypeVar("T")
 
-EXPORT = names.ROUNDS + 1  #: the round in which every rank says that it can take part in the exports
-_READY = b"ready"
-
-
-class OnLoop(Protocol):
-    """Awaiting what it returns runs the work on the coordinator's loop, and gives its result or raises its error."""
-
-    def __call__(self, work: Coroutine[Any, Any, T], /) -> Awaitable[T]: ...
-
 
 async def diff_update(
-    coordinator: Coordinator, projection: RankProjection, weights: Any, *, step: int | None, call: int, on_loop: OnLoop
+    coordinator: Coordinator, weights: UpdateInput, *, step: int | None, call: int, on_loop: OnLoop
 ) -> Attempt:
-    """Open an attempt and diff what this rank holds of `weights`.
+    """Open an attempt, and diff into it what this process holds of the weights.
 
     Args:
         step, call: see `Coordinator.open`.
@@ -49,34 +36,13 @@ async def diff_update(
     Returns:
         The finished attempt, which is to be sealed.
     """
+    weights.check()
     record = await on_loop(coordinator.open(step=step, call=call))
-    weights = as_shards(weights)
-    agreed = projection.agreed
-    if agreed and coordinator.context.committed:
-        agreed.bind(weights)
-    else:  # every rank knows whether a version of this group was sealed; nothing else tells all of them alike
-        first = projection.declare(weights, record)
-        verdict = await on_loop(coordinator.agree(record, 1, first.declaration, projection.judge))
-        second = first.probe(verdict)
-        verdict = await on_loop(coordinator.agree(record, 2, second.declaration, projection.judge))
-        agreed = projection.agreed = second.accept_verdict(verdict)
-        await on_loop(_hold(coordinator, agreed))
-    host.synchronize_devices(agreed.devices())
+    await weights.agree(coordinator, record, on_loop)
     attempt = await on_loop(coordinator.start(record))
-    await on_loop(attempt.diff_blocks(agreed.blocks()))
-    if agreed.exports:
-        await on_loop(coordinator.agree(record, EXPORT, _READY, lambda declared: _READY))
-    with contextlib.closing(agreed.residual()) as residual:
-        for index, tensor, overwrite in residual:
-            source = TensorSource(coordinator.layout[index].name, tensor)
-            synchronize_sources([source])
-            await on_loop(attempt.diff([(index, source)], Codec.OVERWRITE if overwrite else None))
+    await weights.diff(coordinator, record, attempt, on_loop)
     await on_loop(attempt.finish())
     return attempt
-
-
-async def _hold(coordinator: Coordinator, agreed: AgreedProjection) -> None:
-    coordinator.context.hold(agreed.owned)
 
 
 class HandOver(Generic[T]):

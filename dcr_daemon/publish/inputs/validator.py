@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -20,6 +21,8 @@ from dcr_daemon.projection.mismatches import MISMATCHES, LayoutMismatches
 from dcr_daemon.projection.values import castable, rounds
 from dcr_daemon.publish.inputs.sources import Source
 from dcr_daemon.wording import shorten
+
+S = TypeVar("S", bound=Source)
 
 #: `(layout index, first element, elements)` -> bits of the canonical dtype, as this update has them
 ReadBits = Callable[[int, int, int], Bits]
@@ -64,6 +67,11 @@ class UpdateValidator:
         if rounds(given.dtype, spec.dtype):
             self.rounded[given.dtype, spec.dtype] += 1
         return index
+
+    def accept_all(self, sources: Iterable[S]) -> list[tuple[int, S]]:
+        """Those of the tensors that are to be diffed, with their layout indices."""
+        accepted = [(self.accept(source.given, source), source) for source in sources]
+        return [(index, source) for index, source in accepted if index is not None]
 
     def _accept_extra(self, given: TensorSpec, source: Source | None) -> None:
         if self._mismatches.ignores(given.name):

@@ -76,7 +76,7 @@ class CheckpointIngest:
     async def _diff(self, sources: Sequence[Source]) -> int:
         """How many of the tensors are the layout's."""
         self.check()
-        inputs = [(i, source) for source in sources if (i := self._validator.accept(source.given, source)) is not None]
+        inputs = self._validator.accept_all(sources)
         self._validator.check()
         await self._attempt.diff(inputs)
         runtime.failpoint("publish.shard.taken")
