@@ -8,7 +8,7 @@ from dcr_daemon.canonical.region import Region
 
 
 def owner(name: str, first: int, replicas: int) -> int:
-    """Number of the replica that owns the region of `name` that starts at canonical element `first` (docs/FORMAT.md 1).
+    """Number of the replica that owns the region of `name` that starts at canonical element `first`.
 
     xxh3-64 over the name's UTF-8 bytes and `first` as u64, little-endian, modulo `replicas`: spread over the replicas,
     and independent of Python's own hash, which differs in each process.
