@@ -1,6 +1,6 @@
-# A layer for a fleet's own vLLM image: the same vLLM, with DCR's plugins installed beside it.
+# Adds DCR's plugins to a fleet's own vLLM image; vLLM itself is not changed.
 #   docker build -f docker/vllm.Dockerfile --build-arg VLLM_IMAGE=vllm/vllm-openai:v0.32.0 -t vllm-dcr .
-# Run it as before, plus --worker-extension-cls and a volume for /run/dcr and /dev/shm shared with the subscriber.
+# Run it as before, with --worker-extension-cls, a volume for /run/dcr, and /dev/shm shared with the subscriber.
 ARG VLLM_IMAGE=vllm/vllm-openai:v0.32.0
 
 FROM python:3.11-slim AS wheel
@@ -12,7 +12,7 @@ RUN pip wheel --no-deps --no-build-isolation --wheel-dir /dist .
 
 FROM ${VLLM_IMAGE}
 COPY --from=wheel /dist /dist
-# --no-deps: torch, numba and msgspec are vLLM's own and stay exactly as they are. What the plugins need beyond
-# them is listed here; the daemons' packages (boto3, watchdog, …) do not belong into a serving image.
+# --no-deps: torch, numba and msgspec are those of vLLM and must not change. The other packages that the plugins need are
+# listed here; the daemons' packages (boto3, watchdog, …) do not belong in a serving image.
 RUN python3 -m pip install --no-cache-dir --no-deps /dist/*.whl xxhash==4.1.0 zstandard==0.25.0 && rm -r /dist
 ENV VLLM_PLUGINS=dcr,dcr_endpoint DCR_SOCKET=/run/dcr/vllm.sock
