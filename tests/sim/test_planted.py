@@ -9,7 +9,7 @@ import pytest
 from sim.planted.bugs import BUGS
 from sim.runner import SCENARIOS, run_scenario
 
-SEEDS = 60  #: tried per scenario
+SEEDS = 200  #: tried per scenario until one finds the bug; the rarest shows in 3 seeds of 100
 TESTS = Path(__file__).parents[1]
 MUSTS = re.findall(r"^\*\*([LPEFT]\d)\b", (TESTS.parent / "docs" / "PROTOCOL.md").read_text(), re.MULTILINE)
 #: what no world of one engine and honest hashes can break; the test that fails without it
