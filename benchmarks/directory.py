@@ -121,11 +121,11 @@ class Rewriter:
         self._path, self._layout, self._incoming = path, versions.layout, path / ".dcr" / "incoming"
 
     def prepare(self, delta: VersionDelta) -> None:
-        opened = open_hop(self._layout, STREAM, delta)
+        opened = open_hop(self._layout, STREAM, hop=delta)
         check_chain(self._layout, [opened.summary], read_vector(delta.before, self._layout))
         self._incoming.mkdir(parents=True)
         with Checkpoint(self._path) as checkpoint:
-            changes = {change.tensor: change for change in compose(self._layout, [opened], checkpoint.bits)}
+            changes = {change.tensor: change for change in compose(self._layout, [opened], live=checkpoint.bits)}
             for file in checkpoint.files:
                 with (self._incoming / file.path.name).open("wb", buffering=0) as out:
                     out.write(encode_header(file.specs, file.metadata))
@@ -192,7 +192,9 @@ def run(home: Path, size: int, changed: float, rounds: int) -> Iterator[tuple[st
     place, anew = home / "place", home / "anew"
     names = {spec.name: bits for spec, bits in zip(versions.layout, versions.bits, strict=True)}
     for path in (place, anew):
-        write_checkpoint(path, versions.layout, names.__getitem__, {"config.json": b"{}"}, shard_bytes=SHARD_BYTES)
+        write_checkpoint(
+            path, versions.layout, bits_of=names.__getitem__, side_files={"config.json": b"{}"}, shard_bytes=SHARD_BYTES
+        )
     engine, rewriter, loop = DirectoryEngine(place), Rewriter(anew, versions), asyncio.new_event_loop()
     loop.run_until_complete(engine.attach(versions.facts))
     loop.run_until_complete(engine.prove(0, versions.vector(0), "0"))

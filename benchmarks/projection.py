@@ -57,7 +57,7 @@ def measure(name: str, grid: Grid) -> dict[str, Any]:
     one, _ = seconds(lambda: of_rank(architecture, grid, grid.world // 2))
     every, maps = seconds(lambda: [of_rank(architecture, grid, rank) for rank in range(grid.world)])
     judged, found = seconds(lambda: gaps(maps, layout(architecture)))
-    planned, plan = seconds(lambda: preview(architecture, "megatron", grid))
+    planned, plan = seconds(lambda: preview(architecture, "megatron", grid=grid))
     assert not found
     assert not plan.gaps
     return {

@@ -24,7 +24,7 @@ from dcr_daemon.errors import UsageError
 Known = Mapping[str, Mapping[str, str]]  #: command -> key as written in the file -> the option's internal name
 
 
-def read_config(path: Path, command: str, known: Known) -> dict[str, Any]:
+def read_config(path: Path, command: str, *, known: Known) -> dict[str, Any]:
     """The default values for `command` in the file `path`, by the options' internal names.
 
     Raises:

@@ -78,7 +78,7 @@ def too_deep(body: bytes) -> bool:
     return False
 
 
-def decompress_bounded(body: bytes, what: str, packed_limit: int, unpacked_limit: int) -> bytes:
+def decompress_bounded(body: bytes, what: str, *, packed_limit: int, unpacked_limit: int) -> bytes:
     """Decompress one zstd frame; both sizes, in bytes, are checked before anything is allocated.
 
     Raises:

@@ -62,12 +62,12 @@ def _meet(a: Region, b: Region, done: list[Axis]) -> Iterator[Region]:
         for point in intersect_dst(a, b.src, b.src + 1):
             yield Region(b.name, (), point.src, (), b.dst, ()).with_axes(merge(done))
     elif top_a[2] == top_b[1]:
-        yield from _same_stride(a, top_a, b, top_b, done)
+        yield from _same_stride(a, top_a, b=b, top_b=top_b, done=done)
     elif top_a[2] > top_b[1]:
-        for wide, narrow in _refine(a, top_a, invert(b), _flip(top_b)):
+        for wide, narrow in _refine(a, top_a, narrow=invert(b), top_n=_flip(top_b)):
             yield from _meet(wide, invert(narrow), done)
     else:
-        for wide, narrow in _refine(invert(b), _flip(top_b), a, top_a):
+        for wide, narrow in _refine(invert(b), _flip(top_b), narrow=a, top_n=top_a):
             yield from _meet(narrow, invert(wide), done)
 
 
@@ -87,7 +87,7 @@ def _without(region: Region, top: Axis) -> Region:
     return region.with_axes(axes)
 
 
-def _same_stride(a: Region, top_a: Axis, b: Region, top_b: Axis, done: list[Axis]) -> Iterator[Region]:
+def _same_stride(a: Region, top_a: Axis, *, b: Region, top_b: Axis, done: list[Axis]) -> Iterator[Region]:
     """Both have the same largest stride: block i of one can meet block i + k of the other, for few k.
 
     Nested strides leave two k at most, and one where blocks are aligned.
@@ -104,7 +104,7 @@ def _same_stride(a: Region, top_a: Axis, b: Region, top_b: Axis, done: list[Axis
             yield from _meet(part, other, [*done, (stop - start, src, dst)])
 
 
-def _refine(wide: Region, top_w: Axis, narrow: Region, top_n: Axis) -> Iterator[tuple[Region, Region]]:
+def _refine(wide: Region, top_w: Axis, *, narrow: Region, top_n: Axis) -> Iterator[tuple[Region, Region]]:
     """Pairs that are nearer to a common top stride. Both have the middle as `dst`; `wide` has the larger stride there.
 
     The narrow top axis is grouped so that a group is one wide stride long and starts where a wide block does. If one
@@ -117,8 +117,8 @@ def _refine(wide: Region, top_w: Axis, narrow: Region, top_n: Axis) -> Iterator[
     by_w, by_n = common // stride_w, common // stride_n
     head = min(n_n, -(-((wide.dst - narrow.dst) % stride_w) // stride_n)) if by_w == 1 else 0
     if (by_w > 1 and n_w > by_w and n_n > by_n) or (by_w == 1 and n_n - head >= 2 * by_n):
-        for part in _grouped(wide, top_w, 0, by_w):
-            for other in _grouped(narrow, top_n, head, by_n):
+        for part in _grouped(wide, top_w, head=0, by=by_w):
+            for other in _grouped(narrow, top_n, head=head, by=by_n):
                 yield part, other
         return
     block = _without(wide, top_w)
@@ -128,7 +128,7 @@ def _refine(wide: Region, top_w: Axis, narrow: Region, top_n: Axis) -> Iterator[
         yield block.shifted(src=i * src_w, dst=i * stride_w), narrow
 
 
-def _grouped(region: Region, top: Axis, head: int, by: int) -> Iterator[Region]:
+def _grouped(region: Region, top: Axis, *, head: int, by: int) -> Iterator[Region]:
     """The top axis in three: `head` places, whole groups of `by` as two axes, and what is left over."""
     if by == 1 and not head:
         yield region

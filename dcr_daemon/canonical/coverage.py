@@ -146,7 +146,7 @@ def _sweep(sides: list[_Side], lo: int, hi: int) -> Iterator[_Gap]:
         start, stop = max(at, start - start % stride), min(limit, -(-stop // stride) * stride)
         if at < start:
             yield "missing", at, _along(start - at), ()
-        yield from _fold(group, start, stop, stride) if interlocked else _intervals(group)
+        yield from _fold(group, start, hi=stop, stride=stride) if interlocked else _intervals(group)
         at = stop
     if at < hi:
         yield "missing", at, _along(hi - at), ()
@@ -185,7 +185,7 @@ def _intervals(sides: list[_Side]) -> Iterator[_Gap]:
             yield "double", at, _along(then - at), tuple(sorted(running))
 
 
-def _fold(sides: list[_Side], lo: int, hi: int, stride: int) -> Iterator[_Gap]:
+def _fold(sides: list[_Side], lo: int, *, hi: int, stride: int) -> Iterator[_Gap]:
     """Fold [lo, hi) over the largest stride: stretches of equal blocks are checked once each, in one block."""
     parts = [part for side in sides for part in _in_blocks(side, stride)]
     # A first or last block that is seen in part only stands alone.

@@ -48,7 +48,7 @@ def units_per(width: int) -> int:
     return max(1, width // 2)
 
 
-def sum_run(bits: Bits, key: int, first: int = 0) -> int:
+def sum_run(bits: Bits, key: int, *, first: int = 0) -> int:
     """Sum over consecutive canonical elements, the first being number `first` of its tensor."""
     from dcr_daemon.canonical import kernels
 
@@ -57,7 +57,7 @@ def sum_run(bits: Bits, key: int, first: int = 0) -> int:
     return int(kernels.sum_units(units, np.uint64(key), first * units_per(bits.itemsize)))
 
 
-def sum_at(bits: Bits, elements: npt.NDArray[np.int64], key: int) -> int:
+def sum_at(bits: Bits, elements: npt.NDArray[np.int64], *, key: int) -> int:
     """Sum over scattered elements: `bits[i]` stands at canonical element `elements[i]`.
 
     Raises:
@@ -72,7 +72,7 @@ def sum_at(bits: Bits, elements: npt.NDArray[np.int64], key: int) -> int:
     return int(kernels.sum_at(flat, where, 0, np.uint64(key), units_per(bits.itemsize)))
 
 
-def sum_box(bits: Bits, box: Box, key: int) -> int:
+def sum_box(bits: Bits, box: Box, *, key: int) -> int:
     """Sum over a box.
 
     `bits` is flat, in the box's row-major order, or an array of the box's own shape with any memory strides
@@ -88,7 +88,7 @@ def sum_box(bits: Bits, box: Box, key: int) -> int:
             raise ValueError(f"bits of shape {bits.shape} do not fill {box}")
         bits = bits.reshape(box.shape)
     if box.contiguous and bits.flags.c_contiguous:
-        return sum_run(bits, key, box.dst)
+        return sum_run(bits, key, first=box.dst)
     lattice = bits.reshape((1,) * (MAX_RANK - bits.ndim) + bits.shape)
     strides = np.array((0,) * (MAX_RANK - bits.ndim) + box.strides, dtype=np.int64)
     return int(kernels.sum_lattice(lattice, box.dst, strides, np.uint64(key), units_per(bits.itemsize)))

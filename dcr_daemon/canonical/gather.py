@@ -36,7 +36,7 @@ def gather(fill: Fill, region: Region, out: Bits) -> None:
     _gather(fill, region.src, axes, out[region.dst :])
 
 
-def gather_box(fill: Fill, box: Box, out: Bits) -> None:
+def gather_box(fill: Fill, box: Box, *, out: Bits) -> None:
     """Copy a box of the source's elements to `out`, in the box's row-major order."""
     gather(fill, Region("", box.shape, box.dst, box.strides, 0, row_major(box.shape)), out)
 
@@ -50,10 +50,10 @@ def _gather(fill: Fill, first: int, axes: Sequence[Axis], out: Bits) -> None:
     reach = _reach(inner)
     if _close(inner, out.itemsize) and reach <= SCRATCH:
         if (src - reach) * out.itemsize <= GAP:
-            _read_together(fill, first, axes, out)
+            _read_together(fill, first, axes=axes, out=out)
             return
         if not _is_run(inner):
-            _read_rows(fill, first, axes, out)
+            _read_rows(fill, first, axes=axes, out=out)
             return
         for i in range(n):
             fill(first + i * src, out[i * dst : i * dst + reach])
@@ -62,7 +62,7 @@ def _gather(fill: Fill, first: int, axes: Sequence[Axis], out: Bits) -> None:
         _gather(fill, first + i * src, inner, out[i * dst :])
 
 
-def _read_together(fill: Fill, first: int, axes: Sequence[Axis], out: Bits) -> None:
+def _read_together(fill: Fill, first: int, *, axes: Sequence[Axis], out: Bits) -> None:
     """Rows along the first axis with what lies between them, as many at a time as fit the scratch memory."""
     (n, src, dst), reach = axes[0], _reach(axes[1:])
     limit = min(n, max(1, (SCRATCH - reach) // src + 1))
@@ -70,10 +70,10 @@ def _read_together(fill: Fill, first: int, axes: Sequence[Axis], out: Bits) -> N
         count = min(limit, n - at)
         scratch = np.empty((count - 1) * src + reach, out.dtype)
         fill(first + at * src, scratch)
-        _copy(scratch, src, out[at * dst :], [(count, src, dst), *axes[1:]])
+        _copy(scratch, src, out=out[at * dst :], axes=[(count, src, dst), *axes[1:]])
 
 
-def _read_rows(fill: Fill, first: int, axes: Sequence[Axis], out: Bits) -> None:
+def _read_rows(fill: Fill, first: int, *, axes: Sequence[Axis], out: Bits) -> None:
     """Rows along the first axis one by one, and then several copied together."""
     (n, src, dst), reach = axes[0], _reach(axes[1:])
     limit = max(1, min(n, ROWS // (reach * out.itemsize)))
@@ -82,10 +82,10 @@ def _read_rows(fill: Fill, first: int, axes: Sequence[Axis], out: Bits) -> None:
         count = min(limit, n - at)
         for i in range(count):
             fill(first + (at + i) * src, scratch[i])
-        _copy(scratch, reach, out[at * dst :], [(count, src, dst), *axes[1:]])
+        _copy(scratch, reach, out=out[at * dst :], axes=[(count, src, dst), *axes[1:]])
 
 
-def _copy(scratch: Bits, row: int, out: Bits, axes: Sequence[Axis]) -> None:
+def _copy(scratch: Bits, row: int, *, out: Bits, axes: Sequence[Axis]) -> None:
     """Copy strided elements; rows along the first axis begin `row` elements apart in `scratch`."""
     shape = tuple(n for n, _, _ in axes)
     source = (row, *(src for _, src, _ in axes[1:]))

@@ -95,7 +95,7 @@ def whole(name: str, shape: Sequence[int]) -> list[Region]:
     return [Region(name, (elements,), 0, (1,), 0, (1,))] if elements else []
 
 
-def slab(name: str, shape: Sequence[int], starts: Sequence[int], sizes: Sequence[int], *, src: int = 0) -> list[Region]:
+def slab(name: str, shape: Sequence[int], *, starts: Sequence[int], sizes: Sequence[int], src: int = 0) -> list[Region]:
     """A rectangular part of a canonical tensor of `shape`, dense in memory from local place `src`; none if it is empty.
 
     Raises:
@@ -135,7 +135,7 @@ def invert(region: Region) -> Region:
     return Region(region.name, region.shape, region.dst, region.dst_strides, region.src, region.src_strides)
 
 
-def restrict(region: Region, axis: int, lo: int, hi: int) -> list[Region]:
+def restrict(region: Region, axis: int, *, lo: int, hi: int) -> list[Region]:
     """The places [lo, hi) along one axis of the region itself, which may reach beyond its ends; at most one region."""
     n, src, dst = region.axes[axis]
     lo, hi = max(lo, 0), min(hi, n)
@@ -204,7 +204,7 @@ def wire_pieces(region: Region) -> list[Region]:
             done.append(piece)
             continue
         axis = min(range(len(piece.shape)), key=lambda a: piece.shape[a])
-        waiting += [normalise(part) for i in range(piece.shape[axis]) for part in restrict(piece, axis, i, i + 1)]
+        waiting += [normalise(part) for i in range(piece.shape[axis]) for part in restrict(piece, axis, lo=i, hi=i + 1)]
     return sorted(done, key=lambda piece: piece.dst)
 
 

@@ -44,16 +44,16 @@ def block_bytes(chunk_bytes: int) -> int:
     return 1 << (min(SEGMENT_BYTES, 4 * chunk_bytes).bit_length() - 1)
 
 
-def split_tensor(tensor: int, spec: TensorSpec, limit: int = SEGMENT_BYTES) -> list[Block]:
+def split_tensor(tensor: int, spec: TensorSpec, *, limit: int = SEGMENT_BYTES) -> list[Block]:
     """A whole tensor as blocks of at most `limit` bytes, each of consecutive elements; none for an empty tensor."""
     if not spec.elements:
         return []
     return [Block(tensor, box) for box in Box.flat(0, spec.elements).split(max(1, limit // spec.width))]
 
 
-def sum_block(layout: Layout, block: Block, bits: Bits) -> int:
+def sum_block(layout: Layout, block: Block, *, bits: Bits) -> int:
     """The fingerprint sum of a block; `bits` as `sum_box` takes them. Any thread."""
-    return sum_box(bits, block.box, int(layout.keys[block.tensor]))
+    return sum_box(bits, block.box, key=int(layout.keys[block.tensor]))
 
 
 async def fingerprint(blocks: BlockSet, sum_of: Callable[[Block], int], run: Run) -> Vector:
@@ -84,7 +84,7 @@ class BlockSet:
     @classmethod
     def whole(cls, layout: Layout, limit: int = SEGMENT_BYTES) -> BlockSet:
         """All of the layout, cut into runs of at most `limit` bytes."""
-        return cls(layout, (block for t, spec in enumerate(layout) for block in split_tensor(t, spec, limit)))
+        return cls(layout, (block for t, spec in enumerate(layout) for block in split_tensor(t, spec, limit=limit)))
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -105,7 +105,7 @@ class BlockSet:
 
     def sum(self, number: int, bits: Bits) -> int:
         """The fingerprint sum of a block with these bits."""
-        return sum_block(self.layout, self._blocks[number], bits)
+        return sum_block(self.layout, self._blocks[number], bits=bits)
 
     def vector(self, sums: Iterable[int]) -> Vector:
         """The vector of the blocks, from the sums of its blocks in their order."""
@@ -161,7 +161,7 @@ class BlockSet:
         return table.hexdigest()
 
 
-def transfer(bits: Bits, source: Box, into: Bits, target: Box) -> int:
+def transfer(bits: Bits, source: Box, *, into: Bits, target: Box) -> int:
     """Copy the elements that lie in both boxes; returns how many.
 
     Args:

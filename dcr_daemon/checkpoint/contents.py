@@ -138,7 +138,7 @@ def read_contents(body: bytes, tensors: int) -> Contents:
         Corrupt: the bytes are no table.
     """
     try:
-        raw = decompress_bounded(body, "a table of contents", TABLE_LIMIT, RAW_LIMIT)
+        raw = decompress_bounded(body, "a table of contents", packed_limit=TABLE_LIMIT, unpacked_limit=RAW_LIMIT)
         return _parse(raw, tensors)
     except ValueError as error:
         raise Corrupt(f"a table of contents is damaged: {error}") from error

@@ -172,9 +172,9 @@ def plan_tensor_files(layout: Layout, shard_bytes: int) -> list[list[TensorSpec]
 def write_checkpoint(
     out: Path,
     layout: Layout,
+    *,
     bits_of: Callable[[str], Bits],
     side_files: Mapping[str, bytes] | None = None,
-    *,
     shard_bytes: int = 1 << 30,
 ) -> None:
     """Write a plain Hugging Face checkpoint: `model.safetensors`, or shards with an index, and the side files.
@@ -195,7 +195,7 @@ def write_checkpoint(
     shutil.rmtree(partial, ignore_errors=True)  # left by a process of this number that was killed: 1 in a container
     try:
         partial.mkdir(parents=True)
-        _write_shards(partial, plan_tensor_files(layout, shard_bytes), layout, bits_of)
+        _write_shards(partial, plan_tensor_files(layout, shard_bytes), layout=layout, bits_of=bits_of)
         for name, body in (side_files or {}).items():
             _write_file(partial / Path(name).name, body)
         sync_directory(partial, site="checkpoint")
@@ -208,12 +208,12 @@ def write_checkpoint(
 
 
 def _write_shards(
-    directory: Path, shards: list[list[TensorSpec]], layout: Layout, bits_of: Callable[[str], Bits]
+    directory: Path, shards: list[list[TensorSpec]], *, layout: Layout, bits_of: Callable[[str], Bits]
 ) -> None:
     many, weight_map = len(shards) > 1, {}
     for n, specs in enumerate(shards, start=1):
         name = f"model-{n:05d}-of-{len(shards):05d}.safetensors" if many else "model.safetensors"
-        write_safetensors(directory / name, [(spec, bits_of(spec.name)) for spec in specs], {"format": "pt"})
+        write_safetensors(directory / name, [(spec, bits_of(spec.name)) for spec in specs], metadata={"format": "pt"})
         weight_map.update({spec.name: name for spec in specs})
     if many:
         index = {"metadata": {"total_size": layout.nbytes}, "weight_map": weight_map}

@@ -47,14 +47,14 @@ def plan_files(layout: Layout, limit: int) -> list[list[Piece]]:
     return _packed((piece for tensor in range(len(layout)) for piece in _cut(layout, tensor, limit)), limit)
 
 
-def plan_boxes(layout: Layout, boxes: Iterable[tuple[int, Box]], limit: int) -> list[list[Piece]]:
+def plan_boxes(layout: Layout, boxes: Iterable[tuple[int, Box]], *, limit: int) -> list[list[Piece]]:
     """Boxes of canonical tensors, `(layout index, box)`, as files of at most `limit` bytes each, in their order.
 
     Entries are numbered per tensor. A number distinguishes the entries of one rank's files; other ranks may use the
     same ones.
     """
     numbers: defaultdict[int, Iterator[int]] = defaultdict(count)
-    return _packed((_piece(layout, t, box, next(numbers[t])) for t, box in boxes), limit)
+    return _packed((_piece(layout, t, box=box, number=next(numbers[t])) for t, box in boxes), limit)
 
 
 def _packed(pieces: Iterable[Piece], limit: int) -> list[list[Piece]]:
@@ -75,10 +75,10 @@ def _cut(layout: Layout, tensor: int, limit: int) -> Iterator[Piece]:
         yield Piece(tensor, Box.flat(0, spec.elements) if spec.elements else None, spec)
         return
     for n, box in enumerate(Box.flat(0, spec.elements).split(max(1, limit // spec.width))):
-        yield _piece(layout, tensor, box, n)
+        yield _piece(layout, tensor, box=box, number=n)
 
 
-def _piece(layout: Layout, tensor: int, box: Box, number: int) -> Piece:
+def _piece(layout: Layout, tensor: int, *, box: Box, number: int) -> Piece:
     spec, mark = layout[tensor], "#"
     while f"{spec.name}{mark}{number}" in layout:  # a tensor may itself have such a name
         mark += "#"

@@ -35,13 +35,13 @@ class CheckpointReader:
         file = self._checkpoint.file(spec.name)
         if out is None:
             out = np.empty(box.elements, dtype=bits_dtype(spec.width))
-        gather_box(partial(file.read_into, spec.name), box, out)
+        gather_box(partial(file.read_into, spec.name), box, out=out)
         return out
 
     async def fingerprint(self, run: Run) -> Vector:
         """The vector of the whole checkpoint; `run` as `blocks.fingerprint` takes it."""
 
         def sum_of(block: Block) -> int:
-            return sum_block(self.layout, block, self.read_box(block.tensor, block.box))
+            return sum_block(self.layout, block, bits=self.read_box(block.tensor, block.box))
 
         return await fingerprint(BlockSet.whole(self.layout), sum_of, run)

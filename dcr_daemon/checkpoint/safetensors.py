@@ -98,7 +98,7 @@ def _read_exact(descriptor: int, size: int, at: int) -> bytes:
     return b"".join(parts)
 
 
-def read_at(descriptor: int, out: Bits, place: int) -> None:
+def read_at(descriptor: int, out: Bits, *, place: int) -> None:
     """Fill `out` (1-D, contiguous) with the bytes of a file from byte `place` on.
 
     Raises:
@@ -236,7 +236,7 @@ class SafetensorsFile:
         """Fill `out` (1-D, contiguous) with the tensor's elements from number `start` on. Raises as `read` does."""
         place = self.header.spans[name][0] + start * out.itemsize
         try:
-            read_at(self._fd, out, place)
+            read_at(self._fd, out, place=place)
         except EOFError:
             raise Corrupt(f"{self.path} was truncated while it was read", hint="write the file again") from None
 
@@ -309,7 +309,7 @@ def aligned(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
 
 
 def write_safetensors(
-    path: Path, items: Sequence[tuple[TensorSpec, Bits]], metadata: dict[str, str] | None = None
+    path: Path, items: Sequence[tuple[TensorSpec, Bits]], *, metadata: dict[str, str] | None = None
 ) -> int:
     """Write a file, streaming, and make it durable; returns its size in bytes.
 

@@ -74,7 +74,7 @@ def options(
     command = context.invoked_subcommand
     if config is not None and command:
         group: Any = context.command
-        context.default_map = {command: read_config(config, command, _known(group))}
+        context.default_map = {command: read_config(config, command, known=_known(group))}
 
 
 def _known(group: Any) -> Known:

@@ -90,7 +90,7 @@ async def _observer(watch: Observation, stack: contextlib.AsyncExitStack) -> Obs
         stack.callback(file.close)
         listeners.append(file)
     if watch.listen:
-        server = ProbeServer(watch.listen, health, metrics)
+        server = ProbeServer(watch.listen, health, metrics=metrics)
         await server.start()
         stack.push_async_callback(server.close)
         logs.logger().info("listening", address=watch.listen, port=server.port)

@@ -91,7 +91,7 @@ async def valid_records(ledger: Ledger, start: int) -> Any:
         return found
 
     first = await body(start)
-    before = tip_before(ledger.tip.stream, start, first) if start else None
+    before = tip_before(ledger.tip.stream, start, body=first) if start else None
     tip = fold(before, first).tip if before else begin(await body(0))[0]
     while tip.seq < ledger.tip.seq:
         step = fold(tip, await body(tip.seq + 1))

@@ -102,7 +102,7 @@ def command(
     layers = _layers(stage_layers)
     grid = Grid(tp=tp, pp=pp, vpp=vpp, cp=cp, dp=dp or fewest, ep=ep, etp=etp, stage_layers=layers)
     memory = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}[dtype.value] if dtype else None
-    found = preview(architecture, trainer.value, grid, rule=rule.value, dtype=memory)
+    found = preview(architecture, trainer.value, grid=grid, rule=rule.value, dtype=memory)
     if json:
         print_json(_document(config, trainer, rule, grid, found))
     else:

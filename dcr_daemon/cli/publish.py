@@ -216,6 +216,6 @@ def command(
 
     async def main(emit: Emit) -> None:
         async with place.open(emit) as store:
-            await run_watch(options, store, emit)
+            await run_watch(options, store, emit=emit)
 
     run_daemon(Observation("publisher", listen, events, log_level, json), main, stream=to)

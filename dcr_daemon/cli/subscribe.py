@@ -155,7 +155,7 @@ def command(
         served = open_engine(engine, state=root)
         try:
             async with place.open(emit) as store:
-                await run_subscribe(options, store, served, emit)
+                await run_subscribe(options, store, engine=served, emit=emit)
         finally:
             await served.close()
 

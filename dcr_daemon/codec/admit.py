@@ -30,7 +30,7 @@ class PackedStream:
 
     __slots__ = ("data", "packing", "raw")
 
-    def __init__(self, data: memoryview, packing: Packing, raw: int) -> None:
+    def __init__(self, data: memoryview, packing: Packing, *, raw: int) -> None:
         self.data, self.packing, self.raw = data, packing, raw
 
     def unpack(self) -> bytes | memoryview:
@@ -85,7 +85,7 @@ def read_directory(view: memoryview, header: fmt.Header) -> dict[int, PackedStre
             raise corrupt(f"stream {kind} has an impossible size")
         if stored >= raw if packing else stored != raw:
             raise corrupt(f"stream {kind} is not stored in its shorter form")
-        streams[kind] = PackedStream(view[at : at + stored], Packing(packing), raw)
+        streams[kind] = PackedStream(view[at : at + stored], Packing(packing), raw=raw)
         at, last = at + stored, kind
     if at != len(view):
         raise corrupt(f"{len(view) - at} bytes follow the last stream")

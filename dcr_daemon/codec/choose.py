@@ -43,7 +43,7 @@ def _rate(where: npt.NDArray[np.uint32], elements: int) -> float:
     return float(np.log(2) / np.median(gaps))
 
 
-def choose_operation(codec: Codec, old: Bits, now: Bits) -> Operation:
+def choose_operation(codec: Codec, old: Bits, *, now: Bits) -> Operation:
     """Value codec for old and new bits of the changed elements: as asked, or the one with the smallest estimate."""
     if now.itemsize == 8:
         return Operation.OVERWRITE

@@ -177,7 +177,7 @@ class ChunkEncoder:
 
         k, elements = where.size, box.elements
         positions, shift = choose_positions(where, elements)
-        row = _Row(positions, shift, choose_operation(codec, old, now))
+        row = _Row(positions, shift, choose_operation(codec, old, now=now))
         if positions is Positions.GAPS:
             gaps = np.empty(k + (elements >> shift) // 255, dtype="u1")
             low = np.zeros((k * shift + 7) // 8, dtype="u1")

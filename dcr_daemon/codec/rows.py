@@ -42,7 +42,7 @@ class SegmentRow:
 class Rows:
     """The checked table of a chunk."""
 
-    def __init__(self, table: fmt.Table, width: Ints, sizes: dict[int, Ints]) -> None:
+    def __init__(self, table: fmt.Table, width: Ints, *, sizes: dict[int, Ints]) -> None:
         """`width`: bytes per element, by segment; `sizes`: bytes of each segment in each stream that is not empty."""
         self.table = table
         self._width, self._sizes = width, sizes
@@ -117,7 +117,7 @@ def read_rows(table: fmt.Table, layout: Layout) -> Rows:
         "has an impossible number of changes, or unknown codecs",
     )
     require(_sound(table, width, elements), "has counts that contradict its codecs")
-    return Rows(table, width, _sizes(table, width, elements))
+    return Rows(table, width, sizes=_sizes(table, width, elements))
 
 
 _NO_PIECE = "has a box that is no piece of it, or larger than a segment may be"

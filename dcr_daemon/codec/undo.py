@@ -21,7 +21,7 @@ from dcr_daemon.errors import Corrupt
 Locate = Callable[[Segment, npt.NDArray[np.int64]], tuple[Bits, npt.NDArray[np.int64]]]
 
 
-def undo_chunk(chunk: Chunk, undo: bytes | memoryview, locate: Locate) -> None:
+def undo_chunk(chunk: Chunk, undo: bytes | memoryview, *, locate: Locate) -> None:
     """Put back, in place, the bits that the elements of `chunk` had before it.
 
     Chunks of an attempt may be undone in any order: a writer never covers an element twice.
@@ -49,7 +49,7 @@ def undo_chunk(chunk: Chunk, undo: bytes | memoryview, locate: Locate) -> None:
         else:
             old, current = changes.revert(bits[where]), True
         key = int(chunk.layout.keys[segment.tensor])
-        if not current or sum_at(old, segment.box.canonical(changes.positions), key) != segment.before:
+        if not current or sum_at(old, segment.box.canonical(changes.positions), key=key) != segment.before:
             name = chunk.layout[segment.tensor].name
             raise Corrupt(f"the baseline of {name} is not what the chunk left", hint="rebuild the baseline")
         bits[where] = old

@@ -40,6 +40,6 @@ def _compile(width: int) -> None:
             encoder.add(0, Box.flat(0, _SIZE), np.zeros(_SIZE, dtype=dtype), new)
         chunk = open_chunk(encoder.finish(identity).data, layout)
         changes = [chunk.changes(i) for i in range(len(chunk.segments))]
-    sum_at(changes[0].operands, changes[0].positions, 0)
+    sum_at(changes[0].operands, changes[0].positions, key=0)
     Box(0, (16, 16), (1, 16)).canonical(changes[0].positions)
-    sum_box(np.zeros((16, 16), dtype=dtype).T, Box(0, (16, 16), (1, 16)), 0)
+    sum_box(np.zeros((16, 16), dtype=dtype).T, Box(0, (16, 16), (1, 16)), key=0)

@@ -42,7 +42,7 @@ class HopId(Protocol):
     def attempt(self) -> int: ...
 
 
-def open_staged_chunk(data: Data, hop: HopId, layout: Layout, *, path: str, stream: str = "") -> Chunk:
+def open_staged_chunk(data: Data, hop: HopId, *, layout: Layout, path: str, stream: str = "") -> Chunk:
     """Open the bytes of a staged chunk file, and check that the chunk belongs to `hop`.
 
     Args:
@@ -121,7 +121,9 @@ def read_summary(hop: VersionDelta, layout: Layout) -> StagedSummary:
         Corrupt: a file is damaged, or belongs to another version.
         EngineRefused: a file cannot be read.
     """
-    table = SegmentTable.join(open_staged_chunk(read_staged(path), hop, layout, path=path).table for path in hop.chunks)
+    table = SegmentTable.join(
+        open_staged_chunk(read_staged(path), hop, layout=layout, path=path).table for path in hop.chunks
+    )
     return StagedSummary(hop.version, table, read_vector(hop.before, layout), read_vector(hop.after, layout))
 
 
@@ -196,7 +198,7 @@ def canonical_order(changes: Changes) -> tuple[Ints, Changes]:
     return elements[order], Changes(changes.segment, changes.positions[order], changes.operands[order])
 
 
-def overlay(groups: Iterable[G], hop: int, element: npt.NDArray[Any], bits: Bits) -> Held[G]:
+def overlay(groups: Iterable[G], hop: int, *, element: npt.NDArray[Any], bits: Bits) -> Held[G]:
     """Put into `bits`, the live bits of `element` (ascending), the values that earlier hops than `hop` leave there.
 
     Returns:

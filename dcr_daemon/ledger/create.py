@@ -14,7 +14,7 @@ from dcr_daemon.store.port import Store
 from dcr_daemon.store.put_if_absent import put_if_absent
 
 
-async def create_stream(store: Store, layout: Layout, vector: Vector, *, model: str, emit: Emit) -> None:
+async def create_stream(store: Store, layout: Layout, *, vector: Vector, model: str, emit: Emit) -> None:
     """Put the layout, the vector of version 0 and record 0, in this order (must L4). Another process may win slot 0.
 
     If the prefix holds only the first two objects, an earlier creation died before its record, and this one continues:

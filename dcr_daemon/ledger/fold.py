@@ -103,7 +103,7 @@ def fold(tip: Tip, body: bytes) -> Step:
     return Step(replace(after, state=_apply(tip.state, record)), record)
 
 
-def tip_before(stream: str, seq: int, body: bytes) -> Tip | None:
+def tip_before(stream: str, seq: int, *, body: bytes) -> Tip | None:
     """The tip that the writer of slot `seq` says it started from; None if the body shows none of this stream."""
     _refuse_newer(body, stream, seq)
     try:

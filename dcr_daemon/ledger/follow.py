@@ -38,6 +38,7 @@ class Follower:
         self,
         poll: Callable[[], Awaitable[bool]],
         check_gap: Callable[[], Awaitable[None]],
+        *,
         busy: Callable[[], bool],
         polling: Polling,
         emit: Emit,

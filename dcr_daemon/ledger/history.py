@@ -89,7 +89,7 @@ class History:
         above = self._nearest_above(version)
         if above.version - version > NEAR:
             below = self._nearest_below(version)
-            found = await find_seal(self._store, self._tip().stream, version, below, above)
+            found = await find_seal(self._store, self._tip().stream, version=version, below=below, above=above)
             if found is not None:
                 self.note(found)
                 return found

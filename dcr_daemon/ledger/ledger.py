@@ -134,7 +134,7 @@ class Ledger:
             try:
                 await self._open()
             except NotFound:
-                await create_stream(self.store, layout, vector, model=model, emit=self._emit)
+                await create_stream(self.store, layout, vector=vector, model=model, emit=self._emit)
                 await self._open()
             await self._read_on()
         return self.stream
@@ -235,7 +235,9 @@ class Ledger:
 
     def follow(self) -> Follower:
         """Every record that counts from the present tip on, as an endless async iterator."""
-        follower = Follower(self._poll, self.check_gap, self._busy, self._polling, self._emit, self.store.url)
+        follower = Follower(
+            self._poll, self.check_gap, busy=self._busy, polling=self._polling, emit=self._emit, url=self.store.url
+        )
         self._followers.add(follower)
         return follower
 
@@ -305,7 +307,7 @@ class Ledger:
     async def _read_next(self) -> bool:
         body = await read_slot(self.store, self.tip.seq + 1)
         if body is not None:
-            self._take(*await judge_slot(self.store, self.tip, body))
+            self._take(*await judge_slot(self.store, self.tip, body=body))
         self._publish()  # also without a new record: an earlier call may have failed to write the mark
         return body is not None
 
@@ -318,7 +320,7 @@ class Ledger:
         # `_sent` is set before the first byte leaves and cleared only by `_take`: a cancelled call stays undecided.
         body = await occupy(self.store, self._sent.seq, self._sent.body, emit=self._emit, tries=TRIES)
         runtime.failpoint(f"ledger.{kind}.answered")
-        self._take(*await judge_slot(self.store, self.tip, body))
+        self._take(*await judge_slot(self.store, self.tip, body=body))
         self._publish()
         runtime.failpoint(f"ledger.{kind}.known")
         return self._resolved

@@ -68,7 +68,7 @@ def anchor_share(version: int, attempt_: int, group: str, rank: int, nonce: str)
     return f"{anchor(version, attempt_)}{group}-{rank}-{nonce}.share.json"
 
 
-def anchor_sums(version: int, attempt_: int, group: str, rank: int, nonce: str) -> str:
+def anchor_sums(version: int, attempt_: int, *, group: str, rank: int, nonce: str) -> str:
     return f"{anchor(version, attempt_)}{group}-{rank}-{nonce}.sums"
 
 

@@ -24,7 +24,9 @@ class SealPosition(NamedTuple):
     seq: int
 
 
-async def find_seal(store: Store, stream: str, version: int, below: SealPosition, above: SealPosition) -> Seal | None:
+async def find_seal(
+    store: Store, stream: str, *, version: int, below: SealPosition, above: SealPosition
+) -> Seal | None:
     """The seal of `version`, which is between two known ones; None if void records mislead the search.
 
     Then the caller goes back seal by seal, which is slow and certain. Raises `Corrupt` if a slot between is free.
@@ -37,12 +39,12 @@ async def find_seal(store: Store, stream: str, version: int, below: SealPosition
         if newest is None or not low.version <= newest.version <= high.version:
             return None
         if newest.version == version:
-            return await _proved(store, stream, version, newest.seq)
+            return await _proved(store, stream, version=version, seq=newest.seq)
         if newest.version > version:
             high = SealPosition(newest.version, newest.seq)
         else:
             low = SealPosition(newest.version, guess)
-    return await _proved(store, stream, version, low.seq) if low.version == version - 1 else None
+    return await _proved(store, stream, version=version, seq=low.seq) if low.version == version - 1 else None
 
 
 def _interpolate(version: int, low: SealPosition, high: SealPosition) -> int:
@@ -54,18 +56,18 @@ def _interpolate(version: int, low: SealPosition, high: SealPosition) -> int:
 
 async def _newest_before(store: Store, stream: str, seq: int) -> SealRef | None:
     """The seal that was the newest before slot `seq`, as that slot says; None if it says nothing of this stream."""
-    before = tip_before(stream, seq, await _body(store, seq))
+    before = tip_before(stream, seq, body=await _body(store, seq))
     return before.state.seal if before else None
 
 
-async def _proved(store: Store, stream: str, version: int, seq: int) -> Seal | None:
+async def _proved(store: Store, stream: str, *, version: int, seq: int) -> Seal | None:
     """The record in slot `seq` if it is the seal of `version` and counts, by what its neighbour says."""
     body = await _body(store, seq)
-    before = tip_before(stream, seq, body)
+    before = tip_before(stream, seq, body=body)
     step = fold(before, body) if before else None
     if step is None or not isinstance(step.record, Seal) or step.record.version != version:
         return None
-    after = tip_before(stream, seq + 1, await _body(store, seq + 1))
+    after = tip_before(stream, seq + 1, body=await _body(store, seq + 1))
     return step.record if after == step.tip else None
 
 

@@ -41,7 +41,7 @@ async def read_slot(store: Store, seq: int) -> bytes | None:
     return OVERSIZED
 
 
-async def judge_slot(store: Store, tip: Tip, body: bytes) -> tuple[Step, bytes]:
+async def judge_slot(store: Store, tip: Tip, *, body: bytes) -> tuple[Step, bytes]:
     """Fold what was read in the slot after `tip`; bytes that no writer can have put there are read once more.
 
     Damage on the way differs from read to read, and a reader that believed it would disagree with all others for good.

@@ -58,16 +58,16 @@ class Tail:
         """
         tip = start
         for seq in range(tail - 1, start.seq, -1):
-            claimed = tip_before(start.stream, seq, await self.body(seq))
+            claimed = tip_before(start.stream, seq, body=await self.body(seq))
             if claimed is None:
                 continue
             step = fold(claimed, await self.body(seq))
-            if step.record and tip_before(start.stream, seq + 1, await self.body(seq + 1)) == step.tip:
+            if step.record and tip_before(start.stream, seq + 1, body=await self.body(seq + 1)) == step.tip:
                 tip = claimed
                 break
         steps = list[Step]()
         for seq in range(tip.seq + 1, tail + 1):
-            step, _ = await judge_slot(self._store, tip, await self.body(seq))
+            step, _ = await judge_slot(self._store, tip, body=await self.body(seq))
             steps.append(step)
             tip = step.tip
         return steps

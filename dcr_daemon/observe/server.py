@@ -33,7 +33,7 @@ _logger.addFilter(_NotFromRequests())
 class ProbeServer:
     """Serves from `start` to `close`. `listen` is `HOST:PORT`; with port 0, `port` is the free one that was taken."""
 
-    def __init__(self, listen: str, health: Health, metrics: Metrics) -> None:
+    def __init__(self, listen: str, health: Health, *, metrics: Metrics) -> None:
         self._host, self._wanted = parse_listen(listen)
         self._health, self._metrics = health, metrics
         self._runner: web.AppRunner | None = None

@@ -41,7 +41,7 @@ class LayoutMismatches:
         """Collect a mismatch; `name` may say more than the name."""
         self._kinds.setdefault(kind, []).append(name)
 
-    def judge_shape(self, name: str, shape: Sequence[int], expected: Sequence[int], *, by: str = "") -> bool:
+    def judge_shape(self, name: str, shape: Sequence[int], *, expected: Sequence[int], by: str = "") -> bool:
         """Whether a whole tensor has the shape expected; notes it as reshaped if not.
 
         Args:
@@ -53,7 +53,7 @@ class LayoutMismatches:
         self.note("reshaped", f"{name} (is {list(shape)}{source}, should be {list(expected)})")
         return False
 
-    def judge_dtype(self, name: str, dtype: str, targets: Iterable[str]) -> bool:
+    def judge_dtype(self, name: str, dtype: str, *, targets: Iterable[str]) -> bool:
         """Whether values of `dtype` may stand for these tensors of the layout; notes it as retyped if not."""
         expected = {self._layout[self._layout.index(target)].dtype for target in targets}
         if wrong := sorted(canonical for canonical in expected if not castable(dtype, canonical)):

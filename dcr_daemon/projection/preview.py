@@ -102,8 +102,8 @@ class Preview:
 def preview(
     architecture: Architecture,
     trainer: Trainer,
-    grid: Grid,
     *,
+    grid: Grid,
     rule: Rule = "dcr",
     dtype: str | None = None,
 ) -> Preview:
@@ -118,7 +118,7 @@ def preview(
         UsageError: the degrees do not divide the model, or the trainer has no such degree.
     """
     if trainer == "megatron":
-        return _sum(architecture, grid.world, _megatron(architecture, grid, rule, dtype))
+        return _sum(architecture, grid.world, _megatron(architecture, grid, rule=rule, dtype=dtype))
     if (grid.pp, grid.vpp, grid.cp, grid.ep, grid.etp) != (1, 1, 1, 1, 1):
         raise UsageError(f"{trainer} is planned with --tp and --dp alone", hint="--pp, --ep and others are Megatron's")
     if rule == "paper":
@@ -127,10 +127,10 @@ def preview(
         raise UsageError("ZeRO-3 is planned without tensor parallelism", hint="leave --tp away")
     bare = replace(architecture, prediction=None)
     dtype = dtype or ("F32" if trainer == "fsdp2" else None)
-    return _sum(bare, grid.tp * grid.dp, _modules(bare, trainer, grid, dtype))
+    return _sum(bare, grid.tp * grid.dp, _modules(bare, trainer, grid=grid, dtype=dtype))
 
 
-def _megatron(architecture: Architecture, grid: Grid, rule: Rule, dtype: str | None) -> Iterator[Item]:
+def _megatron(architecture: Architecture, grid: Grid, *, rule: Rule, dtype: str | None) -> Iterator[Item]:
     chunks, experts = grid.chunks(len(architecture.layers)), experts_of(architecture)
     splits: dict[tuple[Split, int], list[tuple[Region, ...]]] = {}
     for parameter in parameters(architecture):
@@ -175,7 +175,7 @@ def _paper(parameter: Parameter) -> str:
     return "zero-centred" if parameter.add else ""
 
 
-def _modules(architecture: Architecture, trainer: modules.Trainer, grid: Grid, dtype: str | None) -> Iterator[Item]:
+def _modules(architecture: Architecture, trainer: modules.Trainer, *, grid: Grid, dtype: str | None) -> Iterator[Item]:
     for module in modules.modules(architecture):
         world = grid.tp * grid.dp
         spec = module.targets[0]

@@ -202,7 +202,7 @@ def _joined(parts: list[Traced], out: Any, axis: int, *, stacked: bool) -> Trace
         elif part.ndim == 1 and part.numel() == 0:  # torch.cat takes such a tensor among any others
             continue
         starts = [at if a == axis else 0 for a in range(len(shape))]
-        pieces += [moved for box in slab("", shape, starts, sizes) for moved in _through(part, box)]
+        pieces += [moved for box in slab("", shape, starts=starts, sizes=sizes) for moved in _through(part, box)]
         at += sizes[axis]
     if any(part.dtype != out.dtype for part in parts):
         made_of = frozenset(piece.name for piece in pieces)

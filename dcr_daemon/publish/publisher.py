@@ -142,7 +142,7 @@ class Publisher:
         async def open_all() -> tuple[Store, Coordinator]:
             store = await open_store(stream, endpoint_url=endpoint_url, region=region, profile=profile, emit=self._emit)
             try:
-                return store, await open_coordinator(self._options, store, self._emit, self._rank)
+                return store, await open_coordinator(self._options, store, emit=self._emit, rank=self._rank)
             except BaseException:
                 await store.close()
                 raise

@@ -62,7 +62,7 @@ class FileStore:
     async def get(self, key: str, *, limit: int) -> bytes:
         path = self._path(key)
         with instrumented(self._emit, "get") as request:
-            data = await self._retry("read", path, partial(self._read, key, path, limit))
+            data = await self._retry("read", path, function=partial(self._read, key, path, limit))
             request.bytes = len(data)
             return data
 
@@ -78,7 +78,7 @@ class FileStore:
         path = self._path(key)
         with instrumented(self._emit, "overwrite") as request:
             request.bytes = len(body)
-            await self._retry("replace", path, partial(self._replace, path, body))
+            await self._retry("replace", path, function=partial(self._replace, path, body))
 
     async def list(self, prefix: str) -> AsyncIterator[Entry]:
         parent, slash, begins = check_prefix(prefix).rpartition("/")
@@ -88,9 +88,9 @@ class FileStore:
                 batch = await self._retry(
                     "list",
                     self.root / parent,
-                    lambda: list(islice(entries, LIST_BATCH)),
+                    function=lambda: list(islice(entries, LIST_BATCH)),
                     # A generator that raised is spent: asked again, it would pass for a complete listing.
-                    RetryPolicy(seconds=0),
+                    patience=RetryPolicy(seconds=0),
                 )
             for entry in batch:
                 yield entry
@@ -101,12 +101,14 @@ class FileStore:
         for key in keys:
             path = self._path(key)
             with instrumented(self._emit, "delete"):
-                await self._retry("delete", path, partial(self._unlink, path))
+                await self._retry("delete", path, function=partial(self._unlink, path))
 
     async def close(self) -> None:
         self._workers.close()
 
-    async def _retry(self, verb: str, path: Path, function: Callable[[], T], patience: RetryPolicy | None = None) -> T:
+    async def _retry(
+        self, verb: str, path: Path, *, function: Callable[[], T], patience: RetryPolicy | None = None
+    ) -> T:
         """Run `function` on a thread; errors of the file system that may pass are retried."""
 
         def once() -> T:

@@ -100,10 +100,10 @@ class S3Store:
         await self._stack.aclose()
 
     async def get(self, key: str, *, limit: int) -> bytes:
-        download = Download(self._client, self._object(key), f"{self.url}/{key}", limit)
+        download = Download(self._client, self._object(key), where=f"{self.url}/{key}", limit=limit)
 
         async def attempt(seconds: float) -> bytes:
-            return await self._send("get", key, download.run, seconds)
+            return await self._send("get", key, call=download.run, seconds=seconds)
 
         return await retry(
             attempt,
@@ -127,7 +127,7 @@ class S3Store:
 
         async with self._queue(len(data)):
             try:
-                return await self._send("create", key, put, self._upload_seconds(data))
+                return await self._send("create", key, call=put, seconds=self._upload_seconds(data))
             except Occupied:
                 return Outcome.LOST
             except (Transient, KeyNotFound, Unranged):
@@ -141,7 +141,7 @@ class S3Store:
             await self._client.put_object(**place, Body=io.BytesIO(body))
 
         async def attempt(seconds: float) -> None:
-            await self._send("overwrite", key, put, max(seconds, self._upload_seconds(body)))
+            await self._send("overwrite", key, call=put, seconds=max(seconds, self._upload_seconds(body)))
 
         await self._retry(attempt, f"overwrite {self.url}/{key}", len(body))
 
@@ -162,7 +162,7 @@ class S3Store:
                 raise Transient(f"{len(waiting)} of {len(objects)} objects were not deleted")
 
         async def attempt(seconds: float) -> None:
-            await self._send("delete", keys[0], remove, seconds)
+            await self._send("delete", keys[0], call=remove, seconds=seconds)
 
         await self._retry(attempt, f"delete {len(keys)} objects below {self.url}")
 
@@ -176,7 +176,7 @@ class S3Store:
             return found
 
         async def attempt(seconds: float) -> dict[str, Any]:
-            return await self._send("list", prefix, page, seconds)
+            return await self._send("list", prefix, call=page, seconds=seconds)
 
         entries = []
         while True:
@@ -196,7 +196,7 @@ class S3Store:
         """Rules of the bucket that would hurt a stream, one sentence each; empty where reading them is denied."""
         return (
             *await versioning_warnings(self._client, self._bucket),
-            *await lifecycle_warnings(self._client, self._bucket, self._root),
+            *await lifecycle_warnings(self._client, self._bucket, root=self._root),
         )
 
     async def _integrity(self, data: bytes) -> dict[str, str]:
@@ -222,7 +222,7 @@ class S3Store:
     async def _retry(self, attempt: Callable[[float], Awaitable[T]], what: str, size: int = 0) -> T:
         return await retry(attempt, what=what, patience=self._patience, gate=self._queue(size), emit=self._emit)
 
-    async def _send(self, operation: str, key: str, call: Callable[[Try], Awaitable[T]], seconds: float) -> T:
+    async def _send(self, operation: str, key: str, *, call: Callable[[Try], Awaitable[T]], seconds: float) -> T:
         """Send one request, bounded in time, with its error translated and its event emitted."""
         with instrumented(self._emit, operation) as request:
             try:

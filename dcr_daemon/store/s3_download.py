@@ -34,7 +34,7 @@ class Try:
 class Download:
     """Reads `place` (bucket and key) into memory, at most `limit` bytes. `where` names it for people."""
 
-    def __init__(self, client: Any, place: dict[str, str], where: str, limit: int) -> None:
+    def __init__(self, client: Any, place: dict[str, str], *, where: str, limit: int) -> None:
         self._client = client
         self._place = place
         self._where = where

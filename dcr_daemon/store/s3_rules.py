@@ -25,7 +25,7 @@ async def versioning_warnings(client: Any, bucket: str) -> list[str]:
     ]
 
 
-async def lifecycle_warnings(client: Any, bucket: str, root: str) -> list[str]:
+async def lifecycle_warnings(client: Any, bucket: str, *, root: str) -> list[str]:
     """One sentence per enabled rule that may expire or move current objects below `root`."""
     try:
         rules = (await client.get_bucket_lifecycle_configuration(Bucket=bucket)).get("Rules", [])

@@ -131,7 +131,7 @@ class FailureBackoff:
         return record.again
 
 
-def back_off(first: float, tries: int, longest: float = BACK_OFF) -> float:
+def back_off(first: float, tries: int, *, longest: float = BACK_OFF) -> float:
     """Seconds before try number `tries` (from 0): doubling, capped, jittered."""
     seconds: float = min(first * 2.0 ** min(tries, 32), longest) * (0.75 + runtime.jitter() / 2)
     return seconds

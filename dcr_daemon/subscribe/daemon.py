@@ -39,7 +39,7 @@ T = TypeVar("T")
 IDLE = 5.0  #: times `poll`, between polls of a ledger in which nothing is open
 
 
-async def run_subscribe(options: SubscribeOptions, store: Store, engine: Engine, emit: Emit) -> None:
+async def run_subscribe(options: SubscribeOptions, store: Store, *, engine: Engine, emit: Emit) -> None:
     """Keep `engine` at the newest sealed version of the stream in `store` (or reach it once).
 
     Returns when cancelled, or with `once` when the newest seal read at the start is served.
@@ -52,7 +52,7 @@ async def run_subscribe(options: SubscribeOptions, store: Store, engine: Engine,
         Corrupt: the ledger does not extend the one remembered here (must T1).
         UsageError: another subscriber runs with the same state and replica id, or the state directory cannot be used.
     """
-    home = subscriber_state(options.state, store.url, options.replica)
+    home = subscriber_state(options.state, store.url, replica=options.replica)
     workers = runtime.Workers()
     try:
         with _only_one(home):
@@ -87,7 +87,7 @@ async def _run(
         workers=workers,
         emit=emit,
     )
-    status = StatusWriter(ledger.store, options.replica, ledger.stream.stream, emit=emit)
+    status = StatusWriter(ledger.store, options.replica, stream=ledger.stream.stream, emit=emit)
     scrub = Scrub(
         engine, every=0 if options.once else options.scrub_every, rate=options.scrub_rate, status=status, emit=emit
     )
@@ -100,7 +100,7 @@ async def _run(
         objects=objects,
         layout=layout,
         stage=stage,
-        anchors=AnchorFiles(home, objects, workers),
+        anchors=AnchorFiles(home, objects, workers=workers),
         computed=computed,
         follower=LedgerFollower(ledger, stage, poll=options.poll, emit=emit),
         status=status,

@@ -45,7 +45,7 @@ class Driver:
         self._engine = engine
         self._emit = emit
         self._heartbeat = context.options.poll * HEARTBEAT
-        self._status = StatusPublisher(context.ledger, context.status, emit)
+        self._status = StatusPublisher(context.ledger, context.status, emit=emit)
         self._backoff = FailureBackoff(context.options.poll)
         self._monitor = EngineMonitor(engine, context.scrub, heartbeat=self._heartbeat, notice=self._note_serving)
         self.version: int | None = None
@@ -86,7 +86,7 @@ class Driver:
                 if once and runtime.monotonic() - began > self._context.options.patience:
                     raise
                 absent = 0 if self._attached else absent + 1
-                pause = back_off(self._context.options.poll, absent, self._heartbeat)
+                pause = back_off(self._context.options.poll, absent, longest=self._heartbeat)
                 if self._attached:  # it may die of what it is asked to do, again and again
                     pause = self._backoff.note_failure()
             except RETRIED as error:
@@ -165,7 +165,7 @@ class Driver:
 
     async def _while_healthy(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Await work that asks nothing of the engine, while the engine is monitored."""
-        return await self._monitor.run_while_healthy(work, self._incarnation, self.version)
+        return await self._monitor.run_while_healthy(work, self._incarnation, version=self.version)
 
     def _note_serving(self, serving: bool) -> None:
         """The engine says whether it generates. If it was released and does not, somebody else has paused it."""
@@ -402,7 +402,7 @@ class Driver:
             raise lost
         runtime.failpoint("subscribe.swapped")
         self.version, self._one_by_one = ended.version, False
-        await self._note_version(txn.base, ended, began, "chain")
+        await self._note_version(txn.base, ended, began=began, route="chain")
         self._delete_old()
 
     async def _transaction_refused(self, txn: Transaction, error: DcrError) -> None:
@@ -420,7 +420,7 @@ class Driver:
         self._emit(Alarm(must="P4", what=f"version {version} is poisoned: proved weights refuse it: {error.message}"))
         self._backoff.block(version, error, poisoned=True)
 
-    async def _note_version(self, base: int, ended: Swapped, began: float, route: str) -> None:
+    async def _note_version(self, base: int, ended: Swapped, *, began: float, route: str) -> None:
         """The engine has committed `version`: report it."""
         assert self.version is not None
         self._backoff.note_progress(self.version)
@@ -479,7 +479,7 @@ class Driver:
         self._computed_lost, self._stuck = None, ""
         if base is None:
             self._emit(Repaired(version=ended.version, how=f"loaded {how}"))
-        await self._note_version(base or 0, ended, began, "anchor")
+        await self._note_version(base or 0, ended, began=began, route="anchor")
         await context.computed.keep_from(version, files)
         context.anchors.forget()
         runtime.failpoint("subscribe.anchor.forgotten")

@@ -30,7 +30,7 @@ class EngineMonitor:
     def __init__(self, engine: Engine, scrub: Scrub, *, heartbeat: float, notice: Callable[[bool], None]) -> None:
         self._engine, self._scrub, self._heartbeat, self._notice = engine, scrub, heartbeat, notice
 
-    async def run_while_healthy(self, work: Coroutine[Any, Any, T], incarnation: str, version: int | None) -> T:
+    async def run_while_healthy(self, work: Coroutine[Any, Any, T], incarnation: str, *, version: int | None) -> T:
         """Await `work`, which asks nothing of the engine, as long as the engine is what the last attach found.
 
         Raises:

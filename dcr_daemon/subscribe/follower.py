@@ -73,7 +73,7 @@ class LedgerFollower:
     def _start_prefetch(self, opened: OpenRef) -> None:
         # A reader that lags behind the ledger sees opens whose seals are there already.
         if opened.version > max(self._skip, self._ledger.state.seal.version):
-            self._prefetch = Prefetch(self._ledger.store, self._stage, opened, poll=self._poll, emit=self._emit)
+            self._prefetch = Prefetch(self._ledger.store, self._stage, opened=opened, poll=self._poll, emit=self._emit)
 
     async def _stop_prefetch(self) -> None:
         if self._prefetch:

@@ -71,7 +71,7 @@ async def materialize(
     workers = runtime.Workers()
     try:
         with _workshop(out) as shop:
-            builder = _Builder(ledger, shop, workers, emit)
+            builder = _Builder(ledger, shop, workers=workers, emit=emit)
             while True:
                 try:
                     await builder.build(_version(record), base)
@@ -126,12 +126,12 @@ def _workshop(out: Path) -> Iterator[Path]:
 class _Builder:
     """Builds one version in `shop/out`, with everything that it needs below `shop`."""
 
-    def __init__(self, ledger: Ledger, shop: Path, workers: runtime.Workers, emit: Emit) -> None:
+    def __init__(self, ledger: Ledger, shop: Path, *, workers: runtime.Workers, emit: Emit) -> None:
         self._ledger, self._shop, self._workers, self._emit = ledger, shop, workers, emit
         self._objects = Objects(
             ledger.store, floor=lambda: ledger.state.floor, refresh=ledger.read, emit=emit, workers=workers
         )
-        self._anchors = AnchorFiles(shop, self._objects, workers)
+        self._anchors = AnchorFiles(shop, self._objects, workers=workers)
         self._transactions = 0
         self._reached: int | None = None  # the version that the engine holds by now
         # set by `build`

@@ -55,6 +55,6 @@ class SubscribeOptions:
             )
 
 
-def subscriber_state(root: Path, url: str, replica: str) -> Path:
+def subscriber_state(root: Path, url: str, *, replica: str) -> Path:
     """The directory below `root` that belongs to one replica's subscriber of the stream at `url`."""
     return root / "subscribe" / hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:16] / replica

@@ -64,7 +64,7 @@ def decode_status(body: bytes) -> ReplicaStatus | None:
 class StatusWriter:
     """Writes the status object in the background; `set` is cheap and never waits."""
 
-    def __init__(self, store: Store, replica: str, stream: str, *, emit: Emit, refresh: float = REFRESH) -> None:
+    def __init__(self, store: Store, replica: str, *, stream: str, emit: Emit, refresh: float = REFRESH) -> None:
         self._store, self._emit, self._refresh = store, emit, refresh
         self._key = names.replica(replica)
         self._incarnation = runtime.nonce()

@@ -23,7 +23,7 @@ class StatusPublisher:
         serving: whether the engine generates, as it said last.
     """
 
-    def __init__(self, ledger: Ledger, writer: StatusWriter, emit: Emit) -> None:
+    def __init__(self, ledger: Ledger, writer: StatusWriter, *, emit: Emit) -> None:
         self._ledger, self._writer, self._emit = ledger, writer, emit
         self._served: int | None = None
         self._blocked: Blocked | None = None

@@ -45,14 +45,14 @@ def test_a_row_shard_of_a_packed_gate_up_is_one_region_per_half() -> None:
             for h, half in enumerate(("gate", "up"))
         ]
     }
-    mine = slab("fused", (experts, 2 * inner, hidden), (2, 0, 0), (3, 2 * inner, hidden))
+    mine = slab("fused", (experts, 2 * inner, hidden), starts=(2, 0, 0), sizes=(3, 2 * inner, hidden))
     assert sorted(piece.name for piece in chain(mine, fused)) == [f"{e}.{h}" for e in (2, 3, 4) for h in ("gate", "up")]
 
 
 def test_a_column_shard_of_a_transposed_tensor_is_one_region() -> None:
     rows, columns = 1 << 20, 1 << 12
     transposed = Region("c", (columns, rows), 0, (1, columns), 0, (rows, 1))
-    shard = slab("m", (rows, columns), (0, 1024), (rows, 512))
+    shard = slab("m", (rows, columns), starts=(0, 1024), sizes=(rows, 512))
     (piece,) = chain(shard, {"m": [transposed]})
     assert piece.elements == rows * 512
     assert (piece.dst, piece.shape, piece.dst_strides) == (1024 * rows, (512, rows), (rows, 1))

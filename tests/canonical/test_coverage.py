@@ -60,7 +60,7 @@ def test_a_grid_of_slabs_is_exact_and_one_taken_out_is_missed(shape: list[int], 
     grid = [
         region
         for cell in itertools.product(*spans)
-        for region in slab("t", shape, [a for a, _ in cell], [b - a for a, b in cell])
+        for region in slab("t", shape, starts=[a for a, _ in cell], sizes=[b - a for a, b in cell])
     ]
     assert exactly_once(grid, {"t": shape}) == []
     gone = data.draw(st.integers(0, len(grid) - 1))
@@ -88,8 +88,8 @@ def test_a_model_of_a_quarter_trillion_elements_is_judged_whole() -> None:
         for region in slab(
             name,
             shape,
-            [rank * n // ranks if a == axis else 0 for a, n in enumerate(shape)],
-            [n // ranks if a == axis else n for a, n in enumerate(shape)],
+            starts=[rank * n // ranks if a == axis else 0 for a, n in enumerate(shape)],
+            sizes=[n // ranks if a == axis else n for a, n in enumerate(shape)],
         )
     ]
     assert sum(math.prod(shape) for shape in shapes.values()) > 225e9
@@ -100,7 +100,7 @@ def test_a_model_of_a_quarter_trillion_elements_is_judged_whole() -> None:
 
 def test_tensors_cut_alike_are_judged_alike_and_named_each() -> None:
     shapes = {f"expert{e}": (4, 6) for e in range(3)}
-    regions = [r for name in shapes for r in slab(name, (4, 6), (0, 0), (4, 3))]
+    regions = [r for name in shapes for r in slab(name, (4, 6), starts=(0, 0), sizes=(4, 3))]
     found = exactly_once([*regions, *regions[:1]], shapes)
     assert [(f.kind, f.name, f.holders) for f in found if f.kind == "double"] == [("double", "expert0", (0, 3))]
     assert [(f.name, f.elements) for f in found if f.kind == "missing"] == [(name, 12) for name in shapes]
@@ -108,7 +108,7 @@ def test_tensors_cut_alike_are_judged_alike_and_named_each() -> None:
 
 def test_findings_read_well() -> None:
     shapes = {"w": (8, 6), "b": (4,)}
-    regions = [*slab("w", (8, 6), (0, 0), (8, 4)), *whole("b", (4,)), Region("b", (2,), 0, (1,), 0, (2,))]
+    regions = [*slab("w", (8, 6), starts=(0, 0), sizes=(8, 4)), *whole("b", (4,)), Region("b", (2,), 0, (1,), 0, (2,))]
     regions += [*whole("ghost", (2,)), Region("b", (2,), 0, (1,), 3, (1,))]
     assert [str(finding) for finding in exactly_once(regions, shapes)] == [
         "ghost: elements [0, 2): unknown",

@@ -36,14 +36,14 @@ def oracle(bits: Bits, elements: npt.NDArray[np.int64], key: int) -> int:
 @pytest.mark.parametrize("first", [0, 7, (1 << 45) - 3])
 def test_runs_equal_the_formula(lane: str, first: int) -> None:
     bits = draw(1, 1001, lane)
-    assert sum_run(bits, KEY, first) == oracle(bits, np.arange(first, first + 1001), KEY)
+    assert sum_run(bits, KEY, first=first) == oracle(bits, np.arange(first, first + 1001), KEY)
 
 
 @pytest.mark.parametrize("lane", LANES)
 def test_scattered_elements_equal_the_formula(lane: str) -> None:
     bits = draw(2, 500, lane)
     elements = np.random.default_rng(3).integers(0, 1 << 45, 500)
-    assert sum_at(bits, elements, KEY) == oracle(bits, elements, KEY)
+    assert sum_at(bits, elements, key=KEY) == oracle(bits, elements, KEY)
 
 
 @given(
@@ -68,9 +68,9 @@ def test_boxes_of_any_rank_and_order_equal_the_formula(
         memory = np.zeros([n + 2 for n in reversed(shape)], dtype=lane).T
         view = memory[tuple(slice(1, n + 1) for n in shape)]
         view[...] = bits.reshape(shape)
-        assert sum_box(view, box, KEY) == expected
+        assert sum_box(view, box, key=KEY) == expected
     else:
-        assert sum_box(bits, box, KEY) == expected
+        assert sum_box(bits, box, key=KEY) == expected
 
 
 def test_the_numbers_are_frozen() -> None:
@@ -126,7 +126,7 @@ def test_however_a_tensor_is_sharded_the_shards_sum_to_the_whole(data: st.DataOb
             box = Box(top * columns + left, piece.shape, (columns, 1))
             if transposed:
                 piece, box = piece.T, Box(box.dst, box.shape[::-1], box.strides[::-1])
-            summed += sum_box(np.ascontiguousarray(piece).reshape(-1), box, KEY)
+            summed += sum_box(np.ascontiguousarray(piece).reshape(-1), box, key=KEY)
     assert summed & MASK == sum_run(tensor, KEY)
 
 
@@ -137,7 +137,7 @@ def test_tensors_beyond_32_bits_of_elements_need_no_memory_to_be_summed_in_part(
     bits = draw(6, 32, "<u2")
     elements = box.canonical(np.arange(32, dtype=np.int64))
     assert int(elements[-1]) > 1 << 33
-    assert sum_box(bits, box, KEY) == oracle(bits, elements, KEY)
+    assert sum_box(bits, box, key=KEY) == oracle(bits, elements, KEY)
 
 
 @dataclass(frozen=True)
@@ -156,8 +156,8 @@ def test_advance_moves_a_vector_as_a_rescan_would() -> None:
     new[1][10:20] += 1
     first, second = int(layout.keys[0]), int(layout.keys[1])
     changes = [
-        Change(0, sum_at(old[0][where], where, first), sum_at(new[0][where], where, first)),
-        Change(1, sum_run(old[1][10:20], second, 10), sum_run(new[1][10:20], second, 10)),
+        Change(0, sum_at(old[0][where], where, key=first), sum_at(new[0][where], where, key=first)),
+        Change(1, sum_run(old[1][10:20], second, first=10), sum_run(new[1][10:20], second, first=10)),
     ]
     start = fingerprint(layout, old)
     kept = start.copy()
@@ -172,8 +172,8 @@ def test_advance_moves_a_vector_as_a_rescan_would() -> None:
 def test_wrong_lengths_are_refused() -> None:
     bits = draw(10, 6, "<u2")
     with pytest.raises(ValueError, match="6 bits for 5"):
-        sum_at(bits, np.arange(5), KEY)
+        sum_at(bits, np.arange(5), key=KEY)
     with pytest.raises(ValueError, match="do not fill"):
-        sum_box(bits, Box.flat(0, 7), KEY)
+        sum_box(bits, Box.flat(0, 7), key=KEY)
     with pytest.raises(ValueError, match="do not fill"):
-        sum_box(bits.reshape(2, 3), Box(0, (3, 2), (2, 1)), KEY)
+        sum_box(bits.reshape(2, 3), Box(0, (3, 2), (2, 1)), key=KEY)

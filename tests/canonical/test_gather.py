@@ -66,7 +66,7 @@ def test_a_region_s_elements_go_to_their_places_and_no_others_change(
 def test_consecutive_elements_are_read_into_their_places_at_once() -> None:
     sizes: list[int] = []
     out = np.zeros(100, dtype=np.uint16)
-    gather_box(from_array(np.arange(500, dtype=np.uint16), sizes), Box.flat(300, 100), out)
+    gather_box(from_array(np.arange(500, dtype=np.uint16), sizes), Box.flat(300, 100), out=out)
     assert sizes == [100]
     assert np.array_equal(out, np.arange(300, 400))
 
@@ -78,14 +78,14 @@ def test_rows_far_apart_are_read_one_by_one() -> None:
         assert (first - 5) % (1 << 20) == 0
         sizes.append(out.size)
 
-    gather_box(fill, Box(5, (1000, 8), (1 << 20, 1)), np.zeros(8000, dtype=np.uint16))
+    gather_box(fill, Box(5, (1000, 8), (1 << 20, 1)), out=np.zeros(8000, dtype=np.uint16))
     assert sizes == [8] * 1000
 
 
 def test_rows_close_together_are_read_with_what_is_between_them() -> None:
     source, sizes = np.arange(64 * 4096, dtype=np.uint16), list[int]()
     out = np.empty(64 * 8, dtype=np.uint16)
-    gather_box(from_array(source, sizes), Box(5, (64, 8), (4096, 1)), out)
+    gather_box(from_array(source, sizes), Box(5, (64, 8), (4096, 1)), out=out)
     assert sizes == [63 * 4096 + 8]
     assert np.array_equal(out.reshape(64, 8), source.reshape(64, 4096)[:, 5:13])
 

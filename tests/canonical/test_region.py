@@ -54,7 +54,7 @@ def test_restrict_keeps_an_interval_of_one_axis(region: Region, data: st.DataObj
     lo, hi = data.draw(st.integers(-2, 6)), data.draw(st.integers(-2, 6))
     src, dst = (side.reshape(region.shape) for side in indices(region))
     at = tuple(slice(max(lo, 0), max(hi, 0)) if a == axis else slice(None) for a in range(len(region.shape)))
-    assert pairs(restrict(region, axis, lo, hi)) == sorted(zip(src[at].ravel(), dst[at].ravel(), strict=True))
+    assert pairs(restrict(region, axis, lo=lo, hi=hi)) == sorted(zip(src[at].ravel(), dst[at].ravel(), strict=True))
 
 
 @given(loose_regions(), st.integers(0, 80), st.integers(0, 80))
@@ -91,12 +91,12 @@ def test_a_slab_is_the_slice_that_numpy_takes(axes: list[tuple[int, int, int]]) 
     sizes = tuple(min(k, n - a) for (n, _, k), a in zip(axes, starts, strict=True))
     numbers = np.arange(math.prod(shape)).reshape(shape)
     wanted = numbers[tuple(slice(a, a + k) for a, k in zip(starts, sizes, strict=True))].ravel()
-    assert pairs(slab("t", shape, starts, sizes, src=7)) == [(7 + i, int(f)) for i, f in enumerate(wanted)]
+    assert pairs(slab("t", shape, starts=starts, sizes=sizes, src=7)) == [(7 + i, int(f)) for i, f in enumerate(wanted)]
 
 
 def test_a_slab_outside_its_tensor_is_refused() -> None:
     with pytest.raises(ValueError, match="does not lie inside"):
-        slab("t", (4, 4), (2, 0), (3, 4))
+        slab("t", (4, 4), starts=(2, 0), sizes=(3, 4))
 
 
 def test_scalars_and_empty_tensors() -> None:

@@ -20,11 +20,11 @@ SPEC = TensorSpec("x", "BF16", SHAPE)
 def test_split_tensors_cover_a_tensor_once_within_the_limit() -> None:
     spec = TensorSpec("x", "BF16", (3, 7, 11))
     for limit in (2, 3, 100, 461, 462, 1 << 20):
-        boxes = [block.box for block in split_tensor(5, spec, limit)]
+        boxes = [block.box for block in split_tensor(5, spec, limit=limit)]
         assert [box.dst for box in boxes] == list(np.cumsum([0, *(box.elements for box in boxes)])[:-1])
         assert sum(box.elements for box in boxes) == spec.elements
         assert all(box.elements * 2 <= max(limit, 2) for box in boxes)
-    assert not split_tensor(0, TensorSpec("none", "BF16", (0, 4)), 1 << 20)
+    assert not split_tensor(0, TensorSpec("none", "BF16", (0, 4)), limit=1 << 20)
 
 
 @pytest.mark.parametrize("chunk", [1, 1000, 4 << 20, 64 << 20])
@@ -62,7 +62,7 @@ def test_ordinals_invert_canonical(box: Box) -> None:
 def test_a_transfer_moves_what_two_boxes_share_and_nothing_else(source: Box, target: Box) -> None:
     tensor = np.arange(240, dtype=np.uint16)
     into = np.full(target.elements, 999, dtype=np.uint16)
-    moved = transfer(tensor[places(source)], source, into, target)
+    moved = transfer(tensor[places(source)], source, into=into, target=target)
     shared = np.isin(places(target), places(source))
     assert moved == shared.sum()
     assert np.array_equal(into, np.where(shared, tensor[places(target)], 999))

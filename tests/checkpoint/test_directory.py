@@ -23,7 +23,9 @@ VALUES: dict[str, Bits] = {
 
 
 def write(out: Path, shard_bytes: int) -> None:
-    write_checkpoint(out, LAYOUT, VALUES.__getitem__, {"config.json": b"{}"}, shard_bytes=shard_bytes)
+    write_checkpoint(
+        out, LAYOUT, bits_of=VALUES.__getitem__, side_files={"config.json": b"{}"}, shard_bytes=shard_bytes
+    )
 
 
 @pytest.mark.parametrize("shard_bytes", [1 << 30, 100, 1])
@@ -57,7 +59,9 @@ def test_transformers_loads_what_we_write(tmp_path: Path) -> None:
     model = transformers.Qwen3ForCausalLM(config).to(torch.bfloat16)
     model.save_pretrained(tmp_path / "base")
     with Checkpoint(tmp_path / "base") as base:
-        write_checkpoint(tmp_path / "out", base.layout, base.bits, base.side_files(), shard_bytes=2000)
+        write_checkpoint(
+            tmp_path / "out", base.layout, bits_of=base.bits, side_files=base.side_files(), shard_bytes=2000
+        )
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, loaded.state_dict()[name])
@@ -167,5 +171,5 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
         return VALUES[name]
 
     with pytest.raises(NotFound):
-        write_checkpoint(tmp_path / "out", LAYOUT, bits_of, shard_bytes=100)
+        write_checkpoint(tmp_path / "out", LAYOUT, bits_of=bits_of, shard_bytes=100)
     assert not list(tmp_path.iterdir())

@@ -23,7 +23,7 @@ def test_pieces_join_to_the_tensors_whatever_the_limit(tmp_path: Path, limit: in
     for n, pieces in enumerate(plan_files(LAYOUT, limit)):
         path = tmp_path / f"{n}.safetensors"
         items = [(p.entry, VALUES[p.tensor][p.run]) for p in pieces]
-        write_safetensors(path, items, piece_metadata(LAYOUT, pieces))
+        write_safetensors(path, items, metadata=piece_metadata(LAYOUT, pieces))
         assert sum(p.entry.nbytes for p in pieces) <= max(limit, 4)
         with SafetensorsFile(path) as file:
             for tensor, box, bits in read_pieces(file, LAYOUT):
@@ -42,7 +42,7 @@ def test_tensors_named_like_metadata_or_like_pieces_come_back(tmp_path: Path) ->
     for n, pieces in enumerate(plan_files(layout, 1)):
         path = tmp_path / f"{n}.safetensors"
         items = [(p.entry, values[p.tensor][p.run]) for p in pieces]
-        write_safetensors(path, items, piece_metadata(layout, pieces))
+        write_safetensors(path, items, metadata=piece_metadata(layout, pieces))
         with SafetensorsFile(path) as file:
             for tensor, box, bits in read_pieces(file, layout):
                 assert box is not None
@@ -63,7 +63,7 @@ def test_tensors_named_like_metadata_or_like_pieces_come_back(tmp_path: Path) ->
 )
 def test_a_piece_outside_its_tensor_is_corrupt(tmp_path: Path, place: str) -> None:
     path = tmp_path / "a.safetensors"
-    write_safetensors(path, [(TensorSpec("big#0", "BF16", (50,)), VALUES[0][:50])], {"big#0": place})
+    write_safetensors(path, [(TensorSpec("big#0", "BF16", (50,)), VALUES[0][:50])], metadata={"big#0": place})
     with SafetensorsFile(path) as file, pytest.raises(Corrupt, match=r"a\.safetensors"):
         list(read_pieces(file, LAYOUT))
 

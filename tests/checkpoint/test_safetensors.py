@@ -40,7 +40,7 @@ def specimens() -> list[tuple[TensorSpec, np.ndarray]]:
 
 def test_what_is_written_is_read_back_bit_for_bit(tmp_path: Path) -> None:
     items = specimens()
-    size = write_safetensors(tmp_path / "a.safetensors", items, {"format": "pt"})
+    size = write_safetensors(tmp_path / "a.safetensors", items, metadata={"format": "pt"})
     assert size == (tmp_path / "a.safetensors").stat().st_size
     with SafetensorsFile(tmp_path / "a.safetensors") as file:
         assert {s.name for s in file.specs} == {s.name for s, _ in items}
@@ -56,7 +56,7 @@ def test_what_is_written_is_read_back_bit_for_bit(tmp_path: Path) -> None:
 def test_the_reference_implementation_agrees_in_both_directions(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     reference = pytest.importorskip("safetensors.torch")
-    write_safetensors(tmp_path / "ours.safetensors", specimens(), {"format": "pt"})
+    write_safetensors(tmp_path / "ours.safetensors", specimens(), metadata={"format": "pt"})
     loaded = reference.load_file(tmp_path / "ours.safetensors")
     for spec, bits in specimens():
         assert tuple(loaded[spec.name].shape) == spec.shape

@@ -24,14 +24,14 @@ def written(path: Path, text: str) -> Path:
 
 def test_a_commands_table_wins_over_the_top(tmp_path: Path) -> None:
     file = written(tmp_path, 'region = "a"\n[publish]\nregion = "b"\ntake-over = true\n')
-    assert read_config(file, "publish", KNOWN) == {"region": "b", "take_over": True}
-    assert read_config(file, "subscribe", KNOWN) == {"region": "a"}
+    assert read_config(file, "publish", known=KNOWN) == {"region": "b", "take_over": True}
+    assert read_config(file, "subscribe", known=KNOWN) == {"region": "a"}
 
 
 def test_keys_are_the_flags_and_not_internal_names(tmp_path: Path) -> None:
-    assert read_config(written(tmp_path, '[subscribe]\nfrom = "s"\n'), "subscribe", KNOWN) == {"source": "s"}
+    assert read_config(written(tmp_path, '[subscribe]\nfrom = "s"\n'), "subscribe", known=KNOWN) == {"source": "s"}
     with pytest.raises(UsageError, match="source"):
-        read_config(written(tmp_path, '[subscribe]\nsource = "s"\n'), "subscribe", KNOWN)
+        read_config(written(tmp_path, '[subscribe]\nsource = "s"\n'), "subscribe", known=KNOWN)
 
 
 @pytest.mark.parametrize(
@@ -45,15 +45,15 @@ def test_keys_are_the_flags_and_not_internal_names(tmp_path: Path) -> None:
 )
 def test_an_unknown_key_is_an_error_that_names_the_nearest(text: str, named: str, nearest: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=named) as caught:
-        read_config(written(tmp_path, text), "publish", KNOWN)
+        read_config(written(tmp_path, text), "publish", known=KNOWN)
     assert nearest in caught.value.hint
 
 
 def test_what_is_not_toml_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"dcr\.toml is not TOML"):
-        read_config(written(tmp_path, "to: s3"), "publish", KNOWN)
+        read_config(written(tmp_path, "to: s3"), "publish", known=KNOWN)
     with pytest.raises(UsageError, match="cannot read"):
-        read_config(tmp_path / "absent", "publish", KNOWN)
+        read_config(tmp_path / "absent", "publish", known=KNOWN)
 
 
 def test_flags_beat_environment_beats_file(

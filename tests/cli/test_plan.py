@@ -101,7 +101,9 @@ def test_a_stream_tells_what_its_ranks_agreed_on(capsys: pytest.CaptureFixture[s
     names = {"a": (4, 6), "b": (5,)}
     layout = Layout([TensorSpec(name, "F32", shape) for name, shape in names.items()])
     tensors = {name: torch.ones(shape) for name, shape in names.items()}
-    write_checkpoint(tmp_path / "base", layout, lambda name: np.zeros(layout[layout.index(name)].elements, "<u4"))
+    write_checkpoint(
+        tmp_path / "base", layout, bits_of=lambda name: np.zeros(layout[layout.index(name)].elements, "<u4")
+    )
     url = (tmp_path / "bucket").as_uri()
     held = [Map((Shard("a", (4, 6), "F32", Bits(), tuple(whole("a", (4, 6)))),), {"b": "it is merged"}), Map(())]
 

@@ -54,7 +54,7 @@ def test_every_bf16_pattern_to_every_neighbour(neighbour: str, codec: Codec, fla
     apply(chunk, tensors)
     assert np.array_equal(tensors[0], new)
     assert sum(segment.changed for segment in chunk.segments) == encoded.changed == int((new != ALL_BF16).sum())
-    undo_chunk(chunk, encoded.undo, in_whole(tensors))
+    undo_chunk(chunk, encoded.undo, locate=in_whole(tensors))
     assert np.array_equal(tensors[0], ALL_BF16)
 
 
@@ -121,7 +121,7 @@ def test_any_box_dtype_rate_and_codec(
     vector = fingerprint(layout, start)
     assert np.array_equal(advance(vector, chunk.segments), fingerprint(layout, [start[0], new]))
     tensors = [start[0], new.copy()]
-    undo_chunk(chunk, encoded.undo, in_whole(tensors))
+    undo_chunk(chunk, encoded.undo, locate=in_whole(tensors))
     assert np.array_equal(tensors[1], old)
 
 
@@ -133,7 +133,7 @@ def test_many_segments_share_their_streams(codec: Codec, rate: int, sample: Any,
     tensors = [bits.copy() for bits in old]
     apply(chunk, tensors)
     assert all(np.array_equal(a, b) for a, b in zip(tensors, new, strict=True))
-    undo_chunk(chunk, encoded.undo, in_whole(tensors))
+    undo_chunk(chunk, encoded.undo, locate=in_whole(tensors))
     assert all(np.array_equal(a, b) for a, b in zip(tensors, old, strict=True))
 
 

@@ -27,7 +27,7 @@ def test_only_overwrites_need_old_bits(codec: Codec, sample: Any) -> None:
 def test_only_the_tensors_of_its_segments_are_asked_for(sample: Any, layout: Layout) -> None:
     encoded, old, new = sample(Codec.AUTO, 3)
     baseline = {segment.tensor: new[segment.tensor] for segment in encoded.segments}
-    undo_chunk(open_chunk(encoded.data, layout), memoryview(encoded.undo), in_whole(baseline))
+    undo_chunk(open_chunk(encoded.data, layout), memoryview(encoded.undo), locate=in_whole(baseline))
     assert all(np.array_equal(bits, old[tensor]) for tensor, bits in baseline.items())
 
 
@@ -40,7 +40,7 @@ def test_a_baseline_that_is_not_what_the_chunk_left_is_not_touched(codec: Codec,
     new[first.tensor][where[0]] ^= 1
     kept = [bits.copy() for bits in new]
     with pytest.raises(Corrupt, match="baseline of a is not what the chunk left"):
-        undo_chunk(chunk, encoded.undo, in_whole(new))
+        undo_chunk(chunk, encoded.undo, locate=in_whole(new))
     assert all(np.array_equal(a, b) for a, b in zip(new, kept, strict=True))
     assert not np.array_equal(new[0], old[0])
 
@@ -48,9 +48,9 @@ def test_a_baseline_that_is_not_what_the_chunk_left_is_not_touched(codec: Codec,
 def test_undo_twice_is_refused(sample: Any, layout: Layout) -> None:
     encoded, old, new = sample(Codec.AUTO, 3)
     chunk = open_chunk(encoded.data, layout)
-    undo_chunk(chunk, encoded.undo, in_whole(new))
+    undo_chunk(chunk, encoded.undo, locate=in_whole(new))
     with pytest.raises(Corrupt):
-        undo_chunk(chunk, encoded.undo, in_whole(new))
+        undo_chunk(chunk, encoded.undo, locate=in_whole(new))
     assert all(np.array_equal(a, b) for a, b in zip(new, old, strict=True))
 
 
@@ -58,13 +58,13 @@ def test_undo_twice_is_refused(sample: Any, layout: Layout) -> None:
 def test_lost_old_bits_are_noticed(cut: slice, match: str, sample: Any, layout: Layout) -> None:
     encoded, _, new = sample(Codec.OVERWRITE, 3)
     with pytest.raises(Corrupt, match=match):
-        undo_chunk(open_chunk(encoded.data, layout), encoded.undo[cut], in_whole(new))
+        undo_chunk(open_chunk(encoded.data, layout), encoded.undo[cut], locate=in_whole(new))
 
 
 def test_old_bits_of_another_chunk_are_noticed(sample: Any, layout: Layout) -> None:
     encoded, _, new = sample(Codec.OVERWRITE, 3)
     with pytest.raises(Corrupt, match="baseline of a"):
-        undo_chunk(open_chunk(encoded.data, layout), bytes(len(encoded.undo)), in_whole(new))
+        undo_chunk(open_chunk(encoded.data, layout), bytes(len(encoded.undo)), locate=in_whole(new))
     encoded, _, new = sample(Codec.OVERWRITE, 3)
     with pytest.raises(Corrupt, match="belong to no segment"):
-        undo_chunk(open_chunk(encoded.data, layout), encoded.undo + b"\0", in_whole(new))
+        undo_chunk(open_chunk(encoded.data, layout), encoded.undo + b"\0", locate=in_whole(new))

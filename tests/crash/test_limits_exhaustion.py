@@ -146,7 +146,7 @@ def test_memory_is_bounded_by_the_budgets_and_not_by_the_version(tmp_path):
         layout = Layout([TensorSpec(f"t{n}", "BF16", (rows, 1024)) for n in range(8)])
         for name in ("base", "watch/step_1"):
             weights = {spec.name: rng.integers(0, 1 << 16, spec.elements, dtype="u2") for spec in layout}
-            write_checkpoint(root / name, layout, weights.__getitem__)
+            write_checkpoint(root / name, layout, bits_of=weights.__getitem__)
         shutil.copytree(root / "base", root / "served")
         peaks.append({role: peak(role, root) for role in ("publish", "subscribe")})
     growth = {role: peaks[1][role] - peaks[0][role] for role in peaks[0]}

@@ -37,7 +37,7 @@ async def follow(made: Rig, model: Path, home: Path) -> list[RankChecksums]:
 
     async def subscribe(base: Path | None = None) -> None:
         options = SubscribeOptions(replica="r1", state=home / "state", staging=home / "staging", once=True, base=base)
-        await run_subscribe(options, stream.store, VllmEngine(made.server.socket), discard)
+        await run_subscribe(options, stream.store, engine=VllmEngine(made.server.socket), emit=discard)
 
     await stream.publish(step(made.versions), step(made.versions))
     await subscribe(base=model)

@@ -178,7 +178,7 @@ async def test_an_anchor_cut_into_pieces_becomes_whole_tensors(make_versions, he
     for n, pieces in enumerate(plan_files(layout, 9_000)):
         path = tmp_path / f"anchor-{n}.safetensors"
         items = [(p.entry, versions.values[0][layout[p.tensor].name][p.run]) for p in pieces]
-        write_safetensors(path, items, piece_metadata(layout, pieces))
+        write_safetensors(path, items, metadata=piece_metadata(layout, pieces))
         files.append(str(path))
     engine = DirectoryEngine(here)
     await engine.attach(versions.facts())
@@ -224,7 +224,9 @@ async def test_a_strange_directory_is_refused_and_left_as_it_is(make_versions, h
 async def test_other_tensors_are_named(make_versions, here):
     versions = make_versions()
     layout = Layout([TensorSpec("embed.weight", "F16", (257, 64)), TensorSpec("odd", "BF16", (2,))])
-    write_checkpoint(here, layout, lambda name: np.zeros(layout[layout.index(name)].elements, "<u2"), {})
+    write_checkpoint(
+        here, layout, bits_of=lambda name: np.zeros(layout[layout.index(name)].elements, "<u2"), side_files={}
+    )
     engine = DirectoryEngine(here)
     with pytest.raises(EngineRefused, match=r"missing: head.*not in the stream: odd.*another dtype or shape: embed"):
         await engine.attach(versions.facts())

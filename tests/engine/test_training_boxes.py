@@ -65,8 +65,8 @@ def test_versions_of_changing_worlds_are_one_change(drawn: list[Cut], rate: floa
 def test_a_composed_change_is_the_difference_of_its_ends_however_it_was_cut(drawn: list[Cut], rate: float) -> None:
     with tempfile.TemporaryDirectory() as home:
         versions = stepped(Path(home), drawn, rate)
-        hops = [open_hop(versions.layout, versions.stream, versions.hop(v)) for v in range(1, len(drawn) + 1)]
-        for patched in compose(versions.layout, hops, versions.values[0].__getitem__):
+        hops = [open_hop(versions.layout, versions.stream, hop=versions.hop(v)) for v in range(1, len(drawn) + 1)]
+        for patched in compose(versions.layout, hops, live=versions.values[0].__getitem__):
             name = versions.layout[patched.tensor].name
             first, last = versions.values[0][name], versions.values[-1][name]
             assert (np.diff(patched.positions) > 0).all()

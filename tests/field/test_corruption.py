@@ -301,7 +301,9 @@ async def test_a_tied_head_that_is_stored_twice_is_one_tensor_and_raises_no_alar
     doubled = Layout([*layout, TensorSpec("lm_head.weight", "BF16", (33, 8))])
     values = versions.values[1] | {"lm_head.weight": versions.values[1]["embed.weight"]}
     hidden = tmp_path / "doubled"
-    write_checkpoint(hidden, doubled, values.__getitem__, {"config.json": b'{"tie_word_embeddings": true}'})
+    write_checkpoint(
+        hidden, doubled, bits_of=values.__getitem__, side_files={"config.json": b'{"tie_word_embeddings": true}'}
+    )
     await asyncio.to_thread(hidden.rename, trainer.out / "checkpoint-1")
     await trainer.once()
     assert trainer.sealed == [(1, 1)]

@@ -84,7 +84,7 @@ class Run:
             name=name, state=self.trainer.home / name, take_over=True, keep_versions=KEEP, anchor_every=ANCHOR_EVERY,
             anchor_share=None, patience=60.0,
         )  # fmt: skip
-        await run_watch(options, line, self.trainer.events)
+        await run_watch(options, line, emit=self.trainer.events)
 
     async def _subscribe(self, number: int, line: Line) -> None:
         self.replica.store = line

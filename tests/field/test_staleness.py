@@ -64,7 +64,7 @@ async def test_a_replica_that_comes_back_is_alive_at_once_and_ready_when_it_is_c
     replica = trainer.replica(first.directory, events=events)
     late = Gate(lambda operation, key: operation == "get" and key.startswith("data/3/") and key.endswith(".dcr"))
     replica.store = trainer.line(late)
-    probes = ProbeServer("127.0.0.1:0", events.health, events.metrics)
+    probes = ProbeServer("127.0.0.1:0", events.health, metrics=events.metrics)
     await probes.start()
     async with replica.running() as task:
         await asyncio.wait_for(late.reached.wait(), 60)

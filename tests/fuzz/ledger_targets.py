@@ -46,7 +46,7 @@ def record(data: bytes) -> None:
     for tip in samples.stream().tips:
         _fold(tip, data)
     with contextlib.suppress(Incompatible):
-        tip_before(samples.STREAM, 5, data)
+        tip_before(samples.STREAM, 5, body=data)
 
 
 def _fold(tip: Tip, body: bytes) -> None:
@@ -75,7 +75,7 @@ def record_inside(data: bytes) -> None:
     record(body)
     tip = stream.tips[max(0, seq - 1)]
     with contextlib.suppress(Incompatible):
-        started = tip_before(samples.STREAM, seq, body)
+        started = tip_before(samples.STREAM, seq, body=body)
         assert started is None or (started.stream, started.seq) == (samples.STREAM, seq - 1)
     _fold(tip, body)
 

@@ -176,4 +176,4 @@ _KNOWN = {"publish": {"to": "to", "watch": "watch", "endpoint-url": "endpoint_ur
 def config(data: bytes) -> None:
     """The user's TOML."""
     with contextlib.suppress(UsageError):
-        read_config(as_file("dcr.toml", data), "publish", _KNOWN)
+        read_config(as_file("dcr.toml", data), "publish", known=_KNOWN)

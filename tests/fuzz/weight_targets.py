@@ -46,7 +46,7 @@ def _check_chunk(body: bytes, undo: bytes = b"") -> None:
         assert 0 <= int(where.min()) <= int(where.max()) < spec.elements
     bits = [array.copy() for array in samples.values()]
     with contextlib.suppress(Corrupt):
-        undo_chunk(chunk, undo, in_whole(bits))
+        undo_chunk(chunk, undo, locate=in_whole(bits))
 
 
 @target
@@ -151,9 +151,9 @@ def compose_inside(data: bytes) -> None:
     )
     live = {spec.name: bits for spec, bits in zip(samples.LAYOUT, samples.values(), strict=True)}
     with contextlib.suppress(EngineRefused, CorruptChunk):
-        opened_hop = open_hop(samples.LAYOUT, identity.stream, hop)
+        opened_hop = open_hop(samples.LAYOUT, identity.stream, hop=hop)
         check_chain(samples.LAYOUT, [opened_hop.summary], before)
-        for patched in compose(samples.LAYOUT, [opened_hop], live.__getitem__):
+        for patched in compose(samples.LAYOUT, [opened_hop], live=live.__getitem__):
             assert bool((np.diff(patched.positions) > 0).all())
             assert int(patched.positions[-1]) < samples.LAYOUT[patched.tensor].elements
 

@@ -29,7 +29,7 @@ def get(path: str) -> bytes:
 
 def serve(health: Health, *requests: bytes) -> list[tuple[int, bytes]]:
     async def main() -> list[tuple[int, bytes]]:
-        server = ProbeServer("127.0.0.1:0", health, Metrics())
+        server = ProbeServer("127.0.0.1:0", health, metrics=Metrics())
         await server.start()
         try:
             return [await ask(server.port, request) for request in requests]
@@ -87,11 +87,11 @@ def test_an_ipv6_address_may_stand_in_brackets() -> None:
 
 def test_a_taken_port_is_a_usage_error() -> None:
     async def main() -> None:
-        first = ProbeServer("127.0.0.1:0", Health("publisher"), Metrics())
+        first = ProbeServer("127.0.0.1:0", Health("publisher"), metrics=Metrics())
         await first.start()
         try:
             with pytest.raises(UsageError, match="cannot listen"):
-                await ProbeServer(f"127.0.0.1:{first.port}", Health("publisher"), Metrics()).start()
+                await ProbeServer(f"127.0.0.1:{first.port}", Health("publisher"), metrics=Metrics()).start()
         finally:
             await first.close()
 

@@ -16,7 +16,7 @@ def test_the_owner_is_the_number_that_the_format_says() -> None:
 
 
 def test_every_region_has_one_owner_and_the_load_is_spread() -> None:
-    regions = [r for i in range(400) for r in slab(f"layer.{i}.w", (8, 8), (0, 0), (4, 8))]
+    regions = [r for i in range(400) for r in slab(f"layer.{i}.w", (8, 8), starts=(0, 0), sizes=(4, 8))]
     taken: Counter[Region] = Counter()
     for replica in range(4):
         mine = owned(regions, replica, 4)

@@ -33,7 +33,7 @@ PAPER = {
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_a_plan_counts_what_every_rank_really_owns(fields: dict[str, object], grid: Grid) -> None:
     architecture = read_architecture(fields)
-    plan, tensors = preview(architecture, "megatron", grid), layout(architecture)
+    plan, tensors = preview(architecture, "megatron", grid=grid), layout(architecture)
     maps = [of_rank(architecture, grid, rank) for rank in range(grid.world)]
     assert plan.baseline == tuple(one.baseline_bytes(tensors) for one in maps)
     assert plan.regions == tuple(len(list(one.regions)) for one in maps)
@@ -44,7 +44,7 @@ def test_a_plan_counts_what_every_rank_really_owns(fields: dict[str, object], gr
 
 @pytest.mark.parametrize("name", shipped())
 def test_every_shipped_model_is_direct_to_the_last_byte(name: str) -> None:
-    plan = preview(read_architecture(name), "megatron", Grid(tp=4, ep=8, dp=2))
+    plan = preview(read_architecture(name), "megatron", grid=Grid(tp=4, ep=8, dp=2))
     assert plan.direct == plan.nbytes == sum(plan.baseline)
     assert plan.gaps == ()
     assert plan.reasons == {}
@@ -52,7 +52,7 @@ def test_every_shipped_model_is_direct_to_the_last_byte(name: str) -> None:
 
 @pytest.mark.parametrize("name", PAPER)
 def test_the_published_rule_gives_the_published_shares(name: str) -> None:
-    plan = preview(read_architecture(name, prediction=False), "megatron", Grid(tp=4, ep=8, dp=2), rule="paper")
+    plan = preview(read_architecture(name, prediction=False), "megatron", grid=Grid(tp=4, ep=8, dp=2), rule="paper")
     assert round(100 * plan.direct / plan.nbytes, 2) == PAPER[name]
     assert sum(plan.reasons.values()) == plan.nbytes - plan.direct == plan.classes["residual"]
 
@@ -61,7 +61,7 @@ def test_the_published_figures_themselves() -> None:
     """96.3 % for Qwen3-30B-A3B, 97.0 % for the 550B hybrid with its prediction layers."""
     grid = Grid(tp=8, ep=8)
     shares = [
-        preview(read_architecture(name), "megatron", grid, rule="paper")
+        preview(read_architecture(name), "megatron", grid=grid, rule="paper")
         for name in ("qwen3-30b-a3b", "nemotron-3-ultra-550b-a55b")
     ]
     assert [round(100 * plan.direct / plan.nbytes, 1) for plan in shares] == [96.3, 97.0]
@@ -73,7 +73,7 @@ def test_the_published_figures_themselves() -> None:
     [("fsdp2", Grid(dp=6)), ("fsdp2", Grid(dp=4, tp=4)), ("zero3", Grid(dp=48)), ("transformers", Grid(dp=3, tp=4))],
 )
 def test_other_trainers_are_direct_to_the_last_byte(name: str, trainer: Trainer, grid: Grid) -> None:
-    plan = preview(read_architecture(name), trainer, grid)
+    plan = preview(read_architecture(name), trainer, grid=grid)
     assert plan.gaps == ()
     assert plan.direct == plan.nbytes == sum(plan.baseline)
     assert set(plan.classes) <= ({"cast", "bits"} if trainer == "fsdp2" else {"bits"})
@@ -82,7 +82,7 @@ def test_other_trainers_are_direct_to_the_last_byte(name: str, trainer: Trainer,
 def test_a_changed_head_count_changes_the_plan() -> None:
     fields = SMALL[0]
     plans = [
-        preview(read_architecture(fields | {"num_key_value_heads": groups}), "megatron", Grid(tp=4))
+        preview(read_architecture(fields | {"num_key_value_heads": groups}), "megatron", grid=Grid(tp=4))
         for groups in (2, 8)
     ]
     assert plans[0].regions != plans[1].regions
@@ -93,9 +93,9 @@ def test_degrees_that_a_trainer_does_not_have_are_refused() -> None:
     architecture = read_architecture(SMALL[1])
     for trainer, grid in (("fsdp2", Grid(ep=2, dp=2)), ("transformers", Grid(pp=2)), ("zero3", Grid(tp=2))):
         with pytest.raises(UsageError, match="planned with"):
-            preview(architecture, trainer, grid)  # type: ignore[arg-type]
+            preview(architecture, trainer, grid=grid)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="published rule"):
-        preview(architecture, "fsdp2", Grid(dp=2), rule="paper")
+        preview(architecture, "fsdp2", grid=Grid(dp=2), rule="paper")
 
 
 def test_layouts_are_what_plans_count() -> None:

@@ -30,7 +30,7 @@ def test_a_parameter_that_is_the_source_of_nothing_is_still_there() -> None:
 
 def test_gaps_are_judged_over_all_ranks_and_residual_counts_as_covered() -> None:
     def rank(lo: int, hi: int, **residual: str) -> Map:
-        shards = shards_of("a", (hi - lo, 4), "BF16", slab("a", (4, 4), (lo, 0), (hi - lo, 4)), LAYOUT)
+        shards = shards_of("a", (hi - lo, 4), "BF16", slab("a", (4, 4), starts=(lo, 0), sizes=(hi - lo, 4)), LAYOUT)
         return Map(tuple(shards), residual)
 
     residual = {"b": "computed", "c": "computed"}
@@ -45,7 +45,7 @@ def test_gaps_are_judged_over_all_ranks_and_residual_counts_as_covered() -> None
 
 def test_a_digest_sees_values_and_regions() -> None:
     def digest(dtype: str, lo: int = 0) -> str:
-        return Map(tuple(shards_of("a", (2, 4), dtype, slab("a", (4, 4), (lo, 0), (2, 4)), LAYOUT))).digest
+        return Map(tuple(shards_of("a", (2, 4), dtype, slab("a", (4, 4), starts=(lo, 0), sizes=(2, 4)), LAYOUT))).digest
 
     assert digest("BF16") == digest("BF16")
     assert len({digest("BF16"), digest("F32"), digest("BF16", 2)}) == 3

@@ -49,8 +49,8 @@ async def start(world: PublishWorld, store: MemoryStore, state: Path) -> int:
     """Requests from start to the first attempt's `open`, with all that a watching publisher asks for."""
     store.requests.clear()
     options = PublishOptions(state=state, name="trainer", workers=1)
-    session = await open_leader(options, store, world.events)
-    await read_published(session.ledger, session.context.state.path / "published.json", world.root / "watched")
+    session = await open_leader(options, store, emit=world.events)
+    await read_published(session.ledger, session.context.state.path / "published.json", watch=world.root / "watched")
     await session.begin()
     asked = sum(store.requests.values())
     assert session.head == HEAD
@@ -69,7 +69,7 @@ def test_starting_costs_the_same_however_long_the_history(
     async def cold(state: Path) -> int:
         """Without any state: by the anchor, and 50 versions with a seal, a vector and a part or none."""
         long.requests.clear()
-        session = await open_leader(PublishOptions(state=state, name="trainer", workers=1), long, world.events)
+        session = await open_leader(PublishOptions(state=state, name="trainer", workers=1), long, emit=world.events)
         asked = sum(long.requests.values())
         await session.close()
         return asked
@@ -91,7 +91,7 @@ def test_whether_an_anchor_is_due_reads_each_seal_once() -> None:
         ledger = Ledger(store)
         await ledger.read()
         heavy = writer.size * (KEPT + 102) / writer.layout.nbytes
-        since = SinceAnchor(ledger, AnchorPolicy(None, heavy), writer.layout.nbytes)
+        since = SinceAnchor(ledger, AnchorPolicy(None, heavy), dense_bytes=writer.layout.nbytes)
         assert not await since.due()
         store.requests.clear()
         assert not await since.due()

@@ -127,7 +127,7 @@ class SimPublisher(Actor):
         emit = self.emit(process)
         store = SimStore(self.world, process, emit=emit)
         self.session = None
-        session = self.session = await open_leader(PublishOptions(**self.publish_options()), store, emit)
+        session = self.session = await open_leader(PublishOptions(**self.publish_options()), store, emit=emit)
         self.watch.opened(self, process, session)
         try:
             while True:
@@ -196,7 +196,7 @@ class SimWatcher(SimPublisher):
         options = WatchOptions(**self.publish_options(watch=self.place, poll=0.5))
         writer = self.world.loop.create_task(self._train())
         try:
-            await run_watch(options, SimStore(self.world, process, emit=emit), emit)
+            await run_watch(options, SimStore(self.world, process, emit=emit), emit=emit)
         finally:
             writer.cancel()
 
@@ -242,7 +242,7 @@ class Replica(Actor):
         }  # fmt: skip
         self.watch.subscribing(self, process)
         try:
-            await run_subscribe(SubscribeOptions(**{**chosen, **self.options}), store, engine, emit)
+            await run_subscribe(SubscribeOptions(**{**chosen, **self.options}), store, engine=engine, emit=emit)
         finally:
             await engine.close()
 

@@ -158,7 +158,7 @@ class SimRank(Actor):
         rank = Rank(self.of.id, self.number, self.of.ranks)
         store = SimStore(world, process, emit=emit)
         options = PublishOptions(**self.group.publish_options(self.machine))
-        session = self.session = await open_coordinator(options, store, emit, rank)
+        session = self.session = await open_coordinator(options, store, emit=emit, rank=rank)
         mapped, export = self.of.cut.map(self.number), self._export if self.of.cut.residual else None
         projection = RankProjection(
             Laid(mapped=mapped, export=export), rank, layout=session.layout, ignore=(),

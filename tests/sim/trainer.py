@@ -85,7 +85,9 @@ def same(one: Lanes, other: Lanes) -> bool:
 
 def save(lanes: Lanes, out: Path) -> Path:
     """A plain checkpoint, as a trainer leaves it."""
-    write_checkpoint(out, LAYOUT, lambda name: lanes[LAYOUT.index(name)], EXTRAS, shard_bytes=1 << 20)
+    write_checkpoint(
+        out, LAYOUT, bits_of=lambda name: lanes[LAYOUT.index(name)], side_files=EXTRAS, shard_bytes=1 << 20
+    )
     return out
 
 

@@ -198,7 +198,7 @@ async def test_another_layout_is_refused_by_name(make_stream, make_replica):
     stream = await make_stream(1)
     replica = make_replica(stream)
     layout = type(stream.versions.layout)(list(stream.versions.layout)[:-3])
-    write_checkpoint(replica.directory, layout, stream.versions.values[0].__getitem__, {})
+    write_checkpoint(replica.directory, layout, bits_of=stream.versions.values[0].__getitem__, side_files={})
     with pytest.raises(EngineRefused, match=r"missing: layers"):
         await replica.once()
     async with replica.running() as task:  # one that follows says so, and waits for an operator

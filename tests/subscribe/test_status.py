@@ -33,7 +33,7 @@ async def read_until(store, **fields):
 
 
 def reporter_of(store, events, *, refresh=0.02):
-    return StatusWriter(store, "r", "stream", emit=events.append, refresh=refresh)
+    return StatusWriter(store, "r", stream="stream", emit=events.append, refresh=refresh)
 
 
 async def test_changes_are_written_and_the_counter_only_rises(tmp_path):

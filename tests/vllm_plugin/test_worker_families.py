@@ -37,7 +37,9 @@ def read(path: Path) -> tuple[Layout, Lanes]:
 
 
 def write(out: Path, layout: Layout, lanes: Lanes, like: Path) -> Path:
-    write_checkpoint(out, layout, {spec.name: bits for spec, bits in zip(layout, lanes, strict=True)}.__getitem__)
+    write_checkpoint(
+        out, layout, bits_of={spec.name: bits for spec, bits in zip(layout, lanes, strict=True)}.__getitem__
+    )
     copy_side_files(like, out)
     return out
 
@@ -106,7 +108,9 @@ def test_a_refit_leaves_what_a_fresh_load_makes(family: str, tmp_path: Path) -> 
 
 def anchor(out: Path, layout: Layout, lanes: Lanes) -> str:
     """A file with all tensors of a version."""
-    write_checkpoint(out, layout, {spec.name: bits for spec, bits in zip(layout, lanes, strict=True)}.__getitem__)
+    write_checkpoint(
+        out, layout, bits_of={spec.name: bits for spec, bits in zip(layout, lanes, strict=True)}.__getitem__
+    )
     (path,) = out.glob("*.safetensors")
     return str(path)
 

@@ -70,7 +70,7 @@ class Served:
     def fresh(self, out: Path, lanes: Lanes) -> dict[str, torch.Tensor]:
         """What vLLM makes of a checkpoint with these values."""
         tensors = {spec.name: bits for spec, bits in zip(self.layout, lanes, strict=True)}
-        write_checkpoint(out, self.layout, tensors.__getitem__)
+        write_checkpoint(out, self.layout, bits_of=tensors.__getitem__)
         copy_side_files(self.path, out)
         return inprocess.state(inprocess.load(out)[0])
 

@@ -27,7 +27,7 @@ from dcr_daemon.wording import shorten
 Piece = tuple[Box | None, Bits]
 
 
-def build_checkpoint(out: Path, layout: Layout, files: Sequence[Path], *, shard_bytes: int) -> None:
+def build_checkpoint(out: Path, layout: Layout, *, files: Sequence[Path], shard_bytes: int) -> None:
     """Write the tensors of `files`, whole or in pieces, as a plain checkpoint in the new directory `out`.
 
     Side files (config, tokenizer) that lie beside the first of `files` go with them.
@@ -47,7 +47,11 @@ def build_checkpoint(out: Path, layout: Layout, files: Sequence[Path], *, shard_
         _check_whole(layout, pieces)
         side_files = read_side_files(files[0].parent) if files else {}
         write_checkpoint(
-            out, layout, lambda name: _join(layout, layout.index(name), pieces), side_files, shard_bytes=shard_bytes
+            out,
+            layout,
+            bits_of=lambda name: _join(layout, layout.index(name), pieces),
+            side_files=side_files,
+            shard_bytes=shard_bytes,
         )
 
 
@@ -78,4 +82,4 @@ def sum_mapped(checkpoint: Checkpoint, layout: Layout, block: Block) -> int:
     For directories that no other process changes: touching the map of a file that shrank ends the process.
     """
     bits = checkpoint.bits(layout[block.tensor].name)
-    return sum_block(layout, block, bits[block.box.dst : block.box.dst + block.box.elements])
+    return sum_block(layout, block, bits=bits[block.box.dst : block.box.dst + block.box.elements])

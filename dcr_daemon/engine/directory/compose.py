@@ -70,14 +70,14 @@ def _map(path: str) -> memoryview:
         raise unreadable(path, error) from error
 
 
-def open_hop(layout: Layout, stream: str, hop: VersionDelta) -> OpenHop:
+def open_hop(layout: Layout, stream: str, *, hop: VersionDelta) -> OpenHop:
     """Open the chunks of a hop. `check_chain` is still to be asked whether they lead from vector to vector.
 
     Raises:
         CorruptChunk: a chunk does not decode, or belongs to another stream, attempt or version.
         EngineRefused: a file cannot be read.
     """
-    chunks = [open_staged_chunk(_map(path), hop, layout, path=path, stream=stream) for path in hop.chunks]
+    chunks = [open_staged_chunk(_map(path), hop, layout=layout, path=path, stream=stream) for path in hop.chunks]
     segments = dict[int, list[tuple[Chunk, int]]]()
     for chunk in chunks:
         for number, tensor in enumerate(chunk.table.tensor.tolist()):
@@ -87,7 +87,7 @@ def open_hop(layout: Layout, stream: str, hop: VersionDelta) -> OpenHop:
     return OpenHop(StagedSummary(hop.version, table, before, after), segments)
 
 
-def compose(layout: Layout, hops: Sequence[OpenHop], live: Callable[[str], Bits]) -> Iterator[AbsoluteChanges]:
+def compose(layout: Layout, hops: Sequence[OpenHop], *, live: Callable[[str], Bits]) -> Iterator[AbsoluteChanges]:
     """Absolute changes of every touched tensor, in layout order.
 
     Memory is one tensor's changes and the decoded payload of the chunks that reach into it; their encoded bytes stay
@@ -105,7 +105,10 @@ def compose(layout: Layout, hops: Sequence[OpenHop], live: Callable[[str], Bits]
         bits, groups = live(layout[tensor].name), list[_TensorGroup]()
         for number, hop in enumerate(hops):
             places = hop.segments.get(tensor, ())
-            touched = [_add_segment(layout, groups, number, hop, chunk.changes(n), bits) for chunk, n in places]
+            touched = [
+                _add_segment(layout, groups, number=number, hop=hop, changes=chunk.changes(n), bits=bits)
+                for chunk, n in places
+            ]
             if _repeats(touched):
                 raise EngineRefused(
                     f"version {hop.summary.version} changes an element of {layout[tensor].name} twice",
@@ -120,7 +123,7 @@ def compose(layout: Layout, hops: Sequence[OpenHop], live: Callable[[str], Bits]
 
 
 def _add_segment(
-    layout: Layout, groups: list[_TensorGroup], number: int, hop: OpenHop, changes: Changes, bits: Bits
+    layout: Layout, groups: list[_TensorGroup], *, number: int, hop: OpenHop, changes: Changes, bits: Bits
 ) -> Ints:
     """Resolve one segment over what earlier hops leave, and add it to the groups; its elements."""
     segment, key = changes.segment, int(layout.keys[changes.segment.tensor])
@@ -128,9 +131,9 @@ def _add_segment(
     if not element.size:
         return element
     old = bits[element]
-    held = overlay(groups, number, element, old)
+    held = overlay(groups, number, element=element, bits=old)
     new = changes.resolve(old)
-    sums = (sum_at(old, element, key), sum_at(new, element, key))
+    sums = (sum_at(old, element, key=key), sum_at(new, element, key=key))
     if sums != (segment.before, segment.after):
         side, name = "before" if sums[0] != segment.before else "after", layout[segment.tensor].name
         raise EngineRefused(f"version {hop.summary.version}: {name} does not have the sums {side} the change")

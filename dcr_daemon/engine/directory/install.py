@@ -23,7 +23,7 @@ from dcr_daemon.engine.directory.transactions import good_journal
 def build_fresh(state: DirectoryState, files: Sequence[Path], shard_bytes: int) -> None:
     """Write the tensors of `files` as the checkpoint `state.fresh`. Raises as `build_checkpoint`."""
     try:
-        build_checkpoint(state.fresh, state.layout, files, shard_bytes=shard_bytes)
+        build_checkpoint(state.fresh, state.layout, files=files, shard_bytes=shard_bytes)
     except OSError as error:
         raise disk_error(error, state.fresh) from error
 

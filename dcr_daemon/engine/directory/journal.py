@@ -66,7 +66,7 @@ class _Hash(Protocol):
     def update(self, data: Any, /) -> None: ...
 
 
-def write_journal(path: Path, head: Patch | Install, entries: Iterable[AbsoluteChanges] = ()) -> int:
+def write_journal(path: Path, head: Patch | Install, *, entries: Iterable[AbsoluteChanges] = ()) -> int:
     """Write a journal and make it durable; returns how many elements it changes.
 
     Raises:
@@ -113,7 +113,7 @@ class Journal:
     The digest shows that the file is complete, not that its content is valid: every entry is checked before it is used.
     """
 
-    def __init__(self, head: Patch | Install, data: mmap.mmap, first: int) -> None:
+    def __init__(self, head: Patch | Install, data: mmap.mmap, *, first: int) -> None:
         self.head = head
         self._data = data
         self._first = first
@@ -174,7 +174,7 @@ def read_journal(path: Path) -> Journal | None:
     except ValueError:
         data.close()
         return None
-    return Journal(head, data, first)
+    return Journal(head, data, first=first)
 
 
 def _corrupt(reason: str) -> Corrupt:

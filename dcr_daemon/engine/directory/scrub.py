@@ -26,7 +26,7 @@ async def scrub(state: DirectoryState, *, rate: float, first: int) -> Scrubbed:
     tensors, size, differing = 0, 0, list[Difference]()
     for tensor in range(first, len(state.layout)):
         late = tensors > 0 and runtime.monotonic() - began > CALL_SECONDS
-        same = None if late else await _is_same(state, tensor, rate, call)
+        same = None if late else await _is_same(state, tensor, rate=rate, call=call)
         if same is None:
             return Scrubbed(version=version, tensors=tensors, bytes=size, next=tensor)
         tensors, size = tensors + 1, size + state.layout[tensor].nbytes
@@ -46,7 +46,7 @@ def _scrubbable(state: DirectoryState) -> int:
     return version
 
 
-async def _is_same(state: DirectoryState, tensor: int, rate: float, call: int) -> bool | None:
+async def _is_same(state: DirectoryState, tensor: int, *, rate: float, call: int) -> bool | None:
     """Whether a tensor sums to what was accepted; None if another call came between.
 
     What differs is summed once more with every other process kept out: a new owner claims before it writes (must E3).

@@ -34,7 +34,7 @@ def hops_within(hops: list[VersionDelta], budget: int) -> list[VersionDelta]:
 def draft_changes(state: DirectoryState, txn: Transaction, hops: list[VersionDelta]) -> int:
     """Compose the hops into a journal that waits under another name; returns how many elements it changes."""
     layout, facts = state.layout, state.stream
-    opened = [open_hop(layout, facts.stream, hop) for hop in hops]
+    opened = [open_hop(layout, facts.stream, hop=hop) for hop in hops]
     check_chain(layout, [hop.summary for hop in opened], state.vector)
     after = opened[-1].summary.after
     head = Patch(
@@ -46,7 +46,7 @@ def draft_changes(state: DirectoryState, txn: Transaction, hops: list[VersionDel
         label=txn.label,
         vector=vector_digest(after),
     )
-    changed = write_journal(state.draft, head, compose(layout, opened, state.open.bits))
+    changed = write_journal(state.draft, head, entries=compose(layout, opened, live=state.open.bits))
     runtime.failpoint("engine.dir.prepared")
     state.prepared, state.after = head, after
     return changed

@@ -43,9 +43,9 @@ class Check:
         self,
         store: Store,
         stream: Stream,
+        *,
         seals: Mapping[int, Seal],
         floor: int,
-        *,
         emit: Emit,
         workers: runtime.Workers | None,
     ) -> None:
@@ -167,7 +167,11 @@ class Check:
         """What the chunks add to the vector (mod 2^64); None if one of them cannot be read."""
         known = [(ref, part, self._part_contents(ref, part)) for ref, part in zip(seal.parts, parts, strict=True)]
         sums = await asyncio.gather(
-            *(self._chunk(seal, ref, part, n, held) for ref, part, held in known for n in range(len(part.chunks)))
+            *(
+                self._chunk(seal, ref, part=part, n=n, contents=held)
+                for ref, part, held in known
+                for n in range(len(part.chunks))
+            )
         )
         vector = np.zeros(len(self._layout), dtype=np.uint64)
         for delta in sums:
@@ -216,7 +220,9 @@ class Check:
         if key and whole and records.show_u64(int(added[1])) != seal.after:
             self._damage(key, seal.version, "the sums beside the parts do not add up to the seal's sum after")
 
-    async def _chunk(self, seal: Seal, of: ObjectRef, part: Part, n: int, contents: Contents | None) -> Vector | None:
+    async def _chunk(
+        self, seal: Seal, of: ObjectRef, *, part: Part, n: int, contents: Contents | None
+    ) -> Vector | None:
         ref = part.chunks[n]
 
         async def read() -> tuple[Vector, set[int]]:
@@ -299,4 +305,4 @@ def _chunk_sums(
 def _file_sums(body: bytes, name: str, layout: Layout) -> Sums:
     """What one file of an anchor holds."""
     found = read_pieces(SafetensorsBytes(body, name), layout)
-    return [(t, box, sum_box(bits, box, int(layout.keys[t]))) for t, box, bits in found if box is not None]
+    return [(t, box, sum_box(bits, box, key=int(layout.keys[t]))) for t, box, bits in found if box is not None]

@@ -73,7 +73,12 @@ async def verify(
     """
     found = await _read_ledger(store)
     check = Check(
-        store, found.stream, {seal.version: seal for seal in found.seals}, found.state.floor, emit=emit, workers=workers
+        store,
+        found.stream,
+        seals={seal.version: seal for seal in found.seals},
+        floor=found.state.floor,
+        emit=emit,
+        workers=workers,
     )
     await check.open()
     seals = [seal for seal in found.seals if seal.version >= found.state.floor]

@@ -71,7 +71,7 @@ class Collector:
         tip = self._ledger.tip
         facts = Facts(tip.seq, tip.state, await self._sealed(tip.state, listing), await self._anchors())
         floor = await self._floor(policy, facts)
-        return plan_retention(facts, floor, listing)
+        return plan_retention(facts, floor, listing=listing)
 
     async def raise_floor(self, plan: Plan) -> None:
         """Write the plan's floor, unless the floor is that high already. The caller holds the claim.

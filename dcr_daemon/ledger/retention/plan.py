@@ -176,7 +176,7 @@ def plan_floor(oldest: int, floor: int, anchors: Iterable[AnchorFact]) -> FloorP
     return FloorPlan(floor, oldest, f"{_versions(floor, oldest - 1)} cannot go: {reason}", blocked=True)
 
 
-def plan_retention(facts: Facts, floor: FloorPlan, listing: Iterable[Entry]) -> Plan:
+def plan_retention(facts: Facts, floor: FloorPlan, *, listing: Iterable[Entry]) -> Plan:
     """Which objects of `listing` are to be deleted once the floor is durable."""
     judge = _Judge(facts, floor.floor)
     items, unknown, kept, kept_bytes = list[Item](), list[str](), 0, 0

@@ -106,7 +106,7 @@ def check(declarations: Sequence[Declaration], layout: Layout, skip: Bools) -> C
     faults: list[Fault] = []
     boxes = nbytes = 0
     for lo, hi in _stripes(per_tensor):
-        stripe = _sorted(declarations, forms, lo, hi, skip)
+        stripe = _sorted(declarations, forms, lo=lo, hi=hi, skip=skip)
         boxes += stripe.tensors.size
         nbytes += int((forms.elements[stripe.kinds] * widths[stripe.tensors]).sum())
         faults += checker.stripe(stripe, lo, hi)
@@ -140,7 +140,7 @@ def _stripes(per_tensor: Ints) -> Iterator[tuple[int, int]]:
         lo = hi
 
 
-def _sorted(declarations: Sequence[Declaration], forms: _Forms, lo: int, hi: int, skip: Bools) -> _Stripe:
+def _sorted(declarations: Sequence[Declaration], forms: _Forms, *, lo: int, hi: int, skip: Bools) -> _Stripe:
     columns: list[tuple[Ints, Ints, Ints, Ints]] = []
     for declaration, of_rank in zip(declarations, forms.of_rank, strict=True):
         tensors, kinds, starts = declaration.columns()
@@ -174,13 +174,13 @@ class _Checker:
         lasts = np.append(firsts, stripe.tensors.size)[1:]
         sound = np.zeros(hi - lo, np.bool_)
         if present.size:
-            sound[present - lo] = self._tiled(stripe, firsts, lasts, self.sizes[present])
+            sound[present - lo] = self._tiled(stripe, firsts, lasts=lasts, sizes=self.sizes[present])
         at = {int(tensor): slice(int(a), int(b)) for tensor, a, b in zip(present, firsts, lasts, strict=True)}
         for tensor in (np.flatnonzero(~sound & ~self.skip[lo:hi]) + lo).tolist():
             if self.sizes[tensor] or tensor in at:  # an empty tensor needs no source
                 yield from self._tensor(stripe, tensor, at.get(tensor, slice(0)))
 
-    def _tiled(self, stripe: _Stripe, firsts: Ints, lasts: Ints, sizes: Ints) -> Bools:
+    def _tiled(self, stripe: _Stripe, firsts: Ints, *, lasts: Ints, sizes: Ints) -> Bools:
         """For each tensor, whether its boxes are runs that follow one another from its first element to its last."""
         ends = stripe.starts + self.forms.spans[stripe.kinds] + 1
         expected = np.concatenate([[0], ends[:-1]])

@@ -189,7 +189,10 @@ def decode_declaration(body: bytes) -> Declaration:
 
     Sound: columns of one length, boxes that visit no element twice, tensors in rising order, a rank inside its world.
     """
-    declaration = decode(_declarations, decompress_bounded(body, "a declaration", PACKED_LIMIT, UNPACKED_LIMIT))
+    declaration = decode(
+        _declarations,
+        decompress_bounded(body, "a declaration", packed_limit=PACKED_LIMIT, unpacked_limit=UNPACKED_LIMIT),
+    )
     if declaration.rank >= declaration.world:
         raise ValueError(f"rank {declaration.rank} of a world of {declaration.world}")
     if not 8 * declaration.boxes == 2 * len(declaration.kinds) == len(declaration.starts) <= 8 * MAX_BOXES:

@@ -122,7 +122,9 @@ _verdicts = msgspec.msgpack.Decoder(Verdict)
 
 def decode_verdict(body: bytes) -> Verdict:
     """Read `encode_verdict` back. Raises `ValueError` for anything that is no verdict."""
-    verdict = decode(_verdicts, decompress_bounded(body, "a verdict", PACKED_LIMIT, UNPACKED_LIMIT))
+    verdict = decode(
+        _verdicts, decompress_bounded(body, "a verdict", packed_limit=PACKED_LIMIT, unpacked_limit=UNPACKED_LIMIT)
+    )
     if any(residue.owner >= len(verdict.nonces) for residue in verdict.residues.values()):
         raise ValueError("it gives a tensor to a rank that does not exist")
     return verdict

@@ -64,7 +64,7 @@ class Attribution:
     """Attributes the tensors of a module or a state dict. One object is used once, for one rank."""
 
     def __init__(
-        self, layout: Layout, mismatches: LayoutMismatches, conversion: Conversion | None, copies: Copies
+        self, layout: Layout, mismatches: LayoutMismatches, *, conversion: Conversion | None, copies: Copies
     ) -> None:
         self._layout, self._mismatches, self._copies = layout, mismatches, copies
         self._conversion = conversion
@@ -87,7 +87,7 @@ class Attribution:
         """Judge the shapes of tensors that the export writes under names of the layout."""
         for name, (_, shape) in self._conversion.tensors.items() if self._conversion else ():
             if name in self._layout:
-                self._mismatches.judge_shape(name, shape, self._layout[self._layout.index(name)].shape)
+                self._mismatches.judge_shape(name, shape, expected=self._layout[self._layout.index(name)].shape)
 
     def _targets(self, name: str, tensor: Any) -> Sequence[Region] | None:
         """The canonical regions of a whole tensor; None if the conversion does not know a tensor of this name."""
@@ -117,7 +117,7 @@ class Attribution:
         for target in canonical:
             if target not in self._layout and not self._mismatches.ignores(target):
                 self._mismatches.note("added", target)
-        self._bind(name, tensor, targets, inside)
+        self._bind(name, tensor, targets=targets, inside=inside)
         return True
 
     def _take_value(self, name: str, value: Any) -> None:
@@ -126,25 +126,25 @@ class Attribution:
         else:
             self._mismatches.note("not tensors", f"{name} (a {type(value).__name__})")
 
-    def _bind(self, name: str, tensor: Any, targets: Sequence[Region], inside: list[str]) -> None:
+    def _bind(self, name: str, tensor: Any, *, targets: Sequence[Region], inside: list[str]) -> None:
         if self._conversion is None and not self._mismatches.judge_shape(
-            name, tensor.shape, self._layout[self._layout.index(name)].shape
+            name, tensor.shape, expected=self._layout[self._layout.index(name)].shape
         ):
             return
         mine = local(tensor)
         if why := unreadable(mine):
             self._mismatches.note("without values here", f"{name} ({why})")
-        elif why := encoded(mine) or self._bind_readable(name, tensor, targets, inside):
+        elif why := encoded(mine) or self._bind_readable(name, tensor, targets=targets, inside=inside):
             self._found.residual |= dict.fromkeys(inside, why)
 
-    def _bind_readable(self, name: str, tensor: Any, targets: Sequence[Region], inside: list[str]) -> str:
+    def _bind_readable(self, name: str, tensor: Any, *, targets: Sequence[Region], inside: list[str]) -> str:
         """Add its shards. Returns why the tensor can only be exported; "" if it was attributed or a mismatch noted."""
         try:
             dtype, here = dtype_of(name, tensor), None
         except Incompatible as error:
             self._mismatches.note("retyped", error.message)
             return ""
-        if not self._mismatches.judge_dtype(name, dtype, inside):
+        if not self._mismatches.judge_dtype(name, dtype, targets=inside):
             return ""
         try:
             here = local_part(name, tensor)
@@ -171,7 +171,7 @@ class Attribution:
                 self._mismatches.note("added", canonical)
 
 
-def of_chunks(chunks: Any, megatron: Megatron, layout: Layout, mismatches: LayoutMismatches) -> AttributionResult:
+def of_chunks(chunks: Any, megatron: Megatron, *, layout: Layout, mismatches: LayoutMismatches) -> AttributionResult:
     """Attribute a Megatron rank's parameters by closed forms.
 
     A parameter of which there is no closed form is a mismatch, unless a residual tensor may be made of it.
@@ -186,7 +186,7 @@ def of_chunks(chunks: Any, megatron: Megatron, layout: Layout, mismatches: Layou
             mismatches.note("added", name)
     for name, spec in predicted.items():
         if name in layout:
-            mismatches.judge_shape(name, spec.shape, layout[layout.index(name)].shape, by="the architecture")
+            mismatches.judge_shape(name, spec.shape, expected=layout[layout.index(name)].shape, by="the architecture")
     for name, shape in seen.unknown.items():
         if mismatches.ignores(name):
             found.drop(name, "ignored")
@@ -218,7 +218,9 @@ def _as_published(shard: Shard, layout: Layout, found: AttributionResult) -> lis
     ]
 
 
-def of_map(mapped: Map, tensors: Mapping[str, Any], layout: Layout, mismatches: LayoutMismatches) -> AttributionResult:
+def of_map(
+    mapped: Map, tensors: Mapping[str, Any], *, layout: Layout, mismatches: LayoutMismatches
+) -> AttributionResult:
     """Attribute by a finished map: its tensors must be as it describes them, its regions inside them and the layout."""
     found = AttributionResult(residual=dict(mapped.residual))
     for name in tensors.keys() - {shard.parameter for shard in mapped.shards}:

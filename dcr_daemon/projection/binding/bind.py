@@ -146,13 +146,20 @@ def live(
     convert: Convert | None = None
     if megatron is not None:
         input_adapter = InputAdapter(chunks=megatron.grid.vpp)
-        found = of_chunks(weights, megatron, layout, mismatches)
+        found = of_chunks(weights, megatron, layout=layout, mismatches=mismatches)
     elif mapped is not None:
         input_adapter = InputAdapter()
-        found = of_map(mapped, input_adapter.tensors(weights), layout, mismatches)
+        found = of_map(mapped, input_adapter.tensors(weights), layout=layout, mismatches=mismatches)
     else:
-        input_adapter, tensors, conversion, convert = _converted(weights, layout, mismatches, conversion, adapter)
-        attribution = Attribution(layout, mismatches, conversion, Copies(rank, world, replica, tensors.values()))
+        input_adapter, tensors, conversion, convert = _converted(
+            weights, layout, mismatches=mismatches, conversion=conversion, adapter=adapter
+        )
+        attribution = Attribution(
+            layout,
+            mismatches,
+            conversion=conversion,
+            copies=Copies(rank, world, replica=replica, tensors=tensors.values()),
+        )
         found = attribution.of(tensors)
     mismatches.check(f"what rank {rank} of {world} holds")
     input_adapter = replace(input_adapter, skipped=frozenset(found.skipped))
@@ -181,7 +188,7 @@ def _table(weights: Any) -> dict[str, Any]:
 
 
 def _converted(
-    weights: Any, layout: Layout, mismatches: LayoutMismatches, conversion: Conversion | None, adapter: Any
+    weights: Any, layout: Layout, *, mismatches: LayoutMismatches, conversion: Conversion | None, adapter: Any
 ) -> tuple[InputAdapter, dict[str, Any], Conversion | None, Convert | None]:
     """All inputs by the names that their conversion knows, the conversion, and the export that it was traced from."""
     entries = _table(weights)

@@ -57,7 +57,7 @@ class Residual:
         exporter: of the kind that the verdict names.
     """
 
-    def __init__(self, verdict: Verdict, layout: Layout, rank: int, exporter: Exporter) -> None:
+    def __init__(self, verdict: Verdict, layout: Layout, *, rank: int, exporter: Exporter) -> None:
         self.names = tuple(verdict.residual)
         self.owned = frozenset(verdict.owned(rank))
         self.overwrites = frozenset(layout.index(name) for name in verdict.overwrites)  #: layout indices
@@ -159,6 +159,7 @@ class Gather:
         self,
         tensors: Callable[[], Mapping[str, Any]],
         layout: Layout,
+        *,
         conversion: Conversion | None = None,
         convert: Convert | None = None,
     ) -> None:

@@ -67,11 +67,11 @@ class Piece:
     @property
     def regions(self) -> list[Region]:
         """The piece in its own whole tensor."""
-        return slab(self.tensor, self.whole, self.starts, self.shape)
+        return slab(self.tensor, self.whole, starts=self.starts, sizes=self.shape)
 
 
 def map_of_pieces(
-    pieces: Iterable[Piece], layout: Layout, targets: Mapping[str, Sequence[Region]] | None = None, *, prefix: str = ""
+    pieces: Iterable[Piece], layout: Layout, *, targets: Mapping[str, Sequence[Region]] | None = None, prefix: str = ""
 ) -> Map:
     """The map of a reader of these pieces. Tensors that become nothing canonical (optimizer states) are left out.
 
@@ -85,7 +85,7 @@ def map_of_pieces(
         name = piece.tensor.removeprefix(prefix)
         if not piece.tensor.startswith(prefix) or name not in (layout if targets is None else targets):
             continue
-        regions = slab(name, piece.whole, piece.starts, piece.shape)
+        regions = slab(name, piece.whole, starts=piece.starts, sizes=piece.shape)
         regions = regions if targets is None else chain(regions, targets)
         shards += shards_of(piece.label, piece.shape, piece.dtype, regions, layout)
     return Map(tuple(shards))

@@ -56,7 +56,7 @@ def plain(piece: Piece) -> StoredPiece:
     return StoredPiece(piece.span[0], next(iter(whole(piece.tensor, piece.shape)), None))
 
 
-def archived(descriptor: int, piece: Piece, path: Path) -> StoredPiece:
+def archived(descriptor: int, piece: Piece, *, path: Path) -> StoredPiece:
     """The place of a piece in a distributed checkpoint; nothing in the archive is executed.
 
     Raises:
@@ -171,7 +171,7 @@ class _Window(io.RawIOBase):
         return os.pread(self._descriptor, size, self._start + place)
 
 
-def read_region(descriptor: int, stored: StoredPiece, wanted: Region, out: Bits, origin: int) -> None:
+def read_region(descriptor: int, stored: StoredPiece, *, wanted: Region, out: Bits, origin: int) -> None:
     """Copy elements of a piece to their places.
 
     Args:
@@ -186,7 +186,7 @@ def read_region(descriptor: int, stored: StoredPiece, wanted: Region, out: Bits,
         return
 
     def fill(first: int, part: Bits) -> None:
-        read_at(descriptor, part, stored.at + first * part.itemsize)
+        read_at(descriptor, part, place=stored.at + first * part.itemsize)
 
     for part in compose(stored.region, wanted):
         gather(fill, part.shifted(dst=-origin), out)
@@ -202,11 +202,11 @@ def read_archived(directory: Path, piece: Piece) -> Bits:
     path = directory / piece.file
     descriptor = open_plain(path)
     try:
-        stored = archived(descriptor, piece, path)
+        stored = archived(descriptor, piece, path=path)
         everything = whole(piece.tensor, piece.shape)
         out = np.empty(sum(region.elements for region in everything), bits_dtype(item_size(piece.dtype)))
         for region in everything:
-            read_region(descriptor, stored, region, out, 0)
+            read_region(descriptor, stored, wanted=region, out=out, origin=0)
     except (EOFError, OSError) as error:
         raise Corrupt(f"{path} cannot be read: {error}") from error
     finally:

@@ -90,7 +90,7 @@ def regions(form: Form, trainer: Trainer, rank: int, tp: int, dp: int) -> tuple[
     full = _whole(form)
     if trainer == "zero3":
         flat = [region for of_part in full.values() for region in of_part]
-        return tuple(partition(flat, math.prod(form.shape), rank, tp * dp))
+        return tuple(partition(flat, math.prod(form.shape), rank=rank, world=tp * dp))
     cuts = []
     if trainer == "fsdp2":
         strided = tp if form.axis == 0 else 1
@@ -106,4 +106,10 @@ def _whole(form: Form) -> dict[str, list[Region]]:
     if form.parts == 1:
         return {"": whole("0", form.shape)}
     size = math.prod(form.shape) // form.parts
-    return {"": [r.shifted(src=i * size) for i in range(form.parts) for r in slab(str(i), (size,), (0,), (size,))]}
+    return {
+        "": [
+            r.shifted(src=i * size)
+            for i in range(form.parts)
+            for r in slab(str(i), (size,), starts=(0,), sizes=(size,))
+        ]
+    }

@@ -18,7 +18,7 @@ def adapter_conversion(adapter: Any, tensors: Mapping[str, Any]) -> Conversion:
     return trace(lambda table: adapter.to_hf(table), tensors)
 
 
-def grouped_experts(names: Sequence[str], rows: int, columns: int) -> list[Region]:
+def grouped_experts(names: Sequence[str], rows: int, *, columns: int) -> list[Region]:
     """A parameter of shape (E, rows, columns), expert e of which is the canonical tensor `names[e]` of (rows, columns).
 
     So for `w1_EFD`, `w2_EDF` and `w3_EFD`, whose experts are gate, down and up projections as they are.
@@ -27,7 +27,7 @@ def grouped_experts(names: Sequence[str], rows: int, columns: int) -> list[Regio
     return [Region(name, (size,), expert * size, (1,), 0, (1,)) for expert, name in enumerate(names)] if size else []
 
 
-def rotary_rows(name: str, heads: int, head_dim: int, columns: int) -> list[Region]:
+def rotary_rows(name: str, heads: int, *, head_dim: int, columns: int) -> list[Region]:
     """A q or k projection for complex rotary embedding, whose canonical form rotates halves.
 
     Local rows count (head, pair, part), canonical ones (head, part, pair); the parts are the two sides of a rotation.

@@ -30,7 +30,7 @@ _COPIES = 64  #: bytes per element: the gathered numbers, torch's own buffers, w
 _UNCUT = 2  #: size at which an axis that no mesh dimension cuts is kept
 
 
-def probe_meshes(tensors: Mapping[str, Any], mapped: Map, layout: Layout, *, cap: int = CAP) -> Probed:
+def probe_meshes(tensors: Mapping[str, Any], mapped: Map, *, layout: Layout, cap: int = CAP) -> Probed:
     """Probe the placements of all DTensors among `tensors`. Collective over the default process group.
 
     Every rank of the group calls it, whatever it holds.

@@ -51,7 +51,7 @@ def asked(layout: Layout, *, cap: int = EXPORT_CAP, budget: int = BUDGET) -> tup
     return tuple(spec.name for spec in layout if spec.name in chosen)
 
 
-def probe_export(exporter: Exporter, read: Read, mapped: Map, layout: Layout, names: Sequence[str]) -> Probed:
+def probe_export(exporter: Exporter, read: Read, *, mapped: Map, layout: Layout, names: Sequence[str]) -> Probed:
     """Compare this rank's boxes of `names` with the export's tensors. Collective: alike on every rank.
 
     Raises:

@@ -134,7 +134,7 @@ class ExportTrial:
         for src, dst in places:
             after[self.name].reshape(-1)[dst] = new[src]
         patched = {name: tensor.clone().reshape(-1) for name, tensor in self._exported(before).items()}
-        self._patch(patched, here, old, new)
+        self._patch(patched, here, old=old, new=new)
         exact = all(self._value(self.name, name) == Bits() for name in patched)
         for name, tensor in self._exported(after).items():
             if not same(patched[name], tensor, exact=exact).all():
@@ -150,7 +150,7 @@ class ExportTrial:
             return []
         return shard(self.name, shape, cuts_of(self.name, tensor))
 
-    def _patch(self, canonical: Mapping[str, Any], here: list[Region], old: Any, new: Any) -> None:
+    def _patch(self, canonical: Mapping[str, Any], here: list[Region], *, old: Any, new: Any) -> None:
         """Write what an edit of the local tensor changes into flat canonical tensors, box by box as a chunk says it."""
         for region in chain(here, {self.name: self._traced.regions[self.name]}):
             if region.name not in canonical:

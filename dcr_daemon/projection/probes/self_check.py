@@ -82,14 +82,16 @@ def probe(
     started = runtime.monotonic()
     parameters: dict[str, list[Shard]] = defaultdict(list)
     for one in mapped.shards:
-        if one.parameter in tensors and _judged(one.parameter, tensors[one.parameter], layout, conversion):
+        if one.parameter in tensors and _judged(
+            one.parameter, tensors[one.parameter], layout=layout, conversion=conversion
+        ):
             parameters[one.parameter].append(one)
     model = _Model(tensors, layout, conversion, convert, cap // _COPIES)
     faults = model.misplaced(parameters)
     forms: dict[Hashable, list[str]] = defaultdict(list)
     for name, shards in parameters.items():
         if name not in faults:
-            forms[_form(name, tensors[name], shards, model.targets(name))].append(name)
+            forms[_form(name, tensors[name], shards=shards, targets=model.targets(name))].append(name)
     for members in forms.values():
         if why := model.trial_fault(members[0], parameters[members[0]]):
             faults |= dict.fromkeys(members, why)
@@ -97,13 +99,13 @@ def probe(
     return Probed(residual, len(parameters), len(forms), runtime.monotonic() - started)
 
 
-def _judged(name: str, tensor: Any, layout: Layout, conversion: Conversion | None) -> bool:
+def _judged(name: str, tensor: Any, *, layout: Layout, conversion: Conversion | None) -> bool:
     if conversion is not None:
         return name in conversion.regions
     return name in layout and tuple(tensor.shape) == layout[layout.index(name)].shape
 
 
-def _form(name: str, tensor: Any, shards: Sequence[Shard], targets: Sequence[Region]) -> Hashable:
+def _form(name: str, tensor: Any, *, shards: Sequence[Shard], targets: Sequence[Region]) -> Hashable:
     """Equal for parameters that one trial covers."""
     regions = tuple((r.shape, r.src, r.src_strides, r.dst, r.dst_strides) for r in targets)
     mesh, values = getattr(tensor, "device_mesh", None), tuple(sorted(str(one.value) for one in shards))

@@ -114,7 +114,7 @@ def _integer_patterns(dtype: Any) -> Any:
     return torch.tensor([0, 1, 2, info.max, info.min], dtype=dtype)
 
 
-def random_bits(shape: Shape, dtype: Any, seed: int) -> Any:
+def random_bits(shape: Shape, dtype: Any, *, seed: int) -> Any:
     """Random bit patterns, the same for one seed; booleans are 0 or 1."""
     generator = torch.Generator().manual_seed(seed)
     if dtype is torch.bool:
@@ -140,7 +140,7 @@ def same(left: Any, right: Any, *, exact: bool) -> Any:
     return equal | (left.reshape(-1).float().isnan() & right.reshape(-1).float().isnan())
 
 
-def edited(tensor: Any, places: Sequence[int] | Any, seed: int) -> Any:
+def edited(tensor: Any, places: Sequence[int] | Any, *, seed: int) -> Any:
     """A copy with other bits at `places` (flat, row-major): every byte of an element changes, so that casts do."""
     changed = tensor.clone().reshape(-1)
     if tensor.dtype is torch.bool:

@@ -26,7 +26,7 @@ class Copies:
     tensors: all input tensors.
     """
 
-    def __init__(self, rank: int, world: int, replica: Number | None, tensors: Iterable[Any]) -> None:
+    def __init__(self, rank: int, world: int, *, replica: Number | None, tensors: Iterable[Any]) -> None:
         tensors = list(tensors)
         meshes = {id(t.device_mesh): t.device_mesh for t in tensors if hasattr(t, "placements")}
         partitions = {(t.rank, t.ranks) for t in tensors if isinstance(t, Partitioned)}

@@ -50,7 +50,7 @@ def local_part(name: str, tensor: Any) -> LocalPart:
     if coordinate is None:
         return LocalPart(tuple(local.shape), ())
     sizes = [int(mesh.size(i)) for i in range(mesh.ndim)]
-    cuts, replica, replicas = _cuts(name, tensor.ndim, placements, sizes, coordinate)
+    cuts, replica, replicas = _cuts(name, tensor.ndim, placements=placements, sizes=sizes, coordinate=coordinate)
     shape = local_shape(tuple(tensor.shape), cuts)
     regions = shard(name, tuple(tensor.shape), cuts)
     if sum(region.elements for region in regions) != local.numel() or (local.numel() and shape != tuple(local.shape)):
@@ -70,11 +70,11 @@ def cuts_of(name: str, tensor: Any) -> list[Cut]:
     """
     mesh = tensor.device_mesh
     sizes = [int(mesh.size(i)) for i in range(mesh.ndim)]
-    return _cuts(name, tensor.ndim, tensor.placements, sizes, mesh.get_coordinate())[0]
+    return _cuts(name, tensor.ndim, placements=tensor.placements, sizes=sizes, coordinate=mesh.get_coordinate())[0]
 
 
 def _cuts(
-    name: str, ndim: int, placements: Sequence[Any], sizes: Sequence[int], coordinate: Sequence[int]
+    name: str, ndim: int, *, placements: Sequence[Any], sizes: Sequence[int], coordinate: Sequence[int]
 ) -> tuple[list[Cut], int, int]:
     """Placements in mesh order as cuts, and this rank's number among the replicas, mesh order too."""
     cuts, replica, replicas = [], 0, 1
@@ -121,8 +121,8 @@ def shards(
 def map_of(
     tensors: Iterable[tuple[str, Any]],
     layout: Layout,
-    conversion: Conversion | None = None,
     *,
+    conversion: Conversion | None = None,
     plain_replica: tuple[int, int] = (0, 1),
 ) -> Map:
     """The map of this rank from its named tensors (a `state_dict`'s items: DTensors and plain tensors).

@@ -78,11 +78,11 @@ class Partitioned:
         if self.hidden:
             raise Incompatible(f"{name} cannot be read: {self.hidden}", hint="keep partitions in memory to publish")
         size = int(self.local.numel())
-        return partition(whole(name, self.shape), self.numel(), self.rank, self.ranks, size=size)
+        return partition(whole(name, self.shape), self.numel(), rank=self.rank, world=self.ranks, size=size)
 
 
 def partition(
-    regions: Iterable[Region], elements: int, rank: int, world: int, *, size: int | None = None
+    regions: Iterable[Region], elements: int, *, rank: int, world: int, size: int | None = None
 ) -> list[Region]:
     """What lies in a rank's partition of a parameter, places counted from the partition's start.
 

@@ -114,7 +114,9 @@ class Baseline:
         if number is not None:
             return self[number]
         out = np.empty(box.elements, dtype=bits_dtype(self.layout[tensor].width))
-        held = sum(transfer(self[n], self.blocks[n].box, out, box) for n in self.blocks.touching(tensor, box))
+        held = sum(
+            transfer(self[n], self.blocks[n].box, into=out, target=box) for n in self.blocks.touching(tensor, box)
+        )
         assert held == box.elements
         return out
 
@@ -239,7 +241,9 @@ class Baseline:
 
     def place(self, tensor: int, box: Box, bits: Bits) -> int:
         """Copy a box of canonical elements into the blocks; returns how many they have of it. Claims no version."""
-        return sum(transfer(bits, box, self[n], self.blocks[n].box) for n in self.blocks.touching(tensor, box))
+        return sum(
+            transfer(bits, box, into=self[n], target=self.blocks[n].box) for n in self.blocks.touching(tensor, box)
+        )
 
     def apply(self, chunk: Chunk) -> None:
         """Apply what a verified chunk changes in the blocks. Any thread. Claims no version.

@@ -41,7 +41,7 @@ class Rebuild:
         thorough: read all objects, whatever the tables of contents say.
     """
 
-    def __init__(self, objects: Objects, baseline: Baseline, workers: Workers, emit: Emit) -> None:
+    def __init__(self, objects: Objects, baseline: Baseline, *, workers: Workers, emit: Emit) -> None:
         self._objects, self._baseline, self._workers, self._emit = objects, baseline, workers, emit
         self.damaged: set[int] = set()
         self.thorough = False
@@ -64,7 +64,7 @@ class Rebuild:
         blocks, filled = self._baseline.blocks, [0] * len(self._baseline.layout)
         what = f"the anchor of version {anchor.version}"
         for files in (wanted, rest):
-            await self._load_files(files, filled, what, anchor.version)
+            await self._load_files(files, filled, what=what, version=anchor.version)
             short = [s.name for t, s in enumerate(blocks.layout) if filled[t] != blocks.elements(t)]
             if not short:
                 return
@@ -99,7 +99,7 @@ class Rebuild:
             raise Corrupt(f"tables of contents speak of {len(found)} objects, and there are {objects}")
         return found
 
-    async def _load_files(self, files: Sequence[ObjectRef], filled: list[int], what: str, version: int) -> None:
+    async def _load_files(self, files: Sequence[ObjectRef], filled: list[int], *, what: str, version: int) -> None:
         progress = _Progress(self._emit, what, sum(file.size for file in files))
 
         async def load(ref: ObjectRef) -> None:
@@ -134,7 +134,7 @@ class Rebuild:
                 with self._blames(version):
                     seal = await seal_of(version)
                     chunks = await self._chunks(seal)
-                before = await self._apply(group, seal, chunks, before)
+                before = await self._apply(group, seal, chunks=chunks, before=before)
 
     @contextlib.contextmanager
     def _blames(self, version: int) -> Iterator[None]:
@@ -146,7 +146,7 @@ class Rebuild:
             raise
 
     async def _apply(
-        self, group: TaskLimiter, seal: Seal, chunks: list[ChunkRef], before: asyncio.Event
+        self, group: TaskLimiter, seal: Seal, *, chunks: list[ChunkRef], before: asyncio.Event
     ) -> asyncio.Event:
         """Begin to apply the chunks of a version as soon as `before` says that its base is there. What is returned
         says the same of the version."""

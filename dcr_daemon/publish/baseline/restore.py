@@ -38,7 +38,7 @@ class Restorer:
     ) -> None:
         self._ledger, self._objects, self._baseline = ledger, objects, baseline
         self._base, self._emit = base, emit
-        self._rebuild = Rebuild(objects, baseline, workers, emit)
+        self._rebuild = Rebuild(objects, baseline, workers=workers, emit=emit)
         self.mismatches = 0
 
     async def restore(self) -> None:

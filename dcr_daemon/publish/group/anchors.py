@@ -72,7 +72,7 @@ class SinceAnchor:
     They are asked about after every version, so what they add up to is carried along, and no seal is read twice.
     """
 
-    def __init__(self, ledger: Ledger, policy: AnchorPolicy, dense_bytes: int) -> None:
+    def __init__(self, ledger: Ledger, policy: AnchorPolicy, *, dense_bytes: int) -> None:
         self._ledger, self._policy, self._dense_bytes = ledger, policy, dense_bytes
         self._anchor: int | None = None
         self._version = self._bytes = 0
@@ -154,7 +154,7 @@ async def write_share(context: RankContext, seal: Seal) -> AnchorShare:
     writer = _Writer(context.resources, baseline, names.anchor(seal.version, seal.seq))
     address = f"{rank.group}-{rank.number}-{rank.nonce}"
     boxes = [(block.tensor, block.box) for block in baseline.blocks]
-    plan = plan_boxes(baseline.layout, boxes, FILE_BYTES)
+    plan = plan_boxes(baseline.layout, boxes, limit=FILE_BYTES)
     if rank.leads:  # nobody has an element of an empty tensor
         plan.append([Piece(t, None, spec) for t, spec in enumerate(baseline.layout) if not spec.elements])
     plan = [pieces for pieces in plan if pieces]
@@ -193,7 +193,7 @@ async def join_anchor(
     vector = context.baseline.vector  # what its own files were proved to hold
 
     async def take(number: int, key: str) -> None:
-        share = shares[number] = await _read_share(context, key, seal, number)
+        share = shares[number] = await _read_share(context, key, seal=seal, number=number)
         sums = await context.objects.read(share.sums, seal.version, limit=size)
         if len(sums) != size:
             raise Corrupt(f"{share.sums.key} does not hold a vector of {len(context.layout)} tensors")
@@ -209,7 +209,7 @@ async def join_anchor(
     return await writer.record(seal.version, files, vector=vector, side_files=side_files, tables=tables)
 
 
-async def _read_share(context: RankContext, key: str, seal: Seal, number: int) -> AnchorShare:
+async def _read_share(context: RankContext, key: str, *, seal: Seal, number: int) -> AnchorShare:
     body = await read_listed(context.ledger.store, key, limit=records.PART_LIMIT, patience=context.options.patience)
     try:
         share = records.decode_anchor_share(body)
@@ -311,4 +311,6 @@ def _pack(source: BoxSource, pieces: list[Piece]) -> tuple[bytearray, list[tuple
     body = pack_safetensors(items, piece_metadata(layout, pieces))
     packed = SafetensorsBytes(body, "anchor")
     keys = layout.keys
-    return body, [(p.tensor, sum_box(packed.bits(p.entry.name), p.box, int(keys[p.tensor]))) for p in pieces if p.box]
+    return body, [
+        (p.tensor, sum_box(packed.bits(p.entry.name), p.box, key=int(keys[p.tensor]))) for p in pieces if p.box
+    ]

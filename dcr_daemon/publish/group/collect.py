@@ -140,7 +140,7 @@ async def read_listed(store: Store, key: str, *, limit: int, patience: float, la
     """
     for _ in range(LOOKS):
         try:
-            body = await _wait_for(store, key, limit, patience)
+            body = await _wait_for(store, key, limit=limit, patience=patience)
         except Corrupt:  # too large, as it was read this time
             body = None
         if body is not None and body == last:
@@ -152,7 +152,7 @@ async def read_listed(store: Store, key: str, *, limit: int, patience: float, la
     )
 
 
-async def _wait_for(store: Store, key: str, limit: int, patience: float) -> bytes:
+async def _wait_for(store: Store, key: str, *, limit: int, patience: float) -> bytes:
     poller = Poller(first=_FIRST, longest=_LAST)
     while True:
         try:

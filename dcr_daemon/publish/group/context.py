@@ -50,7 +50,7 @@ class RankContext:
         self.state, self.workers, self.emit = resources.state, resources.workers, resources.emit
         self.attempt: Attempt | None = None
         self.owes_anchor = self.committed = False
-        self._spool = Spool(self.state.spool, self.options.spool_memory, self.workers)
+        self._spool = Spool(self.state.spool, self.options.spool_memory, workers=self.workers)
         self._baseline: Baseline | None = None
         self._restorer: Restorer | None = None
         self._scrub: Scrub | None = None

@@ -69,7 +69,7 @@ class Coordinator(Protocol):
         """
         ...
 
-    async def agree(self, record: Open, round_: int, declared: bytes, judge: Judge) -> bytes:
+    async def agree(self, record: Open, round_: int, *, declared: bytes, judge: Judge) -> bytes:
         """Exchange declarations with all ranks: every rank gives one, the leader judges them, all get the verdict.
 
         Args:

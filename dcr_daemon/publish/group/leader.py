@@ -53,8 +53,8 @@ class Leader(Coordinator):
         self._options, self._emit = context.options, emit
         policy = AnchorPolicy(self._options.anchor_every, self._options.anchor_share)
         keep = RetentionPolicy.of(self._options.keep_versions, self._options.keep_hours)
-        self.retention = Retention(self.ledger, keep, emit, anchors=policy.active)
-        self._peers = peers_of(context, SinceAnchor(self.ledger, policy, self.layout.nbytes), emit)
+        self.retention = Retention(self.ledger, keep, emit=emit, anchors=policy.active)
+        self._peers = peers_of(context, SinceAnchor(self.ledger, policy, dense_bytes=self.layout.nbytes), emit=emit)
         self._call = 0
         self._reading: asyncio.Future[object] | None = None
         self._joined: Joined | None = None  #: what the attempt under way is to be sealed from
@@ -82,8 +82,8 @@ class Leader(Coordinator):
         self._emit(Opened(version=record.version, attempt=record.seq, step=record.step))
         return attempt
 
-    async def agree(self, record: Open, round_: int, declared: bytes, judge: Judge) -> bytes:
-        return await self._peers.agree(record, round_, declared, judge)
+    async def agree(self, record: Open, round_: int, *, declared: bytes, judge: Judge) -> bytes:
+        return await self._peers.agree(record, round_, declared=declared, judge=judge)
 
     async def skip(self, *, call: int, reason: str) -> None:
         if self._peers.exist:

@@ -87,7 +87,7 @@ class Member(Coordinator):
         self._emit(Opened(version=record.version, attempt=record.seq, step=record.step))
         return attempt
 
-    async def agree(self, record: Open, round_: int, declared: bytes, judge: Judge) -> bytes:
+    async def agree(self, record: Open, round_: int, *, declared: bytes, judge: Judge) -> bytes:
         rank, store, limit = self.context.rank, self.ledger.store, self._options.declaration_limit
         key = names.declaration(record.version, record.seq, record.group, rank.number, rank.nonce, round_)
         await put(store, key, declared, self._options.patience)

@@ -33,14 +33,14 @@ from dcr_daemon.store.probe import probe
 CREATION = 7200.0  #: seconds that members wait for a stream: rank 0 reads the whole base before it creates one
 
 
-async def open_coordinator(options: PublishOptions, store: Store, emit: Emit, rank: Rank) -> Coordinator:
+async def open_coordinator(options: PublishOptions, store: Store, *, emit: Emit, rank: Rank) -> Coordinator:
     """`open_leader` on rank 0, `open_member` on every other rank."""
     if rank.leads:
-        return await open_leader(options, store, emit, rank)
-    return await open_member(options, store, emit, rank)
+        return await open_leader(options, store, emit=emit, rank=rank)
+    return await open_member(options, store, emit=emit, rank=rank)
 
 
-async def open_leader(options: PublishOptions, store: Store, emit: Emit, rank: Rank | None = None) -> Leader:
+async def open_leader(options: PublishOptions, store: Store, *, emit: Emit, rank: Rank | None = None) -> Leader:
     """Claim the stream in `store`, or create it, as rank 0 (must P5).
 
     A group of one holds all of the layout, and its baseline is brought to the head here; a rank of many does that when
@@ -69,7 +69,7 @@ async def open_leader(options: PublishOptions, store: Store, emit: Emit, rank: R
         return leader
 
 
-async def open_member(options: PublishOptions, store: Store, emit: Emit, rank: Rank) -> Member:
+async def open_member(options: PublishOptions, store: Store, *, emit: Emit, rank: Rank) -> Member:
     """Read the stream that rank 0 claims, or is about to create.
 
     Raises:

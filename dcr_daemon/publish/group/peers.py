@@ -53,7 +53,7 @@ class Peers(Protocol):
         """See `Coordinator.start_lag_timer`."""
         ...
 
-    async def agree(self, record: Open, round_: int, declared: bytes, judge: Judge) -> bytes:
+    async def agree(self, record: Open, round_: int, *, declared: bytes, judge: Judge) -> bytes:
         """See `Coordinator.agree`."""
         ...
 
@@ -81,11 +81,11 @@ class Peers(Protocol):
         ...
 
 
-def peers_of(context: RankContext, since_anchor: SinceAnchor, emit: Emit) -> Peers:
+def peers_of(context: RankContext, since_anchor: SinceAnchor, *, emit: Emit) -> Peers:
     """For the group that `context.rank` leads."""
     if context.rank.world == 1:
         return Alone(context, since_anchor)
-    return OtherRanks(context, since_anchor, emit)
+    return OtherRanks(context, since_anchor, emit=emit)
 
 
 class Alone:
@@ -103,7 +103,7 @@ class Alone:
     def start_lag_timer(self) -> None:
         pass
 
-    async def agree(self, record: Open, round_: int, declared: bytes, judge: Judge) -> bytes:
+    async def agree(self, record: Open, round_: int, *, declared: bytes, judge: Judge) -> bytes:
         return await self._context.workers.run_uncancellable(judge, [declared])
 
     async def join(self, record: Open, own: Contribution) -> Joined:
@@ -143,7 +143,7 @@ class OtherRanks:
 
     exist = True
 
-    def __init__(self, context: RankContext, since_anchor: SinceAnchor, emit: Emit) -> None:
+    def __init__(self, context: RankContext, since_anchor: SinceAnchor, *, emit: Emit) -> None:
         self._context, self._since_anchor, self._emit = context, since_anchor, emit
         self._lag_began: float | None = None
         self._vector: tuple[int, Vector] | None = None  #: the newest version, and its fingerprint
@@ -169,7 +169,7 @@ class OtherRanks:
             await ledger.read()
         ledger.check_held()
 
-    async def agree(self, record: Open, round_: int, declared: bytes, judge: Judge) -> bytes:
+    async def agree(self, record: Open, round_: int, *, declared: bytes, judge: Judge) -> bytes:
         runtime.failpoint("publish.declared")
         context, options = self._context, self._context.options
         keys = await self._collector(names.attempt(record.version, record.seq)).all(

@@ -122,7 +122,7 @@ class RankProjection:
         if self.trainer.export is not None:
             return Hook(self.trainer.export, self.layout)
         first = live()
-        return Gather(lambda: live().inputs, self.layout, first.conversion, first.convert)
+        return Gather(lambda: live().inputs, self.layout, conversion=first.conversion, convert=first.convert)
 
 
 class _Round:
@@ -186,11 +186,13 @@ class FirstRound(_Round):
         self._read(verdict)
         projection, live, probed = self._projection, self._live, dict(self._probed)
         if distributed() and projection.rank.world > 1:
-            probed |= probe_meshes(live.inputs, live.map, projection.layout).residual
+            probed |= probe_meshes(live.inputs, live.map, layout=projection.layout).residual
         if projection.trainer.export is not None:
             reader, names = Reader(live, projection.layout), asked(projection.layout)
             exporter = projection.exporter(lambda: live)
-            probed |= probe_export(exporter, reader.read, live.map, projection.layout, names).residual
+            probed |= probe_export(
+                exporter, reader.read, mapped=live.map, layout=projection.layout, names=names
+            ).residual
         return SecondRound(projection, self._record, live, probed, self._began)
 
 
@@ -204,7 +206,7 @@ class SecondRound(_Round):
             Corrupt: it cannot be read, or is about another process.
         """
         projection, read = self._projection, self._read(verdict)
-        agreed = AgreedProjection(projection, read, self._live)
+        agreed = AgreedProjection(projection, read, live=self._live)
         if projection.rank.leads:
             projection.emit(
                 Mapped(
@@ -223,7 +225,7 @@ class AgreedProjection:
         owned: the blocks that this rank is the source of, and keeps a baseline of.
     """
 
-    def __init__(self, projection: RankProjection, verdict: Verdict, live: Live) -> None:
+    def __init__(self, projection: RankProjection, verdict: Verdict, *, live: Live) -> None:
         from dcr_daemon.projection.binding.reader import Reader, blocks
         from dcr_daemon.projection.binding.residual import Residual
 
@@ -231,13 +233,15 @@ class AgreedProjection:
         self._rank, self._verdict = rank, verdict
         self._live = live.without(verdict.residual)
         self._reader = Reader(self._live, layout)
-        self._residual = Residual(verdict, layout, rank.number, projection.exporter(lambda: self._live))
+        self._residual = Residual(verdict, layout, rank=rank.number, exporter=projection.exporter(lambda: self._live))
         if rank.world == 1:  # all of it, and as every other process that publishes alone keeps it
             self.owned = BlockSet.whole(layout, limit)
         else:
             whole = [layout.index(name) for name in self._residual.owned]
             direct = [Block(tensor, box) for tensor, box in blocks(self._live.map, layout, limit)]
-            residual = [block for tensor in sorted(whole) for block in split_tensor(tensor, layout[tensor], limit)]
+            residual = [
+                block for tensor in sorted(whole) for block in split_tensor(tensor, layout[tensor], limit=limit)
+            ]
             self.owned = BlockSet(layout, [*direct, *residual])
         self._direct = [n for n, block in enumerate(self.owned) if layout[block.tensor].name not in verdict.residual]
 

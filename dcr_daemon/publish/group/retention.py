@@ -22,7 +22,7 @@ EVERY = 32  #: seals from one round to the next, if no anchor comes between
 class Retention:
     """Collects for one leader, whose ledger is claimed. `anchors`: whether this publisher will write any."""
 
-    def __init__(self, ledger: Ledger, policy: RetentionPolicy, emit: Emit, *, anchors: bool) -> None:
+    def __init__(self, ledger: Ledger, policy: RetentionPolicy, *, emit: Emit, anchors: bool) -> None:
         self._ledger, self._policy, self._emit, self._anchors = ledger, policy, emit, anchors
         self._round: asyncio.Task[None] | None = None
         self._seals = EVERY  # the first one is followed by a round

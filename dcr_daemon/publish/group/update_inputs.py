@@ -56,11 +56,11 @@ class UpdateInput(Protocol):
         """
         ...
 
-    async def agree(self, coordinator: Coordinator, record: Open, on_loop: OnLoop) -> None:
+    async def agree(self, coordinator: Coordinator, record: Open, *, on_loop: OnLoop) -> None:
         """With an open attempt, but before the baseline is touched: make sure that all ranks can go on."""
         ...
 
-    async def diff(self, coordinator: Coordinator, record: Open, attempt: Attempt, on_loop: OnLoop) -> None:
+    async def diff(self, coordinator: Coordinator, record: Open, *, attempt: Attempt, on_loop: OnLoop) -> None:
         """Diff everything; the weights are not needed afterwards.
 
         Raises:
@@ -85,27 +85,27 @@ class RankShards:
     def check(self) -> None:
         """Nothing: a fault of one rank must be told to all, for which an attempt has to be open."""
 
-    async def agree(self, coordinator: Coordinator, record: Open, on_loop: OnLoop) -> None:
+    async def agree(self, coordinator: Coordinator, record: Open, *, on_loop: OnLoop) -> None:
         projection, weights = self._projection, as_shards(self._weights)
         agreed = projection.agreed
         if agreed and coordinator.context.committed:
             agreed.bind(weights)
         else:  # every rank knows whether a version of this group was sealed; nothing else tells all of them alike
             first = projection.declare(weights, record)
-            verdict = await on_loop(coordinator.agree(record, 1, first.declaration, projection.judge))
+            verdict = await on_loop(coordinator.agree(record, 1, declared=first.declaration, judge=projection.judge))
             second = first.probe(verdict)
-            verdict = await on_loop(coordinator.agree(record, 2, second.declaration, projection.judge))
+            verdict = await on_loop(coordinator.agree(record, 2, declared=second.declaration, judge=projection.judge))
             agreed = projection.agreed = second.accept_verdict(verdict)
             await on_loop(_hold(coordinator, agreed))
         host.synchronize_devices(agreed.devices())
         self._agreed = agreed
 
-    async def diff(self, coordinator: Coordinator, record: Open, attempt: Attempt, on_loop: OnLoop) -> None:
+    async def diff(self, coordinator: Coordinator, record: Open, *, attempt: Attempt, on_loop: OnLoop) -> None:
         agreed = self._agreed
         assert agreed is not None
         await on_loop(attempt.diff_blocks(agreed.blocks()))
         if agreed.exports:
-            await on_loop(coordinator.agree(record, EXPORT, _READY, lambda declared: _READY))
+            await on_loop(coordinator.agree(record, EXPORT, declared=_READY, judge=lambda declared: _READY))
         with contextlib.closing(agreed.residual()) as residual:
             for index, tensor, overwrite in residual:
                 source = TensorSource(coordinator.layout[index].name, tensor)
@@ -124,11 +124,11 @@ def whole_tensors(weights: Any, layout: Layout, *, subject: str, ignore: Sequenc
         weights: a module, a mapping, or an iterable of pairs.
         subject, ignore: of `UpdateValidator`.
     """
-    validator = UpdateValidator(subject, layout, ignore)
+    validator = UpdateValidator(subject, layout, ignore=ignore)
     table = as_table(weights, layout)
     if table is None:
         return TensorStream(as_stream(weights, layout), validator)
-    return TensorTable(table, layout, validator)
+    return TensorTable(table, layout, validator=validator)
 
 
 class _WholeTensors:
@@ -145,7 +145,7 @@ class _WholeTensors:
 class TensorTable(_WholeTensors):
     """Whole tensors, all of which exist."""
 
-    def __init__(self, table: list[TensorSource], layout: Layout, validator: UpdateValidator) -> None:
+    def __init__(self, table: list[TensorSource], layout: Layout, *, validator: UpdateValidator) -> None:
         super().__init__(validator)
         self._table, self._layout = table, layout
         self._inputs: dict[int, TensorSource] = {}
@@ -162,7 +162,7 @@ class TensorTable(_WholeTensors):
 
         self._validator.finish(read, aliases)
 
-    async def diff(self, coordinator: Coordinator, record: Open, attempt: Attempt, on_loop: OnLoop) -> None:
+    async def diff(self, coordinator: Coordinator, record: Open, *, attempt: Attempt, on_loop: OnLoop) -> None:
         await on_loop(attempt.diff((index, source.contiguous()) for index, source in self._inputs.items()))
 
 
@@ -176,7 +176,7 @@ class TensorStream(_WholeTensors):
     def check(self) -> None:
         """Nothing: no tensor is there yet."""
 
-    async def diff(self, coordinator: Coordinator, record: Open, attempt: Attempt, on_loop: OnLoop) -> None:
+    async def diff(self, coordinator: Coordinator, record: Open, *, attempt: Attempt, on_loop: OnLoop) -> None:
         for source in self._stream:
             inputs = self._validator.accept_all([source])
             self._validator.check()

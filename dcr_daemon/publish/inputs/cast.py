@@ -11,7 +11,7 @@ from dcr_daemon.projection import host
 from dcr_daemon.projection.values import torch_dtype
 
 
-def cast_bits(bits: Bits, given: str, canonical: str) -> Bits:
+def cast_bits(bits: Bits, given: str, *, canonical: str) -> Bits:
     """Bits of `given` values as bits of as many `canonical` ones; the same array if the dtypes are equal."""
     if given == canonical:
         return bits

@@ -48,7 +48,7 @@ class FileSource:
             bits = self.file.read(self.given.name, start, count)
         except (Corrupt, OSError) as error:
             raise SourceChanged(f"{self.file.path} cannot be read to its end: {error}") from error
-        return cast_bits(bits, self.given.dtype, dtype)
+        return cast_bits(bits, self.given.dtype, canonical=dtype)
 
 
 class TensorSource:

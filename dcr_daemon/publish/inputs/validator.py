@@ -36,7 +36,7 @@ class UpdateValidator:
         ignore: globs of names outside the layout to drop.
     """
 
-    def __init__(self, subject: str, layout: Layout, ignore: Sequence[str] = ()) -> None:
+    def __init__(self, subject: str, layout: Layout, *, ignore: Sequence[str] = ()) -> None:
         self._subject, self._layout = subject, layout
         self._mismatches = LayoutMismatches(layout, ignore)
         self._accepted: set[int] = set()
@@ -59,8 +59,8 @@ class UpdateValidator:
         if index in self._accepted:
             self._mismatches.note("given twice", given.name)
             return None
-        fits_dtype = self._mismatches.judge_dtype(given.name, given.dtype, [given.name])
-        if not (fits_dtype and self._mismatches.judge_shape(given.name, given.shape, spec.shape)):
+        fits_dtype = self._mismatches.judge_dtype(given.name, given.dtype, targets=[given.name])
+        if not (fits_dtype and self._mismatches.judge_shape(given.name, given.shape, expected=spec.shape)):
             self._rejected.add(index)
             return None
         self._accepted.add(index)
@@ -111,13 +111,13 @@ class UpdateValidator:
             assert source is not None
             candidates = [i for i in self._same_kind(given) if i in self._accepted]
             if not any(aliases(source, i) for i in candidates) and not any(
-                is_copy(source, i, self._layout[i], read) for i in candidates
+                is_copy(source, i, spec=self._layout[i], read=read) for i in candidates
             ):
                 self._mismatches.note("added", given.name)
         self.check_complete()
 
 
-def is_copy(source: Source, index: int, spec: TensorSpec, read: ReadBits) -> bool:
+def is_copy(source: Source, index: int, *, spec: TensorSpec, read: ReadBits) -> bool:
     """Whether `source` has exactly the bits of layout tensor `index`.
 
     A tensor whose elements are all alike proves nothing: a new norm of ones is no copy of another one.

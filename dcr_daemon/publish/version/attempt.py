@@ -257,7 +257,7 @@ class Attempt:
         return undone
 
     def _undo(self, data: bytes, old: bytes) -> None:
-        undo_chunk(open_chunk(data, self._baseline.layout), old, self._baseline.locate)
+        undo_chunk(open_chunk(data, self._baseline.layout), old, locate=self._baseline.locate)
 
     def forget(self) -> None:
         """The version is sealed: nothing will be undone."""

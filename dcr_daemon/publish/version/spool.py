@@ -25,7 +25,7 @@ class Spool:
         memory: bytes of chunks and old bits kept in memory.
     """
 
-    def __init__(self, directory: Path, memory: int, workers: Workers) -> None:
+    def __init__(self, directory: Path, memory: int, *, workers: Workers) -> None:
         self._directory, self._memory, self._workers = directory, memory, workers
         shutil.rmtree(directory, ignore_errors=True)
         try:

@@ -29,10 +29,10 @@ from dcr_daemon.publish.watch.published import PublishedCheckpoint
 class CheckpointIngest:
     """An attempt whose input is the checkpoint at `relative`. Its files stay open until it ends."""
 
-    def __init__(self, leader: Leader, attempt: Attempt, relative: str, ignore: tuple[str, ...], emit: Emit) -> None:
+    def __init__(self, leader: Leader, attempt: Attempt, *, relative: str, ignore: tuple[str, ...], emit: Emit) -> None:
         self.relative = relative
         self._leader, self._attempt, self._emit = leader, attempt, emit
-        self._validator = UpdateValidator(relative, leader.layout, ignore)
+        self._validator = UpdateValidator(relative, leader.layout, ignore=ignore)
         self._ingested: dict[Path, FileIdentity] = {}
         self._open: list[SafetensorsFile] = []
 
@@ -110,7 +110,7 @@ class CheckpointIngest:
             file.close()
 
 
-def check_headers(candidate: CheckpointCandidate, layout: Layout, ignore: tuple[str, ...]) -> None:
+def check_headers(candidate: CheckpointCandidate, layout: Layout, *, ignore: tuple[str, ...]) -> None:
     """Judge a checkpoint whose files are all there, by headers and tables alone, before an attempt is opened for it.
 
     Raises:
@@ -122,7 +122,7 @@ def check_headers(candidate: CheckpointCandidate, layout: Layout, ignore: tuple[
         given = [tensor.given for tensor in candidate.pieces.fit.tensors]
     else:
         given = [spec for file in candidate.files.values() if file.header for spec in file.header.specs]
-    validator = UpdateValidator(candidate.relative, layout, ignore)
+    validator = UpdateValidator(candidate.relative, layout, ignore=ignore)
     for spec in given:
         validator.accept(spec)
     validator.check_complete()

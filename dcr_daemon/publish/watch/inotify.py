@@ -29,7 +29,7 @@ class InotifyWatcher:
         ResourceExhausted: the kernel has no inotify watches left.
     """
 
-    def __init__(self, root: Path, files: FileStability, changed: asyncio.Event) -> None:
+    def __init__(self, root: Path, files: FileStability, *, changed: asyncio.Event) -> None:
         self._files, self._changed = files, changed
         self._loop = asyncio.get_running_loop()
         self._observer = Observer()

@@ -124,8 +124,10 @@ class PieceJudge:
         if not self.complete and _may_grow_to(shape, expected):
             self._short.append(name)
             return
-        mismatches.judge_dtype(name, pieces[0].dtype, dict.fromkeys(r.name for r in regions if r.name in self.layout))
-        if not mismatches.judge_shape(name, shape, expected):
+        mismatches.judge_dtype(
+            name, pieces[0].dtype, targets=dict.fromkeys(r.name for r in regions if r.name in self.layout)
+        )
+        if not mismatches.judge_shape(name, shape, expected=expected):
             return
         for region in regions:
             self._parts.setdefault(region.name, [])
@@ -133,7 +135,7 @@ class PieceJudge:
             self._shapes[name] = shape
             self._parts.setdefault(name, [])
         for piece in pieces:
-            for region in chain(slab(name, shape, piece.starts, piece.shape), {name: regions}):
+            for region in chain(slab(name, shape, starts=piece.starts, sizes=piece.shape), {name: regions}):
                 self._parts[region.name].append(Part(piece, region))
 
     def _shape(self, name: str) -> tuple[int, ...]:

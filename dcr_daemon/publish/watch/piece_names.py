@@ -34,7 +34,7 @@ class PieceNames:
         config: the model's `config.json`; None if there is none.
     """
 
-    def __init__(self, layout: Layout, ignore: Sequence[str] = (), config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, layout: Layout, ignore: Sequence[str] = (), *, config: Mapping[str, Any] | None = None) -> None:
         self._layout, self._ignore, self._config = layout, ignore, config
         self._direct: dict[str, Target] = {spec.name: (spec.shape, whole(spec.name, spec.shape)) for spec in layout}
         self._library: dict[str, Target] | Incompatible | None = None

@@ -65,7 +65,7 @@ class PieceFiles:
             try:
                 stored = self._place(descriptor, part.piece, path)
                 for box in boxes:
-                    read_region(descriptor, stored, box, out, start)
+                    read_region(descriptor, stored, wanted=box, out=out, origin=start)
             except (EOFError, OSError) as error:
                 raise SourceChanged(f"{path} cannot be read to its end: {error}") from error
 
@@ -86,7 +86,7 @@ class PieceFiles:
         key = piece.file, piece.span[0], piece.tensor
         if (known := self._stored.get(key)) is None:
             try:
-                known = archived(descriptor, piece, path) if self.archives else plain(piece)
+                known = archived(descriptor, piece, path=path) if self.archives else plain(piece)
             except Corrupt as error:
                 raise ContentMismatch(error.message, hint="write the checkpoint again") from error
             self._stored[key] = known
@@ -110,4 +110,4 @@ class PiecedSource:
         for part in self._parts:
             if part.region.dst < start + count and start <= part.region.dst_last:
                 self._files.read(part, start, out)
-        return cast_bits(out, self.given.dtype, dtype)
+        return cast_bits(out, self.given.dtype, canonical=dtype)

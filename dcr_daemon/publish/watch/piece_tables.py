@@ -41,7 +41,7 @@ class PieceTables:
         self._fits: dict[Path, tuple[frozenset[FileIdentity], PieceFit]] = {}
         self._unchanged: dict[Path, tuple[frozenset[FileIdentity], int]] = {}
 
-    def of_distributed(self, directory: Path, identity: FileIdentity, layout: Layout) -> PieceTable:
+    def of_distributed(self, directory: Path, identity: FileIdentity, *, layout: Layout) -> PieceTable:
         """The table of a distributed checkpoint whose `.metadata` has this identity."""
         key = directory, identity
         if key not in self._tables:
@@ -63,9 +63,9 @@ class PieceTables:
         self,
         directory: Path,
         identity: frozenset[FileIdentity],
+        *,
         headers: Mapping[str, Header],
         layout: Layout,
-        *,
         complete: bool,
     ) -> PieceFit:
         """The verdict on the files of a sharded safetensors writer; `complete` if no more are to come."""
@@ -81,11 +81,11 @@ class PieceTables:
         except Corrupt as error:
             return PieceFit(refusal=error.message)
         if self._naming is None or self._naming[0] is not layout:
-            self._naming = layout, PieceNames(layout, self._ignore, self._config)
+            self._naming = layout, PieceNames(layout, self._ignore, config=self._config)
         return self._naming[1].fit(pieces, complete=complete)
 
     def check_files(
-        self, directory: Path, table: PieceTable, identity: FileIdentity, *, timed: bool
+        self, directory: Path, table: PieceTable, *, identity: FileIdentity, timed: bool
     ) -> tuple[dict[str, FileIdentity], dict[str, str]]:
         """The files that a table names, as they are now; and by name what is wrong with those that are not as it says.
 

@@ -85,7 +85,7 @@ class _Cache(msgspec.Struct, frozen=True):
 _caches = msgspec.json.Decoder(_Cache)
 
 
-async def read_published(ledger: Ledger, cache: Path, watch: Path) -> list[PublishedCheckpoint]:
+async def read_published(ledger: Ledger, cache: Path, *, watch: Path) -> list[PublishedCheckpoint]:
     """Sources of all versions; updates the file `cache`."""
     known = _load(cache, ledger.stream.stream, watch)
     seals = await ledger.history.between(known.version + 1)

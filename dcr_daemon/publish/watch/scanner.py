@@ -61,6 +61,7 @@ class CheckpointScanner:
         self,
         root: Path,
         exclude: list[Path],
+        *,
         marker: str | None,
         ignore: Sequence[str] = (),
         config: Mapping[str, Any] | None = None,
@@ -74,7 +75,7 @@ class CheckpointScanner:
         self._headers: dict[tuple[Path, FileIdentity], Header | str] = {}
         self._completed: dict[tuple[str, frozenset[FileIdentity]], int] = {}
 
-    def mark_refused(self, relative: str, identity: frozenset[FileIdentity], why: str) -> None:
+    def mark_refused(self, relative: str, identity: frozenset[FileIdentity], *, why: str) -> None:
         """These files were found not to be what they claim: refuse the checkpoint until they change."""
         self._refused[relative] = identity, why
 
@@ -189,7 +190,7 @@ class CheckpointScanner:
 
     def _scan_file(self, scan: _Scan, candidate: CheckpointCandidate, path: Path) -> None:
         identity = identify(path)
-        if identity is None or not self._is_stable(scan, candidate, path, identity):
+        if identity is None or not self._is_stable(scan, candidate, path=path, identity=identity):
             return
         key = (path, identity)
         if key not in self._headers:
@@ -200,7 +201,7 @@ class CheckpointScanner:
         else:
             candidate.files[path.name] = CompleteFile(path, identity, header)
 
-    def _is_stable(self, scan: _Scan, candidate: CheckpointCandidate, path: Path, identity: FileIdentity) -> bool:
+    def _is_stable(self, scan: _Scan, candidate: CheckpointCandidate, *, path: Path, identity: FileIdentity) -> bool:
         may_be_complete = self.files.may_be_complete(path, identity)
         if self.files.is_stable(path, identity, timed=scan.timed):
             return True
@@ -220,7 +221,7 @@ class CheckpointScanner:
             headers = {name: file.header for name, file in candidate.files.items() if file.header}
             identities = {name: file.identity for name, file in candidate.files.items()}
             fit = self._tables.of_sharded_files(
-                candidate.path, candidate.identity, headers, layout, complete=self._marker is not None
+                candidate.path, candidate.identity, headers=headers, layout=layout, complete=self._marker is not None
             )
             _set_pieces(candidate, PieceFiles(candidate.path, identities, archives=False), fit)
 
@@ -240,15 +241,15 @@ class CheckpointScanner:
                 return candidate
             if self._published.contains(candidate.relative, version):
                 return None
-        if not self._is_stable(scan, candidate, path, identity):
+        if not self._is_stable(scan, candidate, path=path, identity=identity):
             return candidate
-        table = self._tables.of_distributed(candidate.path, identity, scan.layout)
+        table = self._tables.of_distributed(candidate.path, identity, layout=scan.layout)
         if table.fit.no_model:
             return None
         if table.fit.refusal:
             candidate.refusal = table.fit.refusal
             return candidate
-        present, unfinished = self._tables.check_files(candidate.path, table, identity, timed=scan.timed)
+        present, unfinished = self._tables.check_files(candidate.path, table, identity=identity, timed=scan.timed)
         present[METADATA] = identity
         candidate.files = {name: CompleteFile(candidate.path / name, file, None) for name, file in present.items()}
         if self._published.contains(candidate.relative, candidate.identity):

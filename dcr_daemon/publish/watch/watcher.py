@@ -62,7 +62,7 @@ class WatchOptions(PublishOptions):
     newest: bool = False
 
 
-async def run_watch(options: WatchOptions, store: Store, emit: Emit) -> None:
+async def run_watch(options: WatchOptions, store: Store, *, emit: Emit) -> None:
     """Publish every checkpoint that appears below `options.watch` until cancelled (or once).
 
     Raises:
@@ -74,9 +74,9 @@ async def run_watch(options: WatchOptions, store: Store, emit: Emit) -> None:
     """
     if not options.watch.is_dir():
         raise NotFound(f"there is no directory {options.watch}", hint="make it before the publisher starts")
-    leader = await open_leader(options, store, emit)
+    leader = await open_leader(options, store, emit=emit)
     try:
-        await Watcher(options, leader, emit).run()
+        await Watcher(options, leader, emit=emit).run()
     except DcrError as error:
         with contextlib.suppress(DcrError):
             await leader.abort_unless_sealed(error)
@@ -88,7 +88,7 @@ async def run_watch(options: WatchOptions, store: Store, emit: Emit) -> None:
 class Watcher:
     """Publishes the checkpoints of one directory through one leader: scan, select, ingest, seal; one step at a time."""
 
-    def __init__(self, options: WatchOptions, leader: Leader, emit: Emit) -> None:
+    def __init__(self, options: WatchOptions, leader: Leader, *, emit: Emit) -> None:
         self._options, self._leader, self._emit = options, leader, emit
         self._interval = options.poll or SCAN_INTERVAL
         self._selection = CheckpointSelection(leader.layout, marker=options.marker is not None, newest=options.newest)
@@ -106,13 +106,13 @@ class Watcher:
     def _new_scanner(self, config: Mapping[str, Any] | None) -> CheckpointScanner:
         options = self._options
         excluded = _excluded(options, self._leader.ledger.store.url)
-        return CheckpointScanner(options.watch, excluded, options.marker, options.ignore, config)
+        return CheckpointScanner(options.watch, excluded, marker=options.marker, ignore=options.ignore, config=config)
 
     async def run(self) -> None:
         """Publish until cancelled; with `once`, until what was complete at the start is published."""
         self._scanner = self._new_scanner(await read_config(self._leader.ledger, self._options.base))
         cache = self._leader.context.state.path / "published.json"
-        for source in await read_published(self._leader.ledger, cache, self._options.watch):
+        for source in await read_published(self._leader.ledger, cache, watch=self._options.watch):
             self._mark_published(source.path, source.identity)
         if self._options.once:
             await self._run_once()
@@ -159,7 +159,7 @@ class Watcher:
         except SourceChanged as error:
             self._abort_reason = error.message
             if isinstance(error, ContentMismatch) and self._current:
-                self._scanner.mark_refused(self._current.relative, self._current.identity, error.message)
+                self._scanner.mark_refused(self._current.relative, self._current.identity, why=error.message)
             await runtime.sleep(self._retry_delay())
         except StoreUnavailable as error:
             self._emit(Retrying(what=f"the bucket: {error.message}"))
@@ -199,9 +199,11 @@ class Watcher:
 
     async def _open_attempt(self, candidate: CheckpointCandidate) -> CheckpointIngest:
         if self._selection.complete({candidate.relative: candidate}):
-            check_headers(candidate, self._leader.layout, self._options.ignore)
+            check_headers(candidate, self._leader.layout, ignore=self._options.ignore)
         attempt = await self._leader.begin(step=candidate.number)
-        return CheckpointIngest(self._leader, attempt, candidate.relative, self._options.ignore, self._emit)
+        return CheckpointIngest(
+            self._leader, attempt, relative=candidate.relative, ignore=self._options.ignore, emit=self._emit
+        )
 
     def _why_abort(
         self, current: CheckpointIngest, candidate: CheckpointCandidate | None, ready: list[CheckpointCandidate]
@@ -275,7 +277,7 @@ class Watcher:
             self._inotify.close()
             self._inotify = None
         if inode and not self._options.poll:
-            self._inotify = InotifyWatcher(self._options.watch, self._scanner.files, self._changed)
+            self._inotify = InotifyWatcher(self._options.watch, self._scanner.files, changed=self._changed)
 
     def _directory_inode(self) -> tuple[int, int] | None:
         """Device and inode of the watched directory; None while it does not exist."""

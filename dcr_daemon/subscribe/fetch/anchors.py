@@ -21,7 +21,7 @@ from dcr_daemon.subscribe.fetch.files import file_digest, write_staged
 class AnchorFiles:
     """Fetches anchors into directories below `path`."""
 
-    def __init__(self, path: Path, objects: Objects, workers: Workers) -> None:
+    def __init__(self, path: Path, objects: Objects, *, workers: Workers) -> None:
         self.path = path
         self._objects = objects
         self._workers = workers

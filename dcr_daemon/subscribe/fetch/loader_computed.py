@@ -270,7 +270,10 @@ class LoaderComputed:
                 bits, key = values[changes.segment.tensor], int(self._layout.keys[changes.segment.tensor])
                 at = changes.segment.box.canonical(changes.positions)
                 new = changes.resolve(bits[at])
-                if (sum_at(bits[at], at, key), sum_at(new, at, key)) != (changes.segment.before, changes.segment.after):
+                if (sum_at(bits[at], at, key=key), sum_at(new, at, key=key)) != (
+                    changes.segment.before,
+                    changes.segment.after,
+                ):
                     name = self._layout[changes.segment.tensor].name
                     raise Corrupt(f"version {of[2]} does not change {name} from what is kept here, or not as it says")
                 bits[at] = new

@@ -26,7 +26,7 @@ from dcr_daemon.subscribe.fetch.stage import CONCURRENCY, Stage
 class Prefetch:
     """Fetches one attempt in the background, from when it is made. `stop` waits for the requests under way."""
 
-    def __init__(self, store: Store, stage: Stage, opened: OpenRef, *, poll: float, emit: Emit) -> None:
+    def __init__(self, store: Store, stage: Stage, *, opened: OpenRef, poll: float, emit: Emit) -> None:
         self.opened = opened
         self._store, self._stage, self._poll, self._emit = store, stage, poll, emit
         self._prefix = names.attempt(opened.version, opened.seq)

@@ -25,7 +25,7 @@ from dcr_daemon.wording import shorten
 log = logging.getLogger("vllm.dcr")
 
 
-def attach_steps(state: EngineState, call: messages.Attach, settings: Settings) -> Steps:
+def attach_steps(state: EngineState, call: messages.Attach, *, settings: Settings) -> Steps:
     """Place the tensors and sum the live weights; answers `Attached`.
 
     While a transaction is begun only the token changes, and the answer names that transaction (must E6).
@@ -38,7 +38,7 @@ def attach_steps(state: EngineState, call: messages.Attach, settings: Settings) 
         cap=settings.stage_cap,
         cpus=list(settings.background_cpus) if settings.background_cpus else None,
     )
-    answers = state.workers.ask(Op.ATTACH, AttachedRank, request)
+    answers = state.workers.ask(Op.ATTACH, AttachedRank, arg=request)
     adopted = next((answer.adopted for answer in answers if answer.adopted), None)
     if adopted is not None:
         state.begun = adopted
@@ -47,14 +47,14 @@ def attach_steps(state: EngineState, call: messages.Attach, settings: Settings) 
         # No rank has begun: the last answer of that transaction was lost.
         state.begun, state.begun_record, state.paused_for = None, None, ""
     layout = read_layout(call.facts.layout, call.facts.layout_digest)
-    placement = verify_sums.join_placement(layout, answers, settings.computed_cap)
+    placement = verify_sums.join_placement(layout, answers, computed_cap=settings.computed_cap)
     generations = list(state.workers.generations)
     live = yield from state.fingerprint(call.id, placement)
     if generations != state.workers.generations:
         raise EngineRefused("an external writer wrote the weights while they were summed", hint="attach again")
     if live.torn:
         log.error("dcr: these weights are no version until one is loaded: %s", live.torn)
-    state.record_attach(call.facts, placement, live, generations)
+    state.record_attach(call.facts, placement, live=live, generations=generations)
     _log_left_out(placement)
     return _answer(state, live.vector.tobytes(), None)
 

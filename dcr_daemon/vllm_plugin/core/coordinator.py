@@ -125,7 +125,7 @@ class TransactionCoordinator:
             for number, summary in enumerate(staged):
                 verify_sums.verify_hop(placement, summary, [rank.hops[number] for rank in ranks])
             changed = verify_sums.verify_composed(placement, staged, ranks)
-            state.workers.ask(Op.APPROVE, Status, TxnRef(txn=txn.id))
+            state.workers.ask(Op.APPROVE, Status, arg=TxnRef(txn=txn.id))
         except DcrError:
             self._forget_everywhere()
             raise
@@ -175,13 +175,13 @@ class TransactionCoordinator:
         if change is None or change.txn != txn:
             raise EngineRefused(f"transaction {txn} is not prepared", hint="prepare it again")
         state.require_live()
-        state.workers.ask(Op.CHECK, Status, TxnRef(txn=txn))
+        state.workers.ask(Op.CHECK, Status, arg=TxnRef(txn=txn))
         started = time.monotonic()
         with self._paused("swap") as (was, resting):
             if resting is not None:
                 yield resting
             state.require_live()  # other calls ran while the engine came to rest
-            state.workers.ask(Op.CHECK, Status, TxnRef(txn=txn))
+            state.workers.ask(Op.CHECK, Status, arg=TxnRef(txn=txn))
         state.prepared, state.begun_record, self._pause_state_before, self._verified_after = None, change, was, 0
         state.begun, state.proved = txn, None
         if fault := _failures(state.workers.replies(Op.BEGIN, Begin(txn=txn))):

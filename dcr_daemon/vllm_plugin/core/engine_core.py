@@ -119,7 +119,7 @@ class Core:
         self.state.workers.token = max(self.state.workers.token + 1, call.at_least)
         self._preempt()
         self._supersede("a newer owner attached")
-        return self._begin(call, attach_steps(self.state, call, self.settings))
+        return self._begin(call, attach_steps(self.state, call, settings=self.settings))
 
     def _scrub(self, call: messages.Scrub) -> Answer | Future[Answer]:
         """A scrub never delays another call: if an operation is under way, it answers at once that it did nothing."""

@@ -80,9 +80,9 @@ class ScrubPass:
         self, placement: verify_sums.JointPlacement, live: verify_sums.LiveSums, batch: range
     ) -> JobSteps[list[Difference]]:
         """The differences that two sums of the batch in a row show."""
-        found = verify_sums.find_damage(placement, live, (yield from self._summed(batch)), batch)
+        found = verify_sums.find_damage(placement, live, ranks=(yield from self._summed(batch)), tensors=batch)
         if found:
-            again = verify_sums.find_damage(placement, live, (yield from self._summed(batch)), batch)
+            again = verify_sums.find_damage(placement, live, ranks=(yield from self._summed(batch)), tensors=batch)
             found = [difference for difference in found if difference in again]
         exact = placement.exact
         self._tensors += int(exact[batch.start : batch.stop].sum())

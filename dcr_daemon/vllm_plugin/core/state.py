@@ -122,12 +122,12 @@ class EngineState:
             raise_for(Op.START, self.workers.replies(Op.START, start))
             while True:
                 yield None
-                states = self.workers.ask(Op.POLL, JobStatus, ref)
+                states = self.workers.ask(Op.POLL, JobStatus, arg=ref)
                 for rank, job in enumerate(states):
                     if job.state in (JobState.FAILED, JobState.CANCELLED):
                         raise kind_of(job.code)(f"{start.kind} on rank {rank} {job.state}: {job.error or 'by request'}")
                 if all(job.state is JobState.DONE for job in states):
-                    return self.workers.ask(Op.JOIN, kind, ref)
+                    return self.workers.ask(Op.JOIN, kind, arg=ref)
         except (DcrError, GeneratorExit):
             self.workers.replies(Op.CANCEL, ref)
             raise
@@ -157,7 +157,7 @@ class EngineState:
         return self.placement, self.live
 
     def record_attach(
-        self, facts: StreamFacts, placement: JointPlacement, live: LiveSums, generations: list[int]
+        self, facts: StreamFacts, placement: JointPlacement, *, live: LiveSums, generations: list[int]
     ) -> None:
         """Keep what an attach found; `proved` survives only if stream and weights are the same as before."""
         same_stream = self.facts is not None and (self.facts.stream, self.facts.layout_digest) == (

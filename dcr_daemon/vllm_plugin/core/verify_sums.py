@@ -86,7 +86,9 @@ class LiveSums:
         return LiveSums(boxes, vector * placement.exact)
 
 
-def join_placement(layout: Layout, ranks: Sequence[AttachedRank], computed_cap: int = COMPUTED_CAP) -> JointPlacement:
+def join_placement(
+    layout: Layout, ranks: Sequence[AttachedRank], *, computed_cap: int = COMPUTED_CAP
+) -> JointPlacement:
     """One placement from all ranks' answers to attach.
 
     Raises `EngineRefused` with every reason, the tensors it is given for, every tensor not covered exactly once, and
@@ -245,7 +247,7 @@ def _box_sums(placement: JointPlacement, ranks: Sequence[FingerprintRank]) -> li
 
 
 def find_damage(
-    placement: JointPlacement, live: LiveSums, ranks: Sequence[FingerprintRank], tensors: range
+    placement: JointPlacement, live: LiveSums, *, ranks: Sequence[FingerprintRank], tensors: range
 ) -> list[Difference]:
     """Which of `tensors` do not sum to what was accepted, and on which ranks; in layout order."""
     wrong, right = dict[int, set[tuple[int, int]]](), set[int]()

@@ -63,7 +63,7 @@ class WorkerGroup:
         self.token = 0
         self.generations: list[int] = []
 
-    def ask(self, op: Op, kind: type[T], arg: msgspec.Struct | None = None) -> list[T]:
+    def ask(self, op: Op, kind: type[T], *, arg: msgspec.Struct | None = None) -> list[T]:
         """The result of every rank, as `kind`."""
         replies = self.replies(op, arg)
         raise_for(op, replies)

@@ -46,6 +46,7 @@ _SIGNED_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def record_alone(
     load: Load,
     parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]],
+    *,
     layout: Layout,
     recording: Recording,
     cap: int,
@@ -63,7 +64,7 @@ def record_alone(
 
 
 def plan_computed(
-    recording: Recording, alone: Recording, obstacle: Callable[[str], str | None], layout: Layout
+    recording: Recording, alone: Recording, *, obstacle: Callable[[str], str | None], layout: Layout
 ) -> tuple[dict[int, tuple[str, ...]], dict[str, str]]:
     """The tensors that can be loaded whole, with the parameters that they fill, and the reasons against the others.
 
@@ -93,7 +94,7 @@ def plan_computed(
     return loaded, refusals
 
 
-def read_values(paths: Sequence[str], layout: Layout, tensors: Sequence[int], vector: str) -> Values:
+def read_values(paths: Sequence[str], layout: Layout, *, tensors: Sequence[int], vector: str) -> Values:
     """The canonical bytes of some tensors, summed against a version's vector file.
 
     Raises:
@@ -150,6 +151,7 @@ class ComputedLoader:
         self,
         model: torch.nn.Module,
         placement: Placement,
+        *,
         live: Mapping[str, torch.Tensor],
         layout: Layout,
         dtype: torch.dtype | None,

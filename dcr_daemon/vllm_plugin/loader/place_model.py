@@ -80,7 +80,7 @@ def load_format(model: torch.nn.Module) -> Iterator[None]:
             info.reset()
 
 
-def record_model(model: torch.nn.Module, layout: Layout, platform: str) -> tuple[Recording, LoadFormat]:
+def record_model(model: torch.nn.Module, layout: Layout, *, platform: str) -> tuple[Recording, LoadFormat]:
     """Run the model's loader over meta tensors; afterwards the model is unchanged."""
     live, saved = named(model), frozenset(model.state_dict())
     repacks: dict[str, Repack] = {}
@@ -106,7 +106,9 @@ def record_model(model: torch.nn.Module, layout: Layout, platform: str) -> tuple
         recording = record(model.load_weights, parameters, layout)
         alone: Recording | None = None
         if recording.rejected and "" not in recording.rejected:
-            alone = record_alone(model.load_weights, parameters, layout, recording, Settings.read().computed_cap)
+            alone = record_alone(
+                model.load_weights, parameters, layout=layout, recording=recording, cap=Settings.read().computed_cap
+            )
     return recording, LoadFormat(live, loading, repacks, refusals, saved, alone)
 
 
@@ -133,7 +135,7 @@ def place(recording: Recording, form: LoadFormat, layout: Layout) -> Placement:
     for copy in recording.copies:
         by_tensor.setdefault(copy.tensor, []).append(copy)
     placement = Placement(held=[])
-    refusals = _plan(placement, recording, form, layout)
+    refusals = _plan(placement, recording, form=form, layout=layout)
     whole = recording.rejected.get("")
     if whole is not None:
         placement.refusals[""] = whole
@@ -146,7 +148,7 @@ def place(recording: Recording, form: LoadFormat, layout: Layout) -> Placement:
         for copy in copies:
             reason = reason or form.refusals.get(copy.parameter) or _shape_refusal(copy.parameter, form)
         if reason is None:
-            reason = _add(placement, index, copies, form)
+            reason = _add(placement, index, copies=copies, form=form)
         if reason is not None:
             placement.refusals[spec.name] = reason
             placement.held.append(TensorHandling.REFUSED)
@@ -156,13 +158,13 @@ def place(recording: Recording, form: LoadFormat, layout: Layout) -> Placement:
             placement.held.append(TensorHandling.SKIPPED)
     _refuse_shared(placement, layout, form)
     skipped = {spec.name for spec, held in zip(layout, placement.held, strict=True) if held is TensorHandling.SKIPPED}
-    unfilled = _unfilled(recording, form, skipped, placement.load_formats)
+    unfilled = _unfilled(recording, form, skipped=skipped, computed=placement.load_formats)
     if unfilled and not placement.refusals:  # a refused tensor explains its own gap
         placement.refusals[""] = f"no tensor of this layout fills {shorten(unfilled)}: the layout is another model's"
     return placement
 
 
-def _plan(placement: Placement, recording: Recording, form: LoadFormat, layout: Layout) -> dict[str, str]:
+def _plan(placement: Placement, recording: Recording, *, form: LoadFormat, layout: Layout) -> dict[str, str]:
     """Find the rejected tensors that can be loaded whole; returns the reasons against the others.
 
     If the loader copies no tensor at all (a checkpoint in another dtype), none is: no sum could show the live version.
@@ -181,12 +183,12 @@ def _plan(placement: Placement, recording: Recording, form: LoadFormat, layout: 
             return f"{name} shares its memory with {shared[0]}"
         return form.refusals.get(name) or _shape_refusal(name, form)
 
-    placement.computed, refusals = plan_computed(recording, form.alone, obstacle, layout)
+    placement.computed, refusals = plan_computed(recording, form.alone, obstacle=obstacle, layout=layout)
     placement.load_formats = {name: form.loading[name] for names in placement.computed.values() for name in names}
     return refusals
 
 
-def _unfilled(recording: Recording, form: LoadFormat, skipped: set[str], computed: Iterable[str]) -> list[str]:
+def _unfilled(recording: Recording, form: LoadFormat, *, skipped: set[str], computed: Iterable[str]) -> list[str]:
     """Parameters that no canonical tensor fills: an update would never change them.
 
     The same holds for a buffer whose tensor the loader skipped; a buffer that has no tensor is a constant of the model.
@@ -203,7 +205,7 @@ def _unfilled(recording: Recording, form: LoadFormat, skipped: set[str], compute
     ]
 
 
-def _add(placement: Placement, index: int, copies: list[Copy], form: LoadFormat) -> str | None:
+def _add(placement: Placement, index: int, *, copies: list[Copy], form: LoadFormat) -> str | None:
     """Add a tensor's copies; returns the reason if one of them cannot be placed."""
     for copy in copies:
         name = copy.parameter
@@ -242,7 +244,7 @@ def attach_model(model: torch.nn.Module, config: Any, layout: Layout, platform: 
         refusals = {"": "; ".join(reasons)}
         return Placement(held=[TensorHandling.REFUSED] * len(layout), refusals=refusals), {}
     try:
-        recording, form = record_model(model, layout, platform)
+        recording, form = record_model(model, layout, platform=platform)
     except Unplaceable as error:
         return Placement(held=[TensorHandling.REFUSED] * len(layout), refusals={"": str(error)}), {}
     placement = place(recording, form, layout)

@@ -133,7 +133,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped her
                 return args[0].view_as(args[0])  # the same elements: stay in canonical coordinates
             self._reject(sources, f"the loader casts it from {args[0].dtype} to {kwargs['dtype']}")
             return self._track(func(*args, **kwargs), names)
-        if (moved := self._reordered(func, args, kwargs, tensors, sources)) is not None:
+        if (moved := self._reordered(func, args, kwargs=kwargs, tensors=tensors, sources=sources)) is not None:
             return self._track(moved, names)
         if any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments):
             self._reject(names, f"the loader writes through {func}", args[0])
@@ -142,7 +142,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped her
             self._reject(sources, f"the loader computes with it ({func})")
         return self._track(func(*args, **kwargs), names)
 
-    def _reordered(self, func: Any, args: Any, kwargs: Any, tensors: Any, sources: Any) -> torch.Tensor | None:
+    def _reordered(self, func: Any, args: Any, *, kwargs: Any, tensors: Any, sources: Any) -> torch.Tensor | None:
         """The result of an operation that only moves elements of one checkpoint tensor, None of any other."""
         if func in reorder.RESHAPES:
             try:
@@ -153,7 +153,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped her
         elif func not in reorder.JOINS or len(set(sources)) > 1 or len({tensor.dtype for tensor in tensors}) > 1:
             return None
         try:
-            result = self._reorders.follow(func, args, kwargs)
+            result = self._reorders.follow(func, args, kwargs=kwargs)
         except ValueError as error:
             self._reject(sources, str(error))
             return None
@@ -207,7 +207,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped her
                 regions = reorder.regions(name, self._reorders.numbers(source), strides)
             else:
                 axes = zip(source.shape, strides, source.stride(), strict=True)
-                regions = [copy_region(name, 0, source.storage_offset(), axes)]
+                regions = [copy_region(name, 0, element=source.storage_offset(), axes=axes)]
         except Unplaceable as error:
             self._reject([name], str(error))
             return

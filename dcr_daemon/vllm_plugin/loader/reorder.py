@@ -38,7 +38,7 @@ class ReorderTracker:
         self._recipes: dict[int, Callable[[], torch.Tensor]] = {}
         self._last: tuple[int, torch.Tensor] | None = None
 
-    def follow(self, func: Callable[..., Any], args: Any, kwargs: Any) -> torch.Tensor:
+    def follow(self, func: Callable[..., Any], args: Any, *, kwargs: Any) -> torch.Tensor:
         """Do a reordering on meta tensors and remember it. The caller keeps the result alive: its storage is the key.
 
         Raises `ValueError` if the tensor is too large to follow.
@@ -111,8 +111,8 @@ def regions(tensor: str, numbers: torch.Tensor, strides: tuple[int, ...]) -> lis
         copy_region(
             tensor,
             sum(part.src for part in parts),
-            lowest + sum(part.dst for part in parts),
-            [axis for part in parts for axis in part.axes],
+            element=lowest + sum(part.dst for part in parts),
+            axes=[axis for part in parts for axis in part.axes],
         )
         for parts in itertools.product(*axes)
     ]

@@ -133,7 +133,7 @@ def holders_of(model: torch.nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
     return found
 
 
-def row_table(rows: Sequence[PlacementRow], layout: Layout, base: Callable[[PlacementRow], int]) -> I64:
+def row_table(rows: Sequence[PlacementRow], layout: Layout, *, base: Callable[[PlacementRow], int]) -> I64:
     """Rows as the kernels read them; `base` gives the address of a parameter's storage."""
     from dcr_daemon.vllm_plugin.weights import kernels as k
 
@@ -155,7 +155,7 @@ class HostTables:
     """What every memory does on the host: locate elements in rows, and sum over given bits."""
 
     def __init__(
-        self, placement: Placement, live_tensors: LiveTensors, layout: Layout, *, base: Callable[[PlacementRow], int]
+        self, placement: Placement, live_tensors: LiveTensors, *, layout: Layout, base: Callable[[PlacementRow], int]
     ) -> None:
         """`base` gives the address of a row's storage, 0 if the host cannot read it. Compiles every kernel."""
         from dcr_daemon.vllm_plugin.weights import kernels
@@ -166,7 +166,7 @@ class HostTables:
         self._rows = placement.rows  # keeps the permutations' tables alive, as `live_tensors` does the storages
         self._by_tensor = placement.by_tensor
         self._boxes = len(placement.boxes)
-        self._table = row_table(placement.rows, layout, base)
+        self._table = row_table(placement.rows, layout, base=base)
         kernels.warm()
 
     def locate(self, row: int, elements: I64) -> tuple[I64, U32, U32]:
@@ -192,11 +192,11 @@ class HostTables:
 class HostMemory(HostTables):
     """Live weights that the CPU addresses directly."""
 
-    def __init__(self, placement: Placement, live_tensors: LiveTensors, layout: Layout) -> None:
+    def __init__(self, placement: Placement, live_tensors: LiveTensors, *, layout: Layout) -> None:
         def base(row: PlacementRow) -> int:
             return int(live_tensors.live[row.parameter].untyped_storage().data_ptr())
 
-        super().__init__(placement, live_tensors, layout, base=base)
+        super().__init__(placement, live_tensors, layout=layout, base=base)
         self._groups = np.zeros((0, self._kernels.GROUP_COLUMNS), dtype=np.int64)
         self._staged: tuple[Group, ...] = ()
         self._sums = np.zeros(0, dtype=np.uint64)
@@ -231,7 +231,7 @@ class HostMemory(HostTables):
     def box_sums(self, after_slice: SliceCallback, tensors: range | None = None) -> U64:
         rows = [number for number, row in enumerate(self._rows) if tensors is None or row.tensor in tensors]
         sums = np.zeros(len(rows), dtype=np.uint64)
-        self._sweep(self._table[rows], sums, np.zeros(0, dtype=np.int64), after_slice)
+        self._sweep(self._table[rows], sums, files=np.zeros(0, dtype=np.int64), after_slice=after_slice)
         boxes = np.zeros(self._boxes, dtype=np.uint64)
         np.add.at(boxes, [self._rows[number].box for number in rows], sums)
         return boxes
@@ -239,10 +239,13 @@ class HostMemory(HostTables):
     def overwrite(self, tensor: int, values: Bits, after_slice: SliceCallback) -> None:
         rows = self._table[self._by_tensor.get(tensor, [])]
         self._sweep(
-            rows, np.zeros(0, dtype=np.uint64), np.full(len(rows), values.ctypes.data, dtype=np.int64), after_slice
+            rows,
+            np.zeros(0, dtype=np.uint64),
+            files=np.full(len(rows), values.ctypes.data, dtype=np.int64),
+            after_slice=after_slice,
         )
 
-    def _sweep(self, rows: I64, sums: U64, files: I64, after_slice: SliceCallback) -> None:
+    def _sweep(self, rows: I64, sums: U64, *, files: I64, after_slice: SliceCallback) -> None:
         k, cursor = self._kernels, np.zeros(2, dtype=np.int64)
         ends = np.cumsum(rows[:, k.SHAPE : k.SHAPE + 4].prod(axis=1) * rows[:, k.WIDTH])
         seen = 0

@@ -61,7 +61,7 @@ class Copy:
         return self.region.name
 
 
-def copy_region(tensor: str, place: int, element: int, axes: Iterable[Axis]) -> Region:
+def copy_region(tensor: str, place: int, *, element: int, axes: Iterable[Axis]) -> Region:
     """The normal region of a copy that starts at canonical `element` and at storage `place`.
 
     Args:
@@ -160,7 +160,7 @@ def _narrow(region: Region) -> Iterator[Region]:
         return
     axis = max(range(len(region.shape)), key=lambda a: (region.shape[a] - 1) * region.dst_strides[a])
     half = region.shape[axis] // 2
-    for part in (*restrict(region, axis, 0, half), *restrict(region, axis, half, region.shape[axis])):
+    for part in (*restrict(region, axis, lo=0, hi=half), *restrict(region, axis, lo=half, hi=region.shape[axis])):
         yield from _narrow(normalise(part))
 
 
@@ -171,7 +171,7 @@ def _in_axes(region: Region) -> Iterator[Region]:
         return
     axis = min(range(len(region.shape)), key=lambda a: region.shape[a])
     for i in range(region.shape[axis]):
-        for part in restrict(region, axis, i, i + 1):
+        for part in restrict(region, axis, lo=i, hi=i + 1):
             yield from _in_axes(normalise(part))
 
 

@@ -55,7 +55,7 @@ def mix(words: torch.Tensor) -> torch.Tensor:
     return words ^ _shift(words)
 
 
-def summands(values: torch.Tensor, element: torch.Tensor, key: int | torch.Tensor, width: int) -> torch.Tensor:
+def summands(values: torch.Tensor, element: torch.Tensor, *, key: int | torch.Tensor, width: int) -> torch.Tensor:
     """The summands of canonical elements with these bits, in the fingerprint (int64)."""
     bits = values.to(torch.int64)
     if width == 1:
@@ -86,8 +86,10 @@ class Batch:
 class TorchMemory(HostTables):
     """Live weights behind torch tensors. Host work (`locate`, `sum_bits`) is inherited."""
 
-    def __init__(self, placement: Placement, live_tensors: LiveTensors, layout: Layout, device: torch.device) -> None:
-        super().__init__(placement, live_tensors, layout, base=lambda row: 0)
+    def __init__(
+        self, placement: Placement, live_tensors: LiveTensors, *, layout: Layout, device: torch.device
+    ) -> None:
+        super().__init__(placement, live_tensors, layout=layout, base=lambda row: 0)
         self._layout = layout
         self._device = device
         self._views = {name: storage_bits(tensor) for name, tensor in live_tensors.live.items()}
@@ -173,9 +175,11 @@ class TorchMemory(HostTables):
             key, width = int(self._layout.keys.view(np.int64)[row.tensor]), self._layout[row.tensor].width
             for first in range(0, row.region.elements, SLICE):
                 with self._aside():
-                    element, target = self._walk(number, row, first, min(SLICE, row.region.elements - first))
+                    element, target = self._walk(
+                        number, row, first=first, count=min(SLICE, row.region.elements - first)
+                    )
                     values = self._views[row.parameter][target]
-                    boxes[row.box] += int(summands(values, element, key, width).sum().item())
+                    boxes[row.box] += int(summands(values, element, key=key, width=width).sum().item())
                 faults.after_slice()
                 after_slice(element.numel() * width)
         return np.array([total % (1 << 64) for total in boxes], dtype=np.uint64)
@@ -186,12 +190,14 @@ class TorchMemory(HostTables):
             row = self._rows[number]
             for first in range(0, row.region.elements, SLICE):
                 with self._aside():
-                    element, target = self._walk(number, row, first, min(SLICE, row.region.elements - first))
+                    element, target = self._walk(
+                        number, row, first=first, count=min(SLICE, row.region.elements - first)
+                    )
                     values = torch.from_numpy(signed[element.cpu().numpy()]).to(self._device)
                     self._views[row.parameter][target] = values
                 after_slice(element.numel() * values.itemsize)
 
-    def _walk(self, number: int, row: PlacementRow, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _walk(self, number: int, row: PlacementRow, *, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Canonical element and live storage element of ordinals [first, first + count) of a row."""
         rest = torch.arange(first, first + count, dtype=torch.int64, device=self._device)
         element, local = torch.full_like(rest, row.region.dst), torch.zeros_like(rest)
@@ -227,7 +233,7 @@ def _totals(batch: Batch) -> torch.Tensor:
     for first in range(0, batch.index.numel(), SLICE):
         part = slice(first, first + SLICE)
         values = batch.view[batch.index[part]]
-        summed = summands(values, batch.element[part], batch.key[part], batch.width).cumsum(0) + parts[-1][-1]
+        summed = summands(values, batch.element[part], key=batch.key[part], width=batch.width).cumsum(0) + parts[-1][-1]
         parts.append(summed)
     running = torch.cat(parts)
     ends = running[batch.ends]

@@ -47,7 +47,7 @@ class Attachment:
             raise RuntimeError("this model was refused at attach")
         return self.memory
 
-    def prepare(self, job: Job, hops: Sequence[HopFiles], arena: Arena) -> Transaction:
+    def prepare(self, job: Job, hops: Sequence[HopFiles], *, arena: Arena) -> Transaction:
         """Decode against live weights; reads only (must E4)."""
         faults.point("job")
         preparation = Preparation(
@@ -65,7 +65,7 @@ class Attachment:
     def read_computed(self, paths: Sequence[str], vector: str) -> Values:
         """The canonical bytes of the loader-computed tensors; Corrupt unless they sum to the version of `vector`."""
         tensors = sorted(self.placement.computed)
-        return read_values(paths, self.layout, tensors, vector) if tensors else {}
+        return read_values(paths, self.layout, tensors=tensors, vector=vector) if tensors else {}
 
     def run_loader(self, txn: Transaction) -> None:
         """Run the loader over a transaction's values, on copies of the parameters. Main thread, beside no forward
@@ -184,19 +184,21 @@ def attach(
     if placement.refusals:
         return Attachment(layout, placement, None, generation)
     try:
-        memory = open_memory(placement, LiveTensors(live, holders_of(model)), layout, device)
+        memory = open_memory(placement, LiveTensors(live, holders_of(model)), layout=layout, device=device)
     except ValueError as error:
         refused = Placement(held=[TensorHandling.REFUSED] * len(layout), refusals={"": str(error)})
         return Attachment(layout, refused, None, generation)
     compile_kernels(spec.width for spec in layout)
     dtype = config.model_config.dtype if config is not None else None
-    return Attachment(layout, placement, memory, generation, ComputedLoader(model, placement, live, layout, dtype))
+    return Attachment(
+        layout, placement, memory, generation, ComputedLoader(model, placement, live=live, layout=layout, dtype=dtype)
+    )
 
 
-def open_memory(placement: Placement, homes: LiveTensors, layout: Layout, device: torch.device) -> WeightMemory:
+def open_memory(placement: Placement, homes: LiveTensors, *, layout: Layout, device: torch.device) -> WeightMemory:
     """The `WeightMemory` of a device; compiles its kernels."""
     if device.type == "cpu":
-        return HostMemory(placement, homes, layout)
+        return HostMemory(placement, homes, layout=layout)
     from dcr_daemon.vllm_plugin.weights.torch_memory import TorchMemory
 
-    return TorchMemory(placement, homes, layout, device)
+    return TorchMemory(placement, homes, layout=layout, device=device)

@@ -133,7 +133,7 @@ class Preparation:
         """Segments of tensors that this worker holds: (number in the hop, chunk, index in the chunk, share done)."""
         first = 0
         for i, path in enumerate(hop.chunks):
-            chunk = open_staged_chunk(Path(path).read_bytes(), hop, self._layout, path=path)
+            chunk = open_staged_chunk(Path(path).read_bytes(), hop, layout=self._layout, path=path)
             for index in np.flatnonzero(self._held[chunk.table.tensor]).tolist():
                 yield first + index, chunk, index, (i + (index + 1) / len(chunk)) / len(hop.chunks)
             first += len(chunk)
@@ -149,7 +149,7 @@ class Preparation:
         lane = bits_dtype(self._layout[changes.segment.tensor].width)
         old = np.empty(picked.size, dtype=lane)
         self._memory.gather(row, target, old)
-        held = overlay(self._by_row.get(row, ()), hop, element, old)
+        held = overlay(self._by_row.get(row, ()), hop, element=element, bits=old)
         if picked.size < elements.size:
             changes = Changes(changes.segment, changes.positions[picked], changes.operands[picked])
         new = changes.resolve(old).astype(lane, copy=False)
@@ -158,13 +158,21 @@ class Preparation:
         fresh = replace(held, new)
         for other, _ in held:
             self._sums.pop(id(other), None)
-        group = self._append(hop, row, element, target, old, new, fresh)
+        group = self._append(hop, row, element=element, target=target, old=old, new=new, fresh=fresh)
         if group is not None and fresh is None:
             self._sums[id(group)] = before, after
         return int(picked.size), before, after
 
     def _append(
-        self, hop: int, row: int, element: U32, target: U32, old: Bits, new: Bits, fresh: npt.NDArray[np.bool_] | None
+        self,
+        hop: int,
+        row: int,
+        *,
+        element: U32,
+        target: U32,
+        old: Bits,
+        new: Bits,
+        fresh: npt.NDArray[np.bool_] | None,
     ) -> Group | None:
         count = element.size if fresh is None else int(fresh.sum())
         if not count:
@@ -209,8 +217,8 @@ class Preparation:
             fits=fits,
             changed=sum(int(group.element.size) for group in groups),
             hops=done,
-            before=box_sums(groups, old, self._placement),
-            after=box_sums(groups, new, self._placement),
+            before=box_sums(groups, old, placement=self._placement),
+            after=box_sums(groups, new, placement=self._placement),
         )
         return Transaction(txn, fits, groups, answer, frozenset(self._computed))
 

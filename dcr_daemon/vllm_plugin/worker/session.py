@@ -33,7 +33,7 @@ BEGUN_STATES = (TxnState.BEGUN, TxnState.ROLLED_BACK)
 class Refusal(Exception):
     """The call is answered with `ok=False`, `code`, `error` and `hint`."""
 
-    def __init__(self, code: Code, error: str, hint: str = "") -> None:
+    def __init__(self, code: Code, error: str, *, hint: str = "") -> None:
         super().__init__(error)
         self.code, self.error, self.hint = code, error, hint
 
@@ -174,13 +174,13 @@ class WorkerSession:
         except MemoryError:
             self._attachment = None
             raise Refusal(
-                Code.EXHAUSTED, f"cannot reserve {cap} bytes for a transaction", "lower DCR_STAGE_CAP"
+                Code.EXHAUSTED, f"cannot reserve {cap} bytes for a transaction", hint="lower DCR_STAGE_CAP"
             ) from None
 
     def _recorded(self) -> Attachment:
         """The attachment, even if an external writer has written since."""
         if self._attachment is None:
-            raise Refusal(Code.REFUSED, "no layout is attached", "attach first")
+            raise Refusal(Code.REFUSED, "no layout is attached", hint="attach first")
         if self._attachment.placement.refusals:
             raise Refusal(Code.REFUSED, "this model was refused at attach")
         return self._attachment
@@ -189,7 +189,7 @@ class WorkerSession:
         """The attachment. Refuses if an external writer may have written since."""
         attachment = self._recorded()
         if attachment.generation != self.generation:
-            raise Refusal(Code.UNPROVED, f"{self._changed_by} may have changed the weights", "attach again")
+            raise Refusal(Code.UNPROVED, f"{self._changed_by} may have changed the weights", hint="attach again")
         return attachment
 
     # -- jobs ----------------------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ class WorkerSession:
             # A scrub may be cancelled at any time; a load is checked first, and by then no other job has an owner.
             self._background.quiesce()
         elif job is not None and job.live:
-            raise Refusal(Code.REFUSED, f"job {job.id} ({job.kind}) is {job.state}", "join or cancel it first")
+            raise Refusal(Code.REFUSED, f"job {job.id} ({job.kind}) is {job.state}", hint="join or cancel it first")
         loading_now = self._state in BEGUN_STATES and self._kind == "load"
         if (
             self._state in BEGUN_STATES
@@ -212,7 +212,7 @@ class WorkerSession:
         ):
             raise Refusal(Code.REFUSED, f"transaction {self._txn_id} is {self._state}")
         if arg.kind is JobKind.LOAD and not loading_now:
-            raise Refusal(Code.REFUSED, "a load job needs a begun load", "send begin with kind=load first")
+            raise Refusal(Code.REFUSED, "a load job needs a begun load", hint="send begin with kind=load first")
         if arg.kind is JobKind.PREPARE:
             self._forget()
         self._background.start(Job(arg.id, arg.kind, self._work(arg, attachment), (self.generation, self._epoch)))
@@ -223,7 +223,7 @@ class WorkerSession:
         arena = self._arena
         assert arena is not None, "reserved at attach"
         return {
-            JobKind.PREPARE: lambda job: attachment.prepare(job, arg.hops, arena),
+            JobKind.PREPARE: lambda job: attachment.prepare(job, arg.hops, arena=arena),
             JobKind.FINGERPRINT: attachment.fingerprint,
             JobKind.SCRUB: lambda job: attachment.scrub(job, arg),
             JobKind.COMPARE: lambda job: attachment.read_computed([arg.loaded], arg.vector),
@@ -250,13 +250,15 @@ class WorkerSession:
         """Take over a finished job's result. A result from before a write is void."""
         job = self._job(arg.id)
         if job.live:
-            raise Refusal(Code.REFUSED, f"job {job.id} is {job.state}", "poll until it is done")
+            raise Refusal(Code.REFUSED, f"job {job.id} is {job.state}", hint="poll until it is done")
         if job.state is JobState.FAILED:
             raise Refusal(Code(job.code), job.error)
         if job.state is not JobState.DONE:
             raise Refusal(Code.REFUSED, f"job {job.id} was cancelled")
         if job.stamp != (self.generation, self._epoch):
-            raise Refusal(Code.UNPROVED, f"job {job.id} is void: weights changed while it ran or since", "start again")
+            raise Refusal(
+                Code.UNPROVED, f"job {job.id} is void: weights changed while it ran or since", hint="start again"
+            )
         if job.kind is JobKind.CHECK:
             return job.status
         if job.kind is JobKind.LOAD:
@@ -379,7 +381,7 @@ class WorkerSession:
     def _require_unmoved(self) -> None:
         moved = self._attached().live.moved_parameter()
         if moved is not None:
-            raise Refusal(Code.UNPROVED, f"storage of {moved} moved or was replaced", "attach again")
+            raise Refusal(Code.UNPROVED, f"storage of {moved} moved or was replaced", hint="attach again")
 
     def _writable(self, name: str) -> tuple[Transaction, Attachment]:
         """A begun delta and where to write it. Works also after an external write: a rollback is still possible."""
@@ -389,7 +391,7 @@ class WorkerSession:
             raise Refusal(
                 Code.REFUSED,
                 f"{name} is a dense load, which cannot be applied or rolled back",
-                "load again, then commit",
+                hint="load again, then commit",
             )
         moved = attachment.live.moved_parameter()
         if moved is not None:

@@ -46,14 +46,14 @@ class Transaction:
         write_computed(self.computed_parameters, ValueSet.NEW)
         if faults.should_fail("flip") and self.groups:
             _flip(memory, self.groups)
-        return box_sums(self.groups, memory.group_sums(), placement)
+        return box_sums(self.groups, memory.group_sums(), placement=placement)
 
     def rollback(self, memory: WeightMemory, placement: Placement) -> Sums:
         """Write the old values back and return the sums of what is in memory afterwards."""
         faults.point("rollback")
         memory.scatter(ValueSet.OLD)
         write_computed(self.computed_parameters, ValueSet.OLD)
-        return box_sums(self.groups, memory.group_sums(), placement)
+        return box_sums(self.groups, memory.group_sums(), placement=placement)
 
 
 def _flip(memory: WeightMemory, groups: list[Group]) -> None:
@@ -62,7 +62,7 @@ def _flip(memory: WeightMemory, groups: list[Group]) -> None:
     groups[0].new[0] ^= 1
 
 
-def box_sums(groups: Sequence[Group], sums: U64, placement: Placement) -> Sums:
+def box_sums(groups: Sequence[Group], sums: U64, *, placement: Placement) -> Sums:
     """The sums of all groups added up per box, boxes ascending."""
     boxes = np.array([placement.rows[group.row].box for group in groups], dtype=np.uint32)
     which, where = np.unique(boxes, return_inverse=True)

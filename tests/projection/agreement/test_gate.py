@@ -58,9 +58,9 @@ def halves(rank: int, names: Sequence[str] = ("layers.0.up", "layers.1.up")) -> 
     """Columns of the one, rows of the other, and the norm on rank 1."""
     made = []
     if "layers.0.up" in names:
-        made += slab("layers.0.up", (8, 6), (0, 3 * rank), (8, 3))
+        made += slab("layers.0.up", (8, 6), starts=(0, 3 * rank), sizes=(8, 3))
     if "layers.1.up" in names:
-        made += slab("layers.1.up", (8, 6), (4 * rank, 0), (4, 6))
+        made += slab("layers.1.up", (8, 6), starts=(4 * rank, 0), sizes=(4, 6))
     return made + (whole("norm", (6,)) if rank else [])
 
 
@@ -206,8 +206,16 @@ def test_the_count_by_columns_is_exactly_once(regions: list[Region], world: int)
 def test_stripes_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = Layout(TensorSpec(f"t{i}", "BF16", (8, 6)) for i in range(9))
     ranks = [
-        declared(r, [p for s in layout for p in slab(s.name, (8, 6), (0, 3 * r), (8, 3)) if (s.name, r) != ("t4", 1)],
-                 layout=layout)
+        declared(
+            r,
+            [
+                p
+                for s in layout
+                for p in slab(s.name, (8, 6), starts=(0, 3 * r), sizes=(8, 3))
+                if (s.name, r) != ("t4", 1)
+            ],
+            layout=layout,
+        )
         for r in range(2)
     ]  # fmt: skip
     expected = coverage.check(ranks, layout, np.zeros(9, np.bool_))
@@ -221,7 +229,11 @@ def test_a_thousand_ranks_are_judged_by_columns() -> None:
     """1,024 ranks of 500 boxes each, half of the tensors cut by columns: nothing here is an object per box."""
     world, tensors = 1024, 500
     layout = Layout(TensorSpec(f"t{i:03}", "BF16", (2, world)) for i in range(tensors))
-    made = [p for i, s in enumerate(layout) for p in slab(s.name, (2, world), (0, 0), (2, 1) if i % 2 else (1, 2))]
+    made = [
+        p
+        for i, s in enumerate(layout)
+        for p in slab(s.name, (2, world), starts=(0, 0), sizes=(2, 1) if i % 2 else (1, 2))
+    ]
     first = declare(map_of(made, layout=layout), layout, group="g", call=0, attempt=1, rank=0, world=world, nonce="")
     starts = np.frombuffer(first.starts, "<i8")
     steps = np.array([1 if i % 2 else 2 for i in range(tensors)])
@@ -239,7 +251,7 @@ def test_a_thousand_ranks_are_judged_by_columns() -> None:
 def test_a_declaration_is_small() -> None:
     """Experts of a hundred layers, 128 each: about a byte per box."""
     layout = Layout(TensorSpec(f"l.{i:03}.{e:03}", "BF16", (64, 64)) for i in range(100) for e in range(128))
-    made = map_of([r for s in layout for r in slab(s.name, (64, 64), (0, 16), (64, 16))], layout=layout)
+    made = map_of([r for s in layout for r in slab(s.name, (64, 64), starts=(0, 16), sizes=(64, 16))], layout=layout)
     declaration = declare(made, layout, group="g", call=0, attempt=1, rank=0, world=4, nonce="n")
     assert declaration.forms == (((64, 64), (16, 1)),)
     assert len(gate.encode_declaration(declaration)) < 3 * declaration.boxes

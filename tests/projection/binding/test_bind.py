@@ -280,7 +280,7 @@ def test_an_adapter_or_a_conversion_of_ones_own_names_the_tensors() -> None:
     assert "mul" in held.map.residual["scaled"]
     assert "scaled.weight" in held.inputs
     assembled(layout, readings(held, layout), residual=["scaled"])
-    own = Conversion({"layers.0.moe.experts.w1_EFD": torchtitan.grouped_experts(names, 4, 2)}, {})
+    own = Conversion({"layers.0.moe.experts.w1_EFD": torchtitan.grouped_experts(names, 4, columns=2)}, {})
     del table["scaled.weight"], table["freqs_cis"]
     experts = Layout(spec for spec in layout if spec.name != "scaled")
     got = assembled(experts, readings(one(table, experts, conversion=own), experts))

@@ -36,7 +36,7 @@ def verdict(layout: Layout, owners: Mapping[str, int], overwrites: Sequence[str]
 
 def by_hook(export: ExportHook, rank: int = 0, owners: Mapping[str, int] | None = None) -> Residual:
     owners = {"a": 0, "b": 1, "c": 0} if owners is None else owners
-    return Residual(verdict(LAYOUT, owners, "b"), LAYOUT, rank, Hook(export, LAYOUT))
+    return Residual(verdict(LAYOUT, owners, "b"), LAYOUT, rank=rank, exporter=Hook(export, LAYOUT))
 
 
 def test_a_hook_gives_each_owner_its_tensors_and_is_driven_alike_on_all_ranks() -> None:
@@ -160,8 +160,8 @@ def test_an_export_with_a_shared_scale_goes_residual_as_overwrites() -> None:
         ]
     )
     conversion = trace(scaled, tensors)
-    mapped = map_of(tensors.items(), layout, conversion)
-    exporter = Gather(lambda: tensors, layout, conversion, scaled)
+    mapped = map_of(tensors.items(), layout, conversion=conversion)
+    exporter = Gather(lambda: tensors, layout, conversion=conversion, convert=scaled)
     declaration = declare(
         mapped, layout, group="g", call=1, attempt=1, rank=0, world=1, nonce="n",
         export=exporter.kind, buildable=exporter.can_build, computed=conversion.opaque,
@@ -169,7 +169,9 @@ def test_an_export_with_a_shared_scale_goes_residual_as_overwrites() -> None:
     judged = judge([declaration], layout)
     assert set(judged.residual) == judged.overwrites == {"codes", "scale"}
     assert "computes it" in judged.residual["codes"]
-    got = {layout[index].name: tensor for index, tensor in Residual(judged, layout, 0, exporter).iterate()}
+    got = {
+        layout[index].name: tensor for index, tensor in Residual(judged, layout, rank=0, exporter=exporter).iterate()
+    }
     assert got.keys() == {"codes", "scale"}
     assert all(torch.equal(tensor.view(torch.uint8), made[name].view(torch.uint8)) for name, tensor in got.items())
 
@@ -189,11 +191,11 @@ def test_only_what_a_residual_tensor_is_made_of_is_converted() -> None:
         asked.append(set(table))
         return merged(table)
 
-    gather = Gather(lambda: tensors, layout, conversion, watched)
-    ((index, tensor),) = Residual(verdict(layout, {"a": 0}), layout, 0, gather).iterate()
+    gather = Gather(lambda: tensors, layout, conversion=conversion, convert=watched)
+    ((index, tensor),) = Residual(verdict(layout, {"a": 0}), layout, rank=0, exporter=gather).iterate()
     assert (index, asked) == (0, [{"w", "lora_a", "lora_b"}])
     assert torch.equal(tensor, merged(tensors)["a"].bfloat16())
-    assert list(Residual(verdict(layout, {"a": 0}), layout, 1, gather).iterate()) == []
+    assert list(Residual(verdict(layout, {"a": 0}), layout, rank=1, exporter=gather).iterate()) == []
     assert len(asked) == 1, "a rank that owns nothing converts nothing"
 
 
@@ -204,9 +206,9 @@ def test_a_conversion_that_needs_more_than_its_sources_is_refused_by_name() -> N
     def together(table: dict[str, Any]) -> dict[str, Any]:
         return dict(table) if len(table) == 2 else {}
 
-    gather = Gather(lambda: tensors, layout, trace(together, tensors), together)
+    gather = Gather(lambda: tensors, layout, conversion=trace(together, tensors), convert=together)
     with pytest.raises(Incompatible, match="a is not exported from a alone; b is not exported from b alone"):
-        list(Residual(verdict(layout, {"a": 0, "b": 0}), layout, 0, gather).iterate())
+        list(Residual(verdict(layout, {"a": 0, "b": 0}), layout, rank=0, exporter=gather).iterate())
 
 
 def test_a_gather_knows_what_it_can_construct() -> None:
@@ -214,8 +216,8 @@ def test_a_gather_knows_what_it_can_construct() -> None:
     plain = Gather(lambda: tensors, LAYOUT)
     assert [plain.can_build(name) for name in "abcd"] == [True, True, False, False]
     conversion = trace(lambda table: {"c": table["a"] * 2, "d": torch.zeros(4, 2)}, tensors)
-    assert not Gather(lambda: tensors, LAYOUT, conversion).can_build("c")
-    traced = Gather(lambda: tensors, LAYOUT, conversion, lambda table: {"c": table["a"] * 2})
+    assert not Gather(lambda: tensors, LAYOUT, conversion=conversion).can_build("c")
+    traced = Gather(lambda: tensors, LAYOUT, conversion=conversion, convert=lambda table: {"c": table["a"] * 2})
     assert [traced.can_build(name) for name in "abcd"] == [False, False, True, False]
 
 
@@ -248,7 +250,7 @@ def judged(found: Live, exporter: Exporter) -> Verdict:
     probed = dict(probe(found.inputs, found.map, SCALED, conversion=found.conversion, convert=found.convert).residual)
     if exporter.kind == "hook":
         read = Reader(found, SCALED).read
-        probed |= probe_export(exporter, read, found.map, SCALED, asked(SCALED)).residual
+        probed |= probe_export(exporter, read, mapped=found.map, layout=SCALED, names=asked(SCALED)).residual
     declaration = declare(
         found.map, SCALED, group="g", call=1, attempt=1, rank=0, world=1, nonce="n", export=exporter.kind,
         buildable=exporter.can_build, probed=probed,
@@ -261,11 +263,11 @@ def test_an_export_with_a_shared_scale_is_constructed_from_the_weights_of_the_st
     weights = {"weight": torch.randn(6, 4), "norm": torch.randn(4)}
     found = live(weights, SCALED, rank=0, world=1, adapter=Scaling())
     current = [found]
-    exporter = Gather(lambda: current[0].inputs, SCALED, found.conversion, found.convert)
+    exporter = Gather(lambda: current[0].inputs, SCALED, conversion=found.conversion, convert=found.convert)
     verdict = judged(found, exporter)
     assert verdict.overwrites == set(verdict.residual) == {"codes", "scale"}
     assert "residual  77.778%, 2 tensors" in verdict.report(SCALED)
-    residual = Residual(verdict, SCALED, 0, exporter)
+    residual = Residual(verdict, SCALED, rank=0, exporter=exporter)
     for step in range(2):
         stepped = {name: tensor + step for name, tensor in weights.items()}
         current[0] = found.rebind(stepped)

@@ -56,7 +56,7 @@ def test_every_kind_of_tensor_is_read_without_unpickling_it(checkpoint: Path) ->
 def test_a_training_framework_s_names_go_through_its_conversion(checkpoint: Path) -> None:
     layout = Layout([TensorSpec("one", "BF16", (2, 6)), TensorSpec("two", "BF16", (2, 6))])
     targets = {"a": [Region("one", (12,), 0, (1,), 0, (1,)), Region("two", (12,), 12, (1,), 0, (1,))]}
-    made = map_of_pieces(dcp_pieces(checkpoint), layout, targets, prefix="model.")
+    made = map_of_pieces(dcp_pieces(checkpoint), layout, targets=targets, prefix="model.")
     assert gaps([made], layout) == []
     assert [len(shard.regions) for shard in made.shards] == [2]
 

@@ -81,7 +81,7 @@ def test_index_tensors_exported_by_the_real_code_arrive_where_the_closed_forms_s
     assert {name for _, _, name in seen} == set(found["shapes"])
     for rank, inventory in enumerate(found["inventory"]):
         shapes = {row["name"]: tuple(row["shape"]) for row in inventory}
-        for spot in spots(architecture, degrees, rank):
+        for spot in spots(architecture, degrees, rank=rank):
             chunk = f"{spot.chunk}." if degrees.vpp > 1 else ""
             name = next(chunk + name for name in spot.names if chunk + name in shapes)
             parameter = spot.parameter

@@ -38,8 +38,8 @@ def test_closed_forms_are_what_an_adapter_does() -> None:
     }
     traced = adapter_conversion(Adapter(), tensors)
     assert traced.opaque == {}
-    assert traced.regions["layers.0.moe.experts.w1_EFD"] == grouped_experts(GATES, INNER, MODEL)
-    assert traced.regions["layers.0.attention.wq.weight"] == rotary_rows("q", HEADS, HEAD, MODEL)
+    assert traced.regions["layers.0.moe.experts.w1_EFD"] == grouped_experts(GATES, INNER, columns=MODEL)
+    assert traced.regions["layers.0.attention.wq.weight"] == rotary_rows("q", HEADS, head_dim=HEAD, columns=MODEL)
     assert [region.name for region in traced.regions["norm.weight"]] == ["model.norm.weight"]
 
 
@@ -55,7 +55,7 @@ def test_closed_forms_are_what_an_adapter_does() -> None:
     ids=["ep", "uneven ep", "fsdp over ep", "fsdp on rows", "fsdp on columns, uneven"],
 )
 def test_experts_under_every_mesh_are_covered_once_by_one_region_each(mesh: tuple[int, ...], cuts: Any) -> None:
-    whole = {"w": grouped_experts(GATES, INNER, MODEL)}
+    whole = {"w": grouped_experts(GATES, INNER, columns=MODEL)}
     found: list[Region] = []
     for at in itertools.product(*map(range, mesh)):
         mine = chain(shard("w", (EXPERTS, INNER, MODEL), cuts(at)), whole)

@@ -77,7 +77,7 @@ def test_a_family_is_covered_exactly_once_by_one_region_per_pair(family: str, tm
     traced = conversion(model)
     assert traced.opaque == {}
     assert check_shapes(traced, layout) == []
-    made = map_of(model.state_dict().items(), layout, traced)
+    made = map_of(model.state_dict().items(), layout, conversion=traced)
     assert gaps([made], layout) == []
     table = model.state_dict()
     with Checkpoint(tmp_path) as checkpoint:

@@ -61,7 +61,7 @@ def layout_of(conversion: Conversion, dtype: str = "BF16") -> Layout:
 TENSORS = local_tensors()
 CONVERSION = trace(export, TENSORS)
 LAYOUT = layout_of(CONVERSION)
-MAP = map_of(TENSORS.items(), LAYOUT, CONVERSION)
+MAP = map_of(TENSORS.items(), LAYOUT, conversion=CONVERSION)
 
 
 def probed(mapped: Map = MAP, conversion: Conversion = CONVERSION, convert: Any = export, **fields: Any) -> Probed:
@@ -118,9 +118,11 @@ def test_a_conversion_that_the_export_does_not_do_is_found() -> None:
     (told,) = CONVERSION.regions["layers.0.q"]
     plain = replace(told, shape=(told.elements,), src_strides=(1,), dst_strides=(1,))
     wrong = replace(CONVERSION, regions={**CONVERSION.regions, "layers.0.q": [plain]})
-    found = probed(map_of(TENSORS.items(), LAYOUT, wrong), wrong)
+    found = probed(map_of(TENSORS.items(), LAYOUT, conversion=wrong), wrong)
     assert found.residual == {"layers.0.q_proj": "the conversion is not what the export does"}
-    assert probed(map_of(TENSORS.items(), LAYOUT, wrong), wrong, convert=None).residual == {}, "it is then believed"
+    assert probed(map_of(TENSORS.items(), LAYOUT, conversion=wrong), wrong, convert=None).residual == {}, (
+        "it is then believed"
+    )
 
 
 def two_faced(numbers_only: Callable[[Any], Any]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
@@ -209,7 +211,7 @@ def test_a_constant_that_the_export_does_not_add_is_found() -> None:
 
 def test_maps_of_others_are_not_judged_here() -> None:
     (shard,) = map_of([("norm", torch.zeros(MODEL))], LAYOUT).shards
-    half = replace(shard, shape=(4,), regions=tuple(slab("norm", (MODEL,), (4,), (4,))))
+    half = replace(shard, shape=(4,), regions=tuple(slab("norm", (MODEL,), starts=(4,), sizes=(4,))))
     assert probe({"norm": torch.zeros(4)}, Map((half,)), LAYOUT) == Probed({}, 0, 0, pytest.approx(0, abs=9))
     named = replace(half, parameter="decoder.norm")
     assert probe({"decoder.norm": torch.zeros(4)}, Map((named,)), LAYOUT).checked == 0
@@ -222,7 +224,7 @@ def test_no_probe_allocates_a_tensor_of_the_model(cap: int) -> None:
     tensors = {name: torch.zeros(shape, dtype=torch.bfloat16, device="meta") for name, shape in shapes.items()}
     conversion = trace(export, tensors)
     layout = layout_of(conversion)
-    mapped = map_of(tensors.items(), layout, conversion)
+    mapped = map_of(tensors.items(), layout, conversion=conversion)
     with Allocations() as seen:
         found = probe(tensors, mapped, layout, conversion=conversion, convert=export, cap=cap)
     assert (found.residual, found.forms) == ({}, 3)
@@ -273,11 +275,11 @@ def test_special_values_have_what_goes_wrong(dtype: Any) -> None:
 
 
 def test_within_is_about_elements_and_not_about_boxes() -> None:
-    truth = [*whole("t", (6, 4)), *slab("u", (6, 4), (2, 0), (2, 4))]
-    for region in (*slab("t", (6, 4), (1, 1), (3, 2), src=0), *whole("t", (24,))):
+    truth = [*whole("t", (6, 4)), *slab("u", (6, 4), starts=(2, 0), sizes=(2, 4))]
+    for region in (*slab("t", (6, 4), starts=(1, 1), sizes=(3, 2), src=0), *whole("t", (24,))):
         moved = Region(region.name, region.shape, region.dst, region.dst_strides, region.dst, region.dst_strides)
         assert within(moved, truth)
-    (rotary,) = rotary_rows("t", 2, 6, 2)
+    (rotary,) = rotary_rows("t", 2, head_dim=6, columns=2)
     assert within(rotary, [rotary])
     assert not within(rotary, truth)
     assert not within(Region("t", (24,), 0, (1,), 1, (1,)), truth)
@@ -304,12 +306,12 @@ def test_an_export_of_live_weights_is_compared_box_by_box() -> None:
     values["norm"][3] = float("nan")
     names = asked(LAYOUT)
     assert names == tuple(spec.name for spec in LAYOUT), "a small model is asked for whole"
-    found = probe_export(live_export(values), reader(values), MAP, LAYOUT, names)
+    found = probe_export(live_export(values), reader(values), mapped=MAP, layout=LAYOUT, names=names)
     assert (found.residual, found.checked) == ({}, len(LAYOUT))
     other = {name: tensor.clone() for name, tensor in values.items()}
     other["embed"][5] += 1
     other["norm"][3] = torch.tensor(-1, dtype=torch.int16).view(torch.bfloat16)
-    found = probe_export(live_export(other), reader(values), MAP, LAYOUT, names)
+    found = probe_export(live_export(other), reader(values), mapped=MAP, layout=LAYOUT, names=names)
     assert found.residual == {"embed": "8 of 560 elements that this rank holds are not what the export gives"}
 
 

@@ -24,12 +24,12 @@ from dcr_daemon.projection.sharding.zero3 import flat_range, partition, persiste
 @given(st.integers(1, 5), st.integers(1, 6), st.integers(1, 6), st.integers(1, 9))
 def test_partitions_of_a_packed_parameter_cover_it_once(experts: int, rows: int, columns: int, world: int) -> None:
     names = [f"experts.{e}" for e in range(experts)]
-    regions = grouped_experts(names, rows, columns)
+    regions = grouped_experts(names, rows, columns=columns)
     elements = experts * rows * columns
     size = -(-elements // world)
     all_pieces = []
     for rank in range(world):
-        pieces = partition(regions, elements, rank, world)
+        pieces = partition(regions, elements, rank=rank, world=world)
         lo = rank * size
         assert pairs(pieces) == sorted((s - lo, d) for s, d in pairs(regions) if lo <= s < lo + size)
         all_pieces += pieces
@@ -38,19 +38,21 @@ def test_partitions_of_a_packed_parameter_cover_it_once(experts: int, rows: int,
 
 def test_partitions_of_a_permuted_parameter_are_few() -> None:
     regions = rotary_rows("q", heads=8, head_dim=16, columns=32)
-    parts = [partition(regions, 8 * 16 * 32, rank, 3) for rank in range(3)]
+    parts = [partition(regions, 8 * 16 * 32, rank=rank, world=3) for rank in range(3)]
     assert exactly_once([piece for part in parts for piece in part], {"q": (128, 32)}) == []
     assert max(map(len, parts)) <= 2 * 4
 
 
 def test_aligned_partitions_leave_padding_out() -> None:
-    assert [sum(p.elements for p in partition(whole("t", (10,)), 10, rank, 3, size=8)) for rank in range(3)] == [
+    assert [
+        sum(p.elements for p in partition(whole("t", (10,)), 10, rank=rank, world=3, size=8)) for rank in range(3)
+    ] == [
         8,
         2,
         0,
     ]
     with pytest.raises(Incompatible, match="cannot hold"):
-        partition(whole("t", (10,)), 10, 0, 3, size=2)
+        partition(whole("t", (10,)), 10, rank=0, world=3, size=2)
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=5), st.integers(1, 4))

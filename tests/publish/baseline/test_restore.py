@@ -300,7 +300,9 @@ def test_files_that_do_not_hold_the_share_are_no_anchor(write: Any) -> None:
         state = rig.world.root / "short"
         state.mkdir()
         baseline = Baseline(state, rig.share(2), ledger.stream.stream, workers)
-        await Rebuild(objects, baseline, workers, rig.world.events).load_anchor(await ledger.history.anchor(2))
+        await Rebuild(objects, baseline, workers=workers, emit=rig.world.events).load_anchor(
+            await ledger.history.anchor(2)
+        )
 
     with pytest.raises(Corrupt, match="does not hold all of"):
         asyncio.run(load())

@@ -232,7 +232,7 @@ def test_a_fleet_ends_bit_equal_to_the_trainer_after_a_poisoned_version(world: P
 
     async def check() -> None:
         options = PublishOptions(state=world.state, base=world.base, create=True, workers=2, scrub_rate=1e9)
-        session = await open_leader(options, world.store(), world.events)
+        session = await open_leader(options, world.store(), emit=world.events)
         async with replica.running() as task:
             await publish(session, 1)
             await replica.until(lambda: [e for e in replica.events.of(Committed) if e.version == 1], task)

@@ -26,7 +26,7 @@ def options(world: PublishWorld, **more: Any) -> PublishOptions:
 
 
 async def opened(world: PublishWorld, store: Any = None, **more: Any) -> Leader:
-    return await open_leader(options(world, **more), store or world.store(), world.events)
+    return await open_leader(options(world, **more), store or world.store(), emit=world.events)
 
 
 async def diff(session: Leader, weights: Any, world: PublishWorld, step: int | None = None) -> Any:

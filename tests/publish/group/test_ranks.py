@@ -83,7 +83,7 @@ async def test_one_process_and_many_take_turns(world: PublishWorld, ranked: Make
 
     async def alone(new: Any) -> None:
         options = PublishOptions(state=world.state, base=world.base, create=True, name="trainer", workers=1)
-        session = await open_leader(options, world.store(), world.events)
+        session = await open_leader(options, world.store(), emit=world.events)
         attempt = await session.begin()
         share = session.context.baseline.blocks
         reads = (

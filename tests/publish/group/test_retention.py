@@ -30,7 +30,7 @@ from dcr_daemon.publish.watch.watcher import WatchOptions, run_watch
 
 async def opened(world: PublishWorld, store: Any = None, **more: Any) -> Leader:
     defaults: dict[str, Any] = {"state": world.state, "base": world.base, "create": True, "patience": 1.0, "workers": 2}
-    return await open_leader(PublishOptions(**defaults | more), store or world.store(), world.events)
+    return await open_leader(PublishOptions(**defaults | more), store or world.store(), emit=world.events)
 
 
 async def publish(session: Leader, weights: Any, world: PublishWorld) -> None:
@@ -408,6 +408,6 @@ def test_a_watch_that_runs_once_ends_its_round(world: PublishWorld, tmp_path: Pa
         state=world.state, base=world.base, create=True, watch=tmp_path / "watched", once=True, poll=0.05,
         keep_versions=1, anchor_every=1,
     )  # fmt: skip
-    run: Callable[[], Any] = lambda: run_watch(options, world.store(), world.events)  # noqa: E731
+    run: Callable[[], Any] = lambda: run_watch(options, world.store(), emit=world.events)  # noqa: E731
     asyncio.run(run())
     assert listed(world, "data") <= {0, 2, 3}

@@ -19,7 +19,7 @@ def test_every_allowed_pair_is_what_torch_makes_of_it() -> None:
             continue
         bits = rng.integers(0, 256, 4096 * ITEM_SIZE[given], dtype=np.uint8)
         lanes = bits.view(bits_dtype(ITEM_SIZE[given]))
-        found = cast_bits(lanes, given, canonical)
+        found = cast_bits(lanes, given, canonical=canonical)
         want = torch.from_numpy(bits).view(torch_dtype(given)).to(torch_dtype(canonical)).view(torch.uint8).numpy()
         assert found.dtype == bits_dtype(ITEM_SIZE[canonical])
         assert np.array_equal(found.view("u1"), want)
@@ -28,9 +28,9 @@ def test_every_allowed_pair_is_what_torch_makes_of_it() -> None:
 def test_a_widening_loses_nothing_and_a_rounding_goes_to_nearest_even() -> None:
     every = np.arange(1 << 16, dtype="<u2")
     finite = every[(every & 0x7F80) != 0x7F80]
-    assert np.array_equal(cast_bits(cast_bits(finite, "BF16", "F32"), "F32", "BF16"), finite)
+    assert np.array_equal(cast_bits(cast_bits(finite, "BF16", canonical="F32"), "F32", canonical="BF16"), finite)
     ties = np.array([0x3F808000, 0x3F818000, 0x3F807FFF, 0x3F808001, 0x80000000], dtype="<u4")
-    assert cast_bits(ties, "F32", "BF16").tolist() == [0x3F80, 0x3F82, 0x3F80, 0x3F81, 0x8000]
+    assert cast_bits(ties, "F32", canonical="BF16").tolist() == [0x3F80, 0x3F82, 0x3F80, 0x3F81, 0x8000]
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def whole(world: PublishWorld) -> bytes:
 
 
 def test_a_file_nobody_was_seen_closing_needs_two_timed_looks(world: PublishWorld, tmp_path: Path) -> None:
-    scanner = CheckpointScanner(tmp_path / "w", [], None)
+    scanner = CheckpointScanner(tmp_path / "w", [], marker=None)
     path = write(tmp_path / "w/step_1/model.safetensors", whole(world)[:-9])
     layout = world.layout
     assert "written" in scanner.scan(layout, True)["step_1"].why_incomplete(layout)
@@ -49,7 +49,7 @@ def test_a_file_nobody_was_seen_closing_needs_two_timed_looks(world: PublishWorl
 
 
 def test_a_closed_file_is_complete_at_once_and_a_touched_one_not_any_more(world: PublishWorld, tmp_path: Path) -> None:
-    scanner, layout = CheckpointScanner(tmp_path / "w", [], None), world.layout
+    scanner, layout = CheckpointScanner(tmp_path / "w", [], marker=None), world.layout
     path = write(tmp_path / "w/step_1/model.safetensors", whole(world))
     scanner.files.closed(path)
     assert not scanner.scan(layout, False)["step_1"].why_incomplete(layout)
@@ -63,7 +63,7 @@ def test_a_closed_file_is_complete_at_once_and_a_touched_one_not_any_more(world:
 
 
 def test_a_closed_but_short_file_is_not_complete_and_says_why(world: PublishWorld, tmp_path: Path) -> None:
-    scanner, layout = CheckpointScanner(tmp_path / "w", [], None), world.layout
+    scanner, layout = CheckpointScanner(tmp_path / "w", [], marker=None), world.layout
     path = write(tmp_path / "w/step_1/model.safetensors", whole(world)[:-1])
     scanner.files.closed(path)
     assert "truncated" in scanner.scan(layout, False)["step_1"].why_incomplete(layout)
@@ -72,7 +72,7 @@ def test_a_closed_but_short_file_is_not_complete_and_says_why(world: PublishWorl
 
 
 def test_a_checkpoint_with_a_choice_of_indexes_waits_and_harms_no_other(world: PublishWorld, tmp_path: Path) -> None:
-    scanner, layout = CheckpointScanner(tmp_path / "w", [], None), world.layout
+    scanner, layout = CheckpointScanner(tmp_path / "w", [], marker=None), world.layout
     for step in (1, 2):
         scanner.files.closed(write(tmp_path / f"w/step_{step}/model.safetensors", whole(world)))
     for name in ("a", "b"):
@@ -84,7 +84,7 @@ def test_a_checkpoint_with_a_choice_of_indexes_waits_and_harms_no_other(world: P
 
 def test_a_file_seen_written_waits_for_its_writer_however_long_it_stalls(world: PublishWorld, tmp_path: Path) -> None:
     """Its length and header may be those of the whole file from the start, as with preallocation."""
-    scanner, layout = CheckpointScanner(tmp_path / "w", [], None), world.layout
+    scanner, layout = CheckpointScanner(tmp_path / "w", [], marker=None), world.layout
     path = write(tmp_path / "w/step_1/model.safetensors", whole(world))
     scanner.files.created(path)
     scanner.files.written(path)
@@ -95,7 +95,7 @@ def test_a_file_seen_written_waits_for_its_writer_however_long_it_stalls(world: 
 
 
 def test_a_lost_notice_of_a_close_costs_looks_not_the_checkpoint(world: PublishWorld, tmp_path: Path) -> None:
-    scanner, layout = CheckpointScanner(tmp_path / "w", [], None), world.layout
+    scanner, layout = CheckpointScanner(tmp_path / "w", [], marker=None), world.layout
     scanner.files.written(write(tmp_path / "w/step_1/model.safetensors", whole(world)))
     waits = [bool(scanner.scan(layout, True)["step_1"].why_incomplete(layout)) for _ in range(STABLE_SCANS_UNCLOSED)]
     assert waits == [True] * (STABLE_SCANS_UNCLOSED - 1) + [False]
@@ -103,7 +103,7 @@ def test_a_lost_notice_of_a_close_costs_looks_not_the_checkpoint(world: PublishW
 
 def test_a_mode_or_an_older_time_set_after_the_close_is_no_write(world: PublishWorld, tmp_path: Path) -> None:
     """`shutil.copytree` ends each file so; the notice is the one of a write."""
-    scanner, layout = CheckpointScanner(tmp_path / "w", [], None), world.layout
+    scanner, layout = CheckpointScanner(tmp_path / "w", [], marker=None), world.layout
     path = write(tmp_path / "w/step_1/model.safetensors", whole(world))
     scanner.files.closed(path)
     scanner.scan(layout, False)
@@ -116,7 +116,7 @@ def test_a_mode_or_an_older_time_set_after_the_close_is_no_write(world: PublishW
 def test_a_marker_that_was_there_first_ends_nothing_while_shards_are_to_come(
     world: PublishWorld, tmp_path: Path
 ) -> None:
-    scanner, half = CheckpointScanner(tmp_path / "w", [], "STABLE"), world.layout.specs[: len(world.layout) // 2]
+    scanner, half = CheckpointScanner(tmp_path / "w", [], marker="STABLE"), world.layout.specs[: len(world.layout) // 2]
     body = bytes(pack_safetensors([(spec, world.weights[spec.name]) for spec in half]))
     write(tmp_path / "w/step_1/STABLE", b"")
     scanner.files.closed(write(tmp_path / "w/step_1/model-00001-of-00002.safetensors", body))
@@ -127,7 +127,7 @@ def test_a_marker_that_was_there_first_ends_nothing_while_shards_are_to_come(
 
 
 def test_only_a_file_that_may_be_complete_is_fresh(world: PublishWorld, tmp_path: Path) -> None:
-    scanner, layout = CheckpointScanner(tmp_path / "w", [], None), world.layout
+    scanner, layout = CheckpointScanner(tmp_path / "w", [], marker=None), world.layout
     path = write(tmp_path / "w/step_1/model.safetensors", whole(world)[:-2])
     assert scanner.scan(layout, True)["step_1"].undetermined
     write(path, whole(world)[:-1])
@@ -141,7 +141,7 @@ def test_only_a_file_that_may_be_complete_is_fresh(world: PublishWorld, tmp_path
 
 @pytest.mark.parametrize("odd", ["step_1\udcff/model.safetensors", "step_1/model\udcff.safetensors"])
 def test_a_name_that_no_record_can_hold_waits_and_harms_no_other(world: PublishWorld, tmp_path: Path, odd: str) -> None:
-    scanner, layout = CheckpointScanner(tmp_path / "w", [], None), world.layout
+    scanner, layout = CheckpointScanner(tmp_path / "w", [], marker=None), world.layout
     for name in (odd, "step_2/model.safetensors"):
         scanner.files.closed(write(tmp_path / "w" / name, whole(world)))
     found = scanner.scan(layout, False)
@@ -152,7 +152,7 @@ def test_a_name_that_no_record_can_hold_waits_and_harms_no_other(world: PublishW
 
 
 def test_what_is_published_is_not_found_again_until_it_changes(world: PublishWorld, tmp_path: Path) -> None:
-    scanner, layout = CheckpointScanner(tmp_path / "w", [], None), world.layout
+    scanner, layout = CheckpointScanner(tmp_path / "w", [], marker=None), world.layout
     path = write(tmp_path / "w/step_1/model.safetensors", whole(world))
     identity = identify(path)
     assert identity is not None
@@ -164,7 +164,7 @@ def test_what_is_published_is_not_found_again_until_it_changes(world: PublishWor
 
 
 def test_completion_orders_what_has_no_number(world: PublishWorld, tmp_path: Path) -> None:
-    scanner, layout = CheckpointScanner(tmp_path / "w", [], None), world.layout
+    scanner, layout = CheckpointScanner(tmp_path / "w", [], marker=None), world.layout
     for name in ("zeta", "alpha"):
         scanner.files.closed(write(tmp_path / f"w/{name}/model.safetensors", whole(world)))
         scanner.scan(layout, False)

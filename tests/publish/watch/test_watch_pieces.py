@@ -68,7 +68,7 @@ class Place:
                 "poll": 0.05, **more,
             }
         )  # fmt: skip
-        await run_watch(options, self.store(), self.events)
+        await run_watch(options, self.store(), emit=self.events)
 
     def once(self, **more: Any) -> None:
         asyncio.run(self.publish(once=True, **more))

@@ -47,11 +47,11 @@ def options(world: PublishWorld, **more: Any) -> WatchOptions:
 
 
 def once(world: PublishWorld, **more: Any) -> None:
-    asyncio.run(run_watch(options(world, once=True, **more), world.store(), world.events))
+    asyncio.run(run_watch(options(world, once=True, **more), world.store(), emit=world.events))
 
 
 def watching(world: PublishWorld, **more: Any) -> AbstractAsyncContextManager[None]:
-    return going_on(run_watch(options(world, **more), world.store(), world.events))
+    return going_on(run_watch(options(world, **more), world.store(), emit=world.events))
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -146,7 +146,7 @@ def test_what_is_no_checkpoint_is_left_alone(world: PublishWorld) -> None:
         run_watch(
             options(world, once=True, watch=watch, base=watch / "base", anchor_every=1),
             FileStore(watch / "bucket"),
-            world.events,
+            emit=world.events,
         )
     )
     assert sealed(world) == []
@@ -267,7 +267,7 @@ def test_a_trainer_that_takes_away_its_oldest_checkpoints_is_caught_up_with(worl
             shutil.rmtree(world.root / f"out/step_{event.step}")
 
     async def run() -> None:
-        task = asyncio.create_task(run_watch(options(world), world.store(), emit))
+        task = asyncio.create_task(run_watch(options(world), world.store(), emit=emit))
         await until(lambda: world.events.of(Sealed) or task.done())
         task.cancel()
         with suppress(asyncio.CancelledError):
@@ -353,7 +353,7 @@ def test_a_shard_that_does_not_fit_ends_the_attempt_and_leaves_no_trace(world: P
     out = world.root / "out/checkpoint-1"
 
     async def run() -> None:
-        task = asyncio.create_task(run_watch(options(world), world.store(), world.events))
+        task = asyncio.create_task(run_watch(options(world), world.store(), emit=world.events))
         put(*shards(world, new, out)[0])
         await until(lambda: world.events.of(ShardTaken))
         put(out / "z.safetensors", bytes(pack_safetensors([(TensorSpec("what", "F16", (3,)), np.zeros(3, "<u2"))])))
@@ -432,7 +432,7 @@ def test_a_bucket_that_goes_away_for_a_while_delays_and_loses_nothing(
     store = Flaky(world.store())
 
     async def run() -> None:
-        task = asyncio.create_task(run_watch(options(world, patience=0.1), store, world.events))
+        task = asyncio.create_task(run_watch(options(world, patience=0.1), store, emit=world.events))
         await until(lambda: world.events.of(Waiting))
         store.down = True
         world.write(world.root / "out/step_1", new)
@@ -450,7 +450,7 @@ def test_a_bucket_that_goes_away_for_a_while_delays_and_loses_nothing(
 
 def test_a_directory_that_is_not_there_is_said(world: PublishWorld) -> None:
     with pytest.raises(NotFound, match="no directory"):
-        asyncio.run(run_watch(options(world, watch=world.root / "nowhere"), world.store(), world.events))
+        asyncio.run(run_watch(options(world, watch=world.root / "nowhere"), world.store(), emit=world.events))
 
 
 def test_a_file_that_changes_without_changing_size_or_content_still_voids(world: PublishWorld) -> None:
@@ -542,10 +542,10 @@ def test_a_watched_directory_that_vanishes_is_said_and_waited_for(world: Publish
 
 def test_a_watcher_with_nothing_to_do_notices_a_newer_claim_and_ends(world: PublishWorld) -> None:
     async def check() -> None:
-        idle = asyncio.create_task(run_watch(options(world, name="a", look=0.1), world.store(), world.events))
+        idle = asyncio.create_task(run_watch(options(world, name="a", look=0.1), world.store(), emit=world.events))
         await until(lambda: any("a checkpoint below" in event.what for event in world.events.of(Waiting)))
         other = await open_leader(
-            options(world, name="b", take_over=True, state=world.root / "b"), world.store(), discard
+            options(world, name="b", take_over=True, state=world.root / "b"), world.store(), emit=discard
         )
         with pytest.raises(Fenced, match="publisher b has claimed"):
             await asyncio.wait_for(idle, DEADLINE)
@@ -568,10 +568,10 @@ def test_a_newer_claim_is_noticed_in_a_bucket_that_is_slower_than_the_looks_at_t
     store.get = slow
 
     async def check() -> None:
-        idle = asyncio.create_task(run_watch(options(world, name="a", look=0.1), store, world.events))
+        idle = asyncio.create_task(run_watch(options(world, name="a", look=0.1), store, emit=world.events))
         await until(lambda: any("a checkpoint below" in event.what for event in world.events.of(Waiting)))
         other = await open_leader(
-            options(world, name="b", take_over=True, state=world.root / "b"), world.store(), discard
+            options(world, name="b", take_over=True, state=world.root / "b"), world.store(), emit=discard
         )
         with pytest.raises(Fenced, match="publisher b has claimed"):
             await asyncio.wait_for(idle, DEADLINE)
@@ -582,9 +582,9 @@ def test_a_newer_claim_is_noticed_in_a_bucket_that_is_slower_than_the_looks_at_t
 
 def test_two_publishers_of_one_name_are_told_so(world: PublishWorld) -> None:
     async def check() -> None:
-        first = asyncio.create_task(run_watch(options(world, name="a", look=0.1), world.store(), world.events))
+        first = asyncio.create_task(run_watch(options(world, name="a", look=0.1), world.store(), emit=world.events))
         await until(lambda: any("a checkpoint below" in event.what for event in world.events.of(Waiting)))
-        second = await open_leader(options(world, name="a", state=world.root / "b"), world.store(), world.events)
+        second = await open_leader(options(world, name="a", state=world.root / "b"), world.store(), emit=world.events)
         with pytest.raises(Fenced, match="two processes run as publisher 'a'"):
             await asyncio.wait_for(first, DEADLINE)
         await second.close()

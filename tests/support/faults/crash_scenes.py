@@ -201,7 +201,7 @@ class PublisherScene(Scene):
     def _put_first_shard(self, step: int, values: dict[str, Bits]) -> int:
         """Returns the newest record before it."""
         made = self.home / "noise"
-        write_checkpoint(made, self.versions.layout, values.__getitem__, shard_bytes=SHARD)
+        write_checkpoint(made, self.versions.layout, bits_of=values.__getitem__, shard_bytes=SHARD)
         first = min(made.glob("*.safetensors"))
         tip = self._ledger.tip.seq if self._ledger else 0
         first.rename(self._place(step) / first.name)

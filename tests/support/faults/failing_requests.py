@@ -138,7 +138,13 @@ class SmallWorld:
         self.root, self.layout = root, Layout(SPECS)
         self.events = RecordedEvents()
         self.base = self.draw(0)
-        write_checkpoint(root / "base", self.layout, self.base.__getitem__, {"config.json": b"{}"}, shard_bytes=1 << 20)
+        write_checkpoint(
+            root / "base",
+            self.layout,
+            bits_of=self.base.__getitem__,
+            side_files={"config.json": b"{}"},
+            shard_bytes=1 << 20,
+        )
 
     def draw(self, seed: int) -> Weights:
         rng = np.random.default_rng(seed)
@@ -153,7 +159,7 @@ class SmallWorld:
         return PublishOptions(**chosen | more)
 
     async def open(self, store: Store, **more: Any) -> Leader:
-        return await open_leader(self.options(**more), store, self.events)
+        return await open_leader(self.options(**more), store, emit=self.events)
 
     def forget(self, *names: str) -> None:
         """Wipe state directories and events."""

@@ -70,7 +70,7 @@ def live(
             checkpoint tensor has a place. Without them, parameters are on the meta device.
     """
     chunks = [Chunk() for _ in range(grid.vpp)]
-    for spot in spots(model, grid, rank):
+    for spot in spots(model, grid, rank=rank):
         names = spot.names
         held = spot.parameter.held(spot.holder.share, spot.holder.shares)
         kind = torch.float32 if spot.parameter.targets[0].spec.dtype == "F32" else dtype

@@ -112,7 +112,7 @@ def _check_plan(case: Case, megatron: Megatron, handed: Any, place: Path, told: 
     """`dcr plan` predicts just what the live map has; but latent attention's projections down, which it takes for whole
     on every rank, as Transformer Engine has them, are cut in Megatron's own layers."""
     dtype = None if case.bf16 else "F32"
-    predicted = preview(megatron.architecture, "megatron", megatron.grid, dtype=dtype)
+    predicted = preview(megatron.architecture, "megatron", grid=megatron.grid, dtype=dtype)
     multiple = case.vocabulary_multiple
     mapped = of_rank(
         megatron.architecture, megatron.grid, megatron.rank, dtype=dtype, vocabulary_multiple=multiple

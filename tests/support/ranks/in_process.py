@@ -57,7 +57,7 @@ class RankOf:
         self.calls = 0
 
     async def open(self) -> RankOf:
-        self.session = await open_coordinator(self.options, self.store, self.emit, self.rank)
+        self.session = await open_coordinator(self.options, self.store, emit=self.emit, rank=self.rank)
         return self
 
     async def start(self, weights: Weights, step: int | None = None) -> Any:
@@ -75,7 +75,7 @@ class RankOf:
         return attempt
 
     async def _agree(self, record: Open) -> None:
-        verdict = await self.session.agree(record, 1, b"%d" % self.rank.number, b" ".join)
+        verdict = await self.session.agree(record, 1, declared=b"%d" % self.rank.number, judge=b" ".join)
         assert verdict == b" ".join(b"%d" % n for n in range(self.rank.world))
 
     def _read(self, weights: Weights, block: Block) -> Bits:

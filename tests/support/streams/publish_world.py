@@ -129,7 +129,9 @@ class PublishWorld:
 
     def write(self, out: Path, weights: Weights, *, shard_bytes: int = 1 << 30, layout: Layout | None = None) -> Path:
         extras = {"config.json": b'{"model_type": "tiny"}', "tokenizer.json": b"{}"}
-        write_checkpoint(out, layout or self.layout, weights.__getitem__, extras, shard_bytes=shard_bytes)
+        write_checkpoint(
+            out, layout or self.layout, bits_of=weights.__getitem__, side_files=extras, shard_bytes=shard_bytes
+        )
         return out
 
     def tensors(self, weights: Weights) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class Replica:
         store = self.store or await open_store(self.url)
         engine = engine or DirectoryEngine(self.directory)
         try:
-            await run_subscribe(self.options(**options), store, engine, self.events)
+            await run_subscribe(self.options(**options), store, engine=engine, emit=self.events)
         finally:
             await engine.close()
             await store.close()

@@ -122,12 +122,12 @@ class Trainer:
 
     async def once(self, line: Line | None = None, **more: Any) -> None:
         async with asyncio.timeout(60):
-            await run_watch(self.options(once=True, **more), line or self.line(), self.events)
+            await run_watch(self.options(once=True, **more), line or self.line(), emit=self.events)
 
     @contextlib.asynccontextmanager
     async def publishing(self, line: Line | None = None, **more: Any) -> AsyncIterator[asyncio.Task[None]]:
         """The publisher, running beside the test."""
-        task = asyncio.create_task(run_watch(self.options(**more), line or self.line(), self.events))
+        task = asyncio.create_task(run_watch(self.options(**more), line or self.line(), emit=self.events))
         try:
             yield task
         finally:

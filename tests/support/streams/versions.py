@@ -121,7 +121,9 @@ class Versions:
 
     def save(self, out: Path, version: int = 0, *, shard_bytes: int = 1 << 30) -> Path:
         """A plain checkpoint of `version`."""
-        write_checkpoint(out, self.layout, self.values[version].__getitem__, EXTRAS, shard_bytes=shard_bytes)
+        write_checkpoint(
+            out, self.layout, bits_of=self.values[version].__getitem__, side_files=EXTRAS, shard_bytes=shard_bytes
+        )
         return out
 
     def version_of(self, path: Path) -> int | None:

@@ -39,7 +39,7 @@ class Publishing:
             self._write(f"watch/step_{n}", moved)
 
     def _write(self, name: str, weights: dict[str, Bits]) -> None:
-        write_checkpoint(self.root / name, LAYOUT, weights.__getitem__)
+        write_checkpoint(self.root / name, LAYOUT, bits_of=weights.__getitem__)
 
     def store(self) -> FileStore:
         return FileStore(self.root / "bucket")
@@ -55,7 +55,7 @@ class Publishing:
         )  # fmt: skip
         store = self.store()
         try:
-            await run_watch(options, store, self.events)
+            await run_watch(options, store, emit=self.events)
         finally:
             await store.close()
 

@@ -115,7 +115,9 @@ class StreamWriter:
             mine = pieces[n::files]
             specs = [TensorSpec(entry, layout[layout.index(place[0])].dtype, bits.shape) for entry, place, bits in mine]
             places = {"format": "pt"} | {entry: json.dumps(place) for entry, place, _ in mine}
-            write_safetensors(path, [(spec, bits) for spec, (_, _, bits) in zip(specs, mine, strict=True)], places)
+            write_safetensors(
+                path, [(spec, bits) for spec, (_, _, bits) in zip(specs, mine, strict=True)], metadata=places
+            )
             made.append(await self._object(f"{prefix}model-{n}.safetensors", path.read_bytes()))
         return await self._seal_anchor(version, prefix, made)
 
@@ -135,7 +137,7 @@ class StreamWriter:
             path = self.versions.home / f"anchor-{version}-{n}.safetensors"
             path.unlink(missing_ok=True)
             items = [(p.entry, values[layout[p.tensor].name][p.run]) for p in pieces]
-            write_safetensors(path, items, piece_metadata(layout, pieces))
+            write_safetensors(path, items, metadata=piece_metadata(layout, pieces))
             files.append(await self._object(f"{prefix}model-{n}.safetensors", path.read_bytes()))
         return await self._seal_anchor(version, prefix, files)
 

@@ -95,7 +95,7 @@ def place(model: Computing, *, cap: int = 1 << 20) -> tuple[Placement, dict[str,
     blank, live = type(model)(device="meta"), place_model.named(model)
     form = place_model.named(blank)
     recording = record(blank.load_weights, form.items, LAYOUT)
-    alone = record_alone(blank.load_weights, form.items, LAYOUT, recording, cap)
+    alone = record_alone(blank.load_weights, form.items, layout=LAYOUT, recording=recording, cap=cap)
     placement = place_model.place(recording, place_model.LoadFormat(live, form, {}, {}, frozenset(), alone), LAYOUT)
     return placement, {
         name: live[name] for name in {*placement.load_formats, *(row.parameter for row in placement.rows)}

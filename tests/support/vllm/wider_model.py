@@ -27,7 +27,7 @@ def written_wider(path: Path, out: Path) -> Path:
             return (1 + rng.normal(size=layout[layout.index(name)].elements) / 10).astype("<f4").view("<u4")
 
         values = {spec.name: np.array(bits(spec.name)).reshape(-1) for spec in layout}
-    write_checkpoint(out, layout, values.__getitem__)
+    write_checkpoint(out, layout, bits_of=values.__getitem__)
     copy_side_files(path, out)
     return out
 

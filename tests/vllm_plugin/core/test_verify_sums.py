@@ -36,7 +36,7 @@ def summed(rank: AttachedRank) -> FingerprintRank:
     sums = []
     for row in rank.boxes:
         bits = VALUES[row.tensor][row.dst : row.dst + row.shape[0]]
-        sums.append(sum_run(bits, int(LAYOUT.keys[row.tensor]), row.dst))
+        sums.append(sum_run(bits, int(LAYOUT.keys[row.tensor]), first=row.dst))
     return FingerprintRank(id="f", sums=np.array(sums, dtype="<u8").tobytes())
 
 

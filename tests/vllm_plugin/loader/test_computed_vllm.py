@@ -77,7 +77,7 @@ class Case:
     def against_a_fresh_load(self) -> list[str]:
         """Parameters and buffers in which a fresh load of the newest version differs."""
         out = self.home / "fresh"
-        write_checkpoint(out, self.layout, dict(zip(self._names(), self.states[-1], strict=True)).__getitem__)
+        write_checkpoint(out, self.layout, bits_of=dict(zip(self._names(), self.states[-1], strict=True)).__getitem__)
         copy_side_files(self.path, out)
         fresh, _ = inprocess.load(out, **self.options)
         return inprocess.differing(inprocess.state(fresh), inprocess.state(self.model))
@@ -128,11 +128,11 @@ def test_a_composed_loader_makes_of_new_bytes_what_a_fresh_load_does(family: str
     assert {layout[tensor].name.rpartition(".")[2] for tensor in placement.computed} == {"A_log"}
     for tensor in placement.computed:
         values[layout[tensor].name] = step([values[layout[tensor].name]], 0.5, seed=tensor)[0]
-    computed_loader = ComputedLoader(model, placement, live, layout, config.model_config.dtype)
+    computed_loader = ComputedLoader(model, placement, live=live, layout=layout, dtype=config.model_config.dtype)
     fed = computed_loader.compute({tensor: values[layout[tensor].name] for tensor in placement.computed})
     assert len(fed) == len(placement.computed)
     write_computed(fed, ValueSet.NEW)
-    write_checkpoint(tmp_path / "fresh", layout, values.__getitem__)
+    write_checkpoint(tmp_path / "fresh", layout, bits_of=values.__getitem__)
     copy_side_files(path, tmp_path / "fresh")
     fresh, _ = inprocess.load(tmp_path / "fresh", **options)
     assert inprocess.differing(inprocess.state(fresh), inprocess.state(model)) == []

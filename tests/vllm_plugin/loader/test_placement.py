@@ -45,7 +45,12 @@ def row_pairs(rows: list[PlacementRow]) -> dict[int, int]:
 
 def rows_of(region: Region, *, offset: int = 0, repack: Repack | None = None) -> list[PlacementRow]:
     placed = Placement(held=[TensorHandling.PLACED])
-    placed.add(Copy("p", copy_region("t", region.src, region.dst, region.axes)), tensor=0, offset=offset, repack=repack)
+    placed.add(
+        Copy("p", copy_region("t", region.src, element=region.dst, axes=region.axes)),
+        tensor=0,
+        offset=offset,
+        repack=repack,
+    )
     return placed.rows
 
 
@@ -93,7 +98,7 @@ def test_copies_that_are_no_bijection_are_refused(
     shape: tuple[int, ...], src: tuple[int, ...], dst: tuple[int, ...]
 ) -> None:
     with pytest.raises(Unplaceable):
-        copy_region("t", 0, 0, zip(shape, dst, src, strict=True))
+        copy_region("t", 0, element=0, axes=zip(shape, dst, src, strict=True))
 
 
 @settings(max_examples=100, deadline=None)

@@ -24,7 +24,11 @@ CPU = torch.device("cpu")
 
 def memories(toy):
     placement, live_tensors = placed(toy)
-    return placement, HostMemory(placement, live_tensors, LAYOUT), TorchMemory(placement, live_tensors, LAYOUT, CPU)
+    return (
+        placement,
+        HostMemory(placement, live_tensors, layout=LAYOUT),
+        TorchMemory(placement, live_tensors, layout=LAYOUT, device=CPU),
+    )
 
 
 @pytest.mark.parametrize("of", [1, 2])
@@ -96,13 +100,13 @@ def test_storage_that_moved_or_was_replaced_is_named() -> None:
     lanes = random_lanes(LAYOUT, 1)
     toy = loaded(lanes)
     placement, live_tensors = placed(toy)
-    memory = HostMemory(placement, live_tensors, LAYOUT)
+    memory = HostMemory(placement, live_tensors, layout=LAYOUT)
     assert memory.moved_parameter() is None
     toy.norm = torch.nn.Parameter(toy.norm.data, requires_grad=False)
     assert memory.moved_parameter() == "norm"
     toy = loaded(lanes)
     placement, live_tensors = placed(toy)
-    memory = HostMemory(placement, live_tensors, LAYOUT)
+    memory = HostMemory(placement, live_tensors, layout=LAYOUT)
     toy.o.data = toy.o.data.clone()
     assert memory.moved_parameter() == "o"
 
@@ -113,7 +117,7 @@ def test_rows_that_reach_outside_a_storage_are_refused() -> None:
     live = dict(live_tensors.live, qk=torch.zeros(3, 8, dtype=torch.bfloat16))
     holders = holders_of(toy)
     with pytest.raises(ValueError, match="does not fit into qk"):
-        HostMemory(placement, LiveTensors(live, holders), LAYOUT)
+        HostMemory(placement, LiveTensors(live, holders), layout=LAYOUT)
 
 
 def test_absent_tensors_are_in_no_row() -> None:
@@ -142,7 +146,10 @@ def test_any_strided_copy_is_read_and_written_where_it_lies(
     where = {}
     for row in placement.rows:
         elements = np.arange(row.region.dst, row.region.dst_last + 1)
-        for memory in (HostMemory(placement, live_tensors, layout), TorchMemory(placement, live_tensors, layout, CPU)):
+        for memory in (
+            HostMemory(placement, live_tensors, layout=layout),
+            TorchMemory(placement, live_tensors, layout=layout, device=CPU),
+        ):
             picked, element, target = memory.locate(placement.rows.index(row), elements)
             values = np.empty(picked.size, dtype=live.dtype)
             memory.gather(placement.rows.index(row), target, values)
@@ -153,9 +160,12 @@ def test_any_strided_copy_is_read_and_written_where_it_lies(
         )
     canonical = np.array(sorted(where), dtype=np.int64)
     places = np.array([where[e] for e in canonical.tolist()])
-    wanted = sum_at(live[places], canonical, int(layout.keys[0]))
+    wanted = sum_at(live[places], canonical, key=int(layout.keys[0]))
     new = rng.integers(0, 256, layout[0].nbytes, dtype=np.uint8).view(live.dtype)
-    for memory in (HostMemory(placement, live_tensors, layout), TorchMemory(placement, live_tensors, layout, CPU)):
+    for memory in (
+        HostMemory(placement, live_tensors, layout=layout),
+        TorchMemory(placement, live_tensors, layout=layout, device=CPU),
+    ):
         before = live.copy()
         assert memory.box_sums(lambda size: None).tolist() == [wanted]
         memory.overwrite(0, new, lambda size: None)

@@ -274,7 +274,7 @@ def anchor(path: Path, lanes, *, split: str = "", drop: str = "") -> str:
             part = TensorSpec(f"{spec.name}#{n}", spec.dtype, (rows, last - first))
             metadata[part.name] = f'["{spec.name}", {first}, [{rows}, {last - first}], [{columns}, 1]]'
             items.append((part, np.ascontiguousarray(matrix[:, first:last])))
-    write_safetensors(path, items, metadata)
+    write_safetensors(path, items, metadata=metadata)
     return str(path)
 
 

@@ -25,7 +25,7 @@ class Ranks:
     def __init__(self, lanes, cap: int = PLENTY) -> None:
         self.toys = [loaded(lanes, rank, 2) for rank in range(2)]
         self.placements, homes = zip(*(placed(toy) for toy in self.toys), strict=True)
-        self.memories = [HostMemory(p, h, LAYOUT) for p, h in zip(self.placements, homes, strict=True)]
+        self.memories = [HostMemory(p, h, layout=LAYOUT) for p, h in zip(self.placements, homes, strict=True)]
         self.arenas = [Arena(cap) for _ in self.toys]
 
     def preparation(self, rank: int) -> Preparation:

@@ -12,24 +12,28 @@ from dcr_daemon.projection.frameworks.models.architecture import Attention, Delt
 def mixer(site: Site, mixer: Mixer, hidden: int, names: Names) -> Iterator[Parameter]:
     """Parameters of a layer's mixer and of the norm before it."""
     if isinstance(mixer, Attention):
-        yield from _norm(site, hidden, names, "self_attention.linear_qkv.layer_norm_weight input_layernorm.weight")
-        yield from _query_groups(site, mixer, hidden, names.mixer)
+        yield from _norm(
+            site, hidden, names=names, local="self_attention.linear_qkv.layer_norm_weight input_layernorm.weight"
+        )
+        yield from _query_groups(site, mixer, hidden=hidden, at=names.mixer)
     elif isinstance(mixer, Latent):
-        yield from _norm(site, hidden, names, "input_layernorm.weight")
-        yield from _latent(site, mixer, hidden, names.mixer)
+        yield from _norm(site, hidden, names=names, local="input_layernorm.weight")
+        yield from _latent(site, mixer, hidden=hidden, at=names.mixer)
     elif isinstance(mixer, Mamba):
-        yield from _norm(site, hidden, names, "mixer.in_proj.layer_norm_weight norm.weight")
-        yield from _mamba(site, mixer, hidden, names.mixer)
+        yield from _norm(site, hidden, names=names, local="mixer.in_proj.layer_norm_weight norm.weight")
+        yield from _mamba(site, mixer, hidden=hidden, at=names.mixer)
     else:
-        yield from _norm(site, hidden, names, "self_attention.in_proj.layer_norm_weight input_layernorm.weight")
+        yield from _norm(
+            site, hidden, names=names, local="self_attention.in_proj.layer_norm_weight input_layernorm.weight"
+        )
         yield from _delta_net(site, mixer, hidden)
 
 
-def _norm(site: Site, hidden: int, names: Names, local: str) -> Iterator[Parameter]:
+def _norm(site: Site, hidden: int, *, names: Names, local: str) -> Iterator[Parameter]:
     yield site.parameter(local, "norm", Replicated((hidden,)), (names.mixer_norm, (hidden,)))
 
 
-def _query_groups(site: Site, attention: Attention, hidden: int, at: str) -> Iterator[Parameter]:
+def _query_groups(site: Site, attention: Attention, *, hidden: int, at: str) -> Iterator[Parameter]:
     heads, groups, head, gate = attention.heads, attention.groups, attention.head, attention.gate
     rows = {"q": heads * head * (1 + gate), "k": groups * head, "v": groups * head}
     yield site.parameter(
@@ -70,7 +74,7 @@ def _query_groups(site: Site, attention: Attention, hidden: int, at: str) -> Ite
         )
 
 
-def _latent(site: Site, latent: Latent, hidden: int, at: str) -> Iterator[Parameter]:
+def _latent(site: Site, latent: Latent, *, hidden: int, at: str) -> Iterator[Parameter]:
     """Projections down are whole on every rank (Transformer Engine's "duplicated"); `live` sees where they are not."""
     query = (latent.heads * (latent.nope + latent.rope), latent.q_rank or hidden)
     kind = "latent attention"
@@ -105,7 +109,7 @@ def _latent(site: Site, latent: Latent, hidden: int, at: str) -> Iterator[Parame
     yield site.parameter("self_attention.linear_proj.weight", kind, Columns(out), (f"{at}o_proj.weight", out))
 
 
-def _mamba(site: Site, mamba: Mamba, hidden: int, at: str) -> Iterator[Parameter]:
+def _mamba(site: Site, mamba: Mamba, *, hidden: int, at: str) -> Iterator[Parameter]:
     inner, states, heads = mamba.inner, mamba.state_rows, mamba.heads
     conv = inner + 2 * states
     x, b, c = Section(0, 0, inner), Section(0, inner, states), Section(0, inner + states, states)

@@ -25,20 +25,32 @@ def feed(site: Site, feed: Feed, hidden: int, names: Names) -> Iterator[Paramete
     norm = "mlp.linear_fc1.layer_norm_weight pre_mlp_layernorm.weight" if dense else "pre_mlp_layernorm.weight"
     yield site.parameter(norm, "norm", Replicated((hidden,)), (names.feed_norm, (hidden,)))
     if isinstance(feed, Mlp):
-        yield from _mlp(site, "mlp.", "mlp", names.feed, feed, hidden, names)
+        yield from _mlp(site, "mlp.", kind="mlp", at=names.feed, mlp=feed, hidden=hidden, names=names)
     else:
-        yield from _router(site, feed, hidden, names)
-        yield from _stacked(site, feed, hidden, names) if feed.stacked else _experts(site, feed, hidden, names)
+        yield from _router(site, feed, hidden=hidden, names=names)
+        yield from (
+            _stacked(site, feed, hidden=hidden, names=names)
+            if feed.stacked
+            else _experts(site, feed, hidden=hidden, names=names)
+        )
         if feed.shared:
             shared = Mlp(feed.shared, gated=feed.gated)
-            yield from _mlp(site, "mlp.shared_experts.", "shared expert", names.shared, shared, hidden, names)
+            yield from _mlp(
+                site,
+                "mlp.shared_experts.",
+                kind="shared expert",
+                at=names.shared,
+                mlp=shared,
+                hidden=hidden,
+                names=names,
+            )
 
 
 def _gated(width: int, hidden: int) -> Split:
     return Joined((Section(0, 0, width), Section(1, 0, width)), (hidden,))
 
 
-def _mlp(site: Site, local: str, kind: str, at: str, mlp: Mlp, hidden: int, names: Names) -> Iterator[Parameter]:
+def _mlp(site: Site, local: str, *, kind: str, at: str, mlp: Mlp, hidden: int, names: Names) -> Iterator[Parameter]:
     inward, outward = (mlp.width, hidden), (hidden, mlp.width)
     into = [names.gate, names.up] if mlp.gated else [names.up]
     yield site.parameter(
@@ -61,7 +73,7 @@ def _mlp(site: Site, local: str, kind: str, at: str, mlp: Mlp, hidden: int, name
         )
 
 
-def _router(site: Site, experts: Experts, hidden: int, names: Names) -> Iterator[Parameter]:
+def _router(site: Site, experts: Experts, *, hidden: int, names: Names) -> Iterator[Parameter]:
     rows = (experts.count, hidden)
     yield site.parameter("mlp.router.weight", "router", Replicated(rows), (f"{names.router}.weight", rows))
     for wanted, local, name, dtype in (
@@ -87,7 +99,7 @@ def _local(site: Site, tensor: str, what: str = "weight") -> tuple[str, ...]:
     return site.names(f"mlp.experts.{tensor}.{what}{{expert}} mlp.experts.local_experts.{{expert}}.{tensor}.{what}")
 
 
-def _experts(site: Site, experts: Experts, hidden: int, names: Names) -> Iterator[Parameter]:
+def _experts(site: Site, experts: Experts, *, hidden: int, names: Names) -> Iterator[Parameter]:
     hidden = experts.latent or hidden
     inward, outward = (experts.width, hidden), (hidden, experts.width)
     fc1: Split = _gated(experts.width, hidden) if experts.gated else Rows(inward)
@@ -102,7 +114,7 @@ def _experts(site: Site, experts: Experts, hidden: int, names: Names) -> Iterato
             yield Parameter(local, "experts", site.place, split, targets, expert)
 
 
-def _stacked(site: Site, experts: Experts, hidden: int, names: Names) -> Iterator[Parameter]:
+def _stacked(site: Site, experts: Experts, *, hidden: int, names: Names) -> Iterator[Parameter]:
     count, width = experts.count, experts.width
     at = site.canonical + names.experts
     tables: tuple[tuple[tuple[str, ...], Split, TensorSpec], ...] = (

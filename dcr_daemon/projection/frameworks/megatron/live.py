@@ -78,7 +78,7 @@ def shards_of(model: Any, architecture: Architecture, grid: Grid, rank: int) -> 
     bound: dict[str, Any] = {}
     residual: dict[str, str] = {}
     seen: set[tuple[int, str]] = set()
-    for spot in spots(architecture, grid, rank):
+    for spot in spots(architecture, grid, rank=rank):
         tensors = chunks[spot.chunk]
         name = next((name for name in spot.names if name in tensors), None)
         if name is None:
@@ -87,7 +87,7 @@ def shards_of(model: Any, architecture: Architecture, grid: Grid, rank: int) -> 
             seen.add((spot.chunk, name))
             called = _called(spot.chunk, name, grid.vpp)
             try:
-                shards.append(_shard(spot, name, called, tensors[name]))
+                shards.append(_shard(spot, name, called=called, tensor=tensors[name]))
                 bound[called] = tensors[name]
                 continue
             except Incompatible as error:
@@ -143,7 +143,7 @@ def _bare(name: str) -> str:
     return name
 
 
-def _shard(spot: Spot, name: str, called: str, tensor: Any) -> Shard:
+def _shard(spot: Spot, name: str, *, called: str, tensor: Any) -> Shard:
     """Raises `Incompatible` where Megatron's marks, the shape or the dtype contradict the closed form."""
     spot = _as_laid_out(spot, name, tensor)
     return shard(spot, called, dtype_of(name, tensor))

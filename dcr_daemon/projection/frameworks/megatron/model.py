@@ -78,10 +78,10 @@ def _prediction(architecture: Architecture, prediction: Prediction, rows: Split)
         tail = Site((outer,), tails, site.place, site.dtype)
         yield tail.parameter("final_layernorm.weight", "norm", Replicated((hidden,)), (".weight", (hidden,)))
         if prediction.numbered_on:
-            yield from _repeated(architecture, numbered, table, rows)
+            yield from _repeated(architecture, numbered, table=table, rows=rows)
 
 
-def _repeated(architecture: Architecture, numbered: str, table: tuple[int, int], rows: Split) -> Iterator[Parameter]:
+def _repeated(architecture: Architecture, numbered: str, *, table: tuple[int, int], rows: Split) -> Iterator[Parameter]:
     """The checkpoint repeats embedding and head in each module; the trainer has each of them once."""
     first = Site(("",), numbered, LayerPosition("first"), architecture.dtype)
     last = first if architecture.tied else Site(("",), numbered, LayerPosition("last"), architecture.dtype)

@@ -46,7 +46,7 @@ def of_rank(
         UsageError: the degrees do not divide the model.
     """
     shards = []
-    for spot in spots(architecture, grid, rank, vocabulary_multiple=vocabulary_multiple):
+    for spot in spots(architecture, grid, rank=rank, vocabulary_multiple=vocabulary_multiple):
         name = spot.names[0] if grid.vpp == 1 else f"{spot.chunk}.{spot.names[0]}"
         shards.append(shard(spot, name, dtype or spot.parameter.targets[0].spec.dtype))
     return Map(tuple(shards))
@@ -66,7 +66,7 @@ def value_of(parameter: Parameter, dtype: str) -> Value:
 
 
 def spots(
-    architecture: Architecture, grid: Grid, rank: int, *, vocabulary_multiple: int = VOCABULARY_MULTIPLE
+    architecture: Architecture, grid: Grid, *, rank: int, vocabulary_multiple: int = VOCABULARY_MULTIPLE
 ) -> Iterator[Spot]:
     """Every parameter that a rank has, in the order of the model."""
     chunks = grid.chunks(len(architecture.layers))

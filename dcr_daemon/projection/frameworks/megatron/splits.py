@@ -88,7 +88,9 @@ class Rows:
     def held(self, rank: int, ranks: int) -> SplitPart:
         rows = share(self.shape[0], ranks, "rows")
         shape = (rows, *self.shape[1:])
-        return SplitPart(shape, tuple(slab("0", self.shape, (rank * rows, *[0] * (len(shape) - 1)), shape)))
+        return SplitPart(
+            shape, tuple(slab("0", self.shape, starts=(rank * rows, *[0] * (len(shape) - 1)), sizes=shape))
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,9 @@ class Columns:
     def held(self, rank: int, ranks: int) -> SplitPart:
         rows, columns = self.shape
         columns = share(columns, ranks, "columns")
-        return SplitPart((rows, columns), tuple(slab("0", self.shape, (0, rank * columns), (rows, columns))))
+        return SplitPart(
+            (rows, columns), tuple(slab("0", self.shape, starts=(0, rank * columns), sizes=(rows, columns)))
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +129,7 @@ class Padded:
         rows = -(-vocabulary // (self.multiple * ranks)) * self.multiple
         first = min(rank * rows, vocabulary)
         real = min(first + rows, vocabulary) - first
-        return SplitPart((rows, width), tuple(slab("0", self.shape, (first, 0), (real, width))))
+        return SplitPart((rows, width), tuple(slab("0", self.shape, starts=(first, 0), sizes=(real, width))))
 
 
 @dataclass(frozen=True, slots=True)

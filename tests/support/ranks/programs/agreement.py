@@ -120,7 +120,7 @@ class Sharded:
         self.tensors: dict[str, Any] = dict(self.model.state_dict())
         self.conversion: Conversion = conversion(self.model)
         self.convert = converter(self.model)
-        self.map = map_of(self.tensors.items(), self.layout, self.conversion, plain_replica=(rank, WORLD))
+        self.map = map_of(self.tensors.items(), self.layout, conversion=self.conversion, plain_replica=(rank, WORLD))
 
     def probe(self, made: Map) -> Probed:
         return probe(self.tensors, made, self.layout, conversion=self.conversion, convert=self.convert)
@@ -150,7 +150,7 @@ def shifted_by_a_row(made: Map, parameter: str) -> Map:
 
 def check_planted(sharded: Sharded, meeting: Meeting, rank: int) -> None:
     """A wrong map on one rank alone: found there, residual everywhere, constructed by its owner as the export does."""
-    gather = Gather(lambda: sharded.tensors, sharded.layout, sharded.conversion, sharded.convert)
+    gather = Gather(lambda: sharded.tensors, sharded.layout, conversion=sharded.conversion, convert=sharded.convert)
     parameter = "model.layers.1.mlp.experts.gate_up_proj"
     names = {region.name for region in sharded.conversion.regions[parameter]}
     assert len(names) == 12
@@ -163,7 +163,7 @@ def check_planted(sharded: Sharded, meeting: Meeting, rank: int) -> None:
     assert set(verdict.residual.values()) == {"its map is not what its placement and the export say (rank 0)"}
     assert verdict.direct_bytes + verdict.residual_bytes == sharded.layout.nbytes
     assert sorted(name for r in range(WORLD) for name in verdict.owned(r)) == sorted(names)
-    residual = Residual(verdict, sharded.layout, rank, gather)
+    residual = Residual(verdict, sharded.layout, rank=rank, exporter=gather)
     sharded.check(residual.iterate(), verdict.owned(rank))
     some = sorted(names)[:3]
     sharded.check(residual.iterate(some), [name for name in some if name in residual.owned])
@@ -178,7 +178,7 @@ def check_undetected(sharded: Sharded, meeting: Meeting, rank: int) -> None:
     """What no probe saw, the gate sees: elements that nobody declares are residual, or are refused."""
     parameter = "model.layers.0.self_attn.q_proj.weight"
     made = shifted_by_a_row(sharded.map, parameter) if rank == 1 else sharded.map
-    gather = Gather(lambda: sharded.tensors, sharded.layout, sharded.conversion, sharded.convert)
+    gather = Gather(lambda: sharded.tensors, sharded.layout, conversion=sharded.conversion, convert=sharded.convert)
     verdict = meeting.verdict(made, sharded.layout, gather)
     assert verdict.residual == {parameter: "8 of 1,024 elements have no source (the others: ranks 0-3)"}
     without = [meeting_less(made, sharded.layout, r) for r in range(WORLD)]
@@ -209,13 +209,13 @@ def check_hook(sharded: Sharded, meeting: Meeting, rank: int) -> None:
     hook = Hook(export, sharded.layout)
     verdict = meeting.verdict(sharded.map.without(why), sharded.layout, hook, probed=why)
     assert {residue.owner for residue in verdict.residues.values()} == {0, 1, 2}
-    residual = Residual(verdict, sharded.layout, rank, hook)
+    residual = Residual(verdict, sharded.layout, rank=rank, exporter=hook)
     sharded.check(residual.iterate(), verdict.owned(rank))
     names = asked(sharded.layout)
-    found = probe_export(hook, read_of(sharded), sharded.map, sharded.layout, names)
+    found = probe_export(hook, read_of(sharded), mapped=sharded.map, layout=sharded.layout, names=names)
     assert (found.residual, found.forms) == ({}, len(sharded.layout))
     wrong = shifted_by_a_row(sharded.map, "model.embed_tokens.weight")
-    found = probe_export(hook, read_of(sharded, wrong), wrong, sharded.layout, names)
+    found = probe_export(hook, read_of(sharded, wrong), mapped=wrong, layout=sharded.layout, names=names)
     assert found.residual.keys() == {"model.embed_tokens.weight"}
     lie = 2
     if rank == lie:
@@ -249,11 +249,11 @@ def check_partial(meeting: Meeting, rank: int) -> None:
     }
     layout = Layout(TensorSpec(name, "F32", tuple(tensor.shape)) for name, tensor in tensors.items())
     made = map_of([("rows", tensors["rows"])], layout)
-    assert probe_meshes(tensors, made, layout).residual == {}
+    assert probe_meshes(tensors, made, layout=layout).residual == {}
     gather = Gather(lambda: tensors, layout)
     why = {"sum": "it is placed as Partial(sum)"}
     verdict = meeting.verdict(made, layout, gather, probed=why)
-    got = list(Residual(verdict, layout, rank, gather).iterate())
+    got = list(Residual(verdict, layout, rank=rank, exporter=gather).iterate())
     assert [tensor.tolist() for _, tensor in got] == ([[[6.0, 6.0]] * 3] if rank == 0 else [])
 
 
@@ -265,15 +265,17 @@ def check_scenes(meeting: Meeting, rank: int, out: Path) -> None:
     for scene in ("tp", "fsdp over experts"):
         weights, more = binding.SCENES[scene](base)
         found = live(weights, layout, rank=rank, world=WORLD, **more)
-        exporter = Gather(lambda inputs=found.inputs: inputs, layout, found.conversion, found.convert)
+        exporter = Gather(
+            lambda inputs=found.inputs: inputs, layout, conversion=found.conversion, convert=found.convert
+        )
         own = probe(found.inputs, found.map, layout, conversion=found.conversion, convert=found.convert)
-        common = probe_meshes(found.inputs, found.map, layout)
+        common = probe_meshes(found.inputs, found.map, layout=layout)
         assert (own.residual, common.residual, own.checked > 0, common.checked > 0) == ({}, {}, True, True), scene
         verdict = meeting.verdict(found.map, layout, exporter, dropped=found.dropped)
         assert (verdict.residues, verdict.direct_bytes) == ({}, layout.nbytes)
         every = {spec.name: "for the test" for spec in layout}
         verdict = meeting.verdict(found.without(every).map, layout, exporter, probed=every)
-        built = dict(Residual(verdict, layout, rank, exporter).iterate())
+        built = dict(Residual(verdict, layout, rank=rank, exporter=exporter).iterate())
         assert {layout[index].name for index in built} == set(verdict.owned(rank))
         for index, tensor in built.items():
             assert torch.equal(tensor.view(torch.int16), truth[layout[index].name].view(torch.int16)), scene
@@ -300,11 +302,11 @@ def named(tensors: Mapping[str, Any]) -> tuple[dict[str, Any], Map, Layout]:
 def check_all_placements(rank: int) -> None:
     tensors, made, layout = named({**dict(placements.distributed()), **dict(placements.modules())})
     assert probe(tensors, made, layout).residual == {}
-    found = probe_meshes(tensors, made, layout)
+    found = probe_meshes(tensors, made, layout=layout)
     assert found.residual == {}
     assert found.checked > 50
     uneven, made, layout = named(dict(placements.uneven()))
-    found = probe_meshes(uneven, made, layout)
+    found = probe_meshes(uneven, made, layout=layout)
     assert found.residual == {}
     assert probe(uneven, made, layout).residual == {}
 
@@ -322,11 +324,11 @@ def check_a_wrong_rule(rank: int) -> None:
 
     try:
         device_mesh.cuts_of = ungrouped
-        found = probe_meshes(tensors, made, layout).residual
+        found = probe_meshes(tensors, made, layout=layout).residual
         assert {name.split(".")[0] for name in found} == {"packed"}
         assert set(found.values()) == {"torch puts its elements elsewhere than its placements say"}
         device_mesh.cuts_of = backwards
-        found = probe_meshes(tensors, made, layout).residual
+        found = probe_meshes(tensors, made, layout=layout).residual
         assert {"row.8", "column.8", "grid.(8, 6)"} <= found.keys()
         assert "replicated" not in found
     finally:
@@ -347,9 +349,9 @@ def check_ranks_that_differ(rank: int) -> None:
             torch.zeros(3, 2), mesh, [Shard(0)], run_check=False, shape=torch.Size((12, 2)), stride=(2, 1)
         )
     tensors, made, layout = named(tensors)
-    found = probe_meshes(tensors, made, layout)
+    found = probe_meshes(tensors, made, layout=layout)
     assert (found.residual, found.checked, found.forms) == ({}, 2, 2)
-    none = probe_meshes(tensors if rank else {}, made, layout)
+    none = probe_meshes(tensors if rank else {}, made, layout=layout)
     assert none.checked == (0 if rank == 0 else 1 if stage else 0), none
 
 
@@ -369,7 +371,7 @@ def check_cost(rank: int) -> None:
     }  # fmt: skip
     tensors, made, layout = named(huge)
     with Allocations() as largest:
-        found = probe_meshes(tensors, made, layout, cap=1 << 20)
+        found = probe_meshes(tensors, made, layout=layout, cap=1 << 20)
         assert probe(tensors, made, layout, cap=1 << 20).residual == {}
     assert (found.residual, found.checked) == ({}, 3)
     assert 0 < largest.largest <= 1 << 20
@@ -378,7 +380,7 @@ def check_cost(rank: int) -> None:
 def canary(rank: int, out: Path) -> None:
     sharded = Sharded(rank)
     assert sharded.probe(sharded.map).residual == {}
-    assert probe_meshes(sharded.tensors, sharded.map, sharded.layout).residual == {}
+    assert probe_meshes(sharded.tensors, sharded.map, layout=sharded.layout).residual == {}
     check_all_placements(rank)
     check_a_wrong_rule(rank)
     check_ranks_that_differ(rank)

@@ -56,13 +56,13 @@ def bits(step: int) -> dict[str, Any]:
 
 
 def write_base(out: Path) -> Path:
-    write_checkpoint(out, LAYOUT, bits(0).__getitem__)
+    write_checkpoint(out, LAYOUT, bits_of=bits(0).__getitem__)
     return out
 
 
 def write_step(out: Path, step: int) -> Path:
     """A whole checkpoint, for one process that watches a directory."""
-    write_checkpoint(out, LAYOUT, bits(step).__getitem__)
+    write_checkpoint(out, LAYOUT, bits_of=bits(step).__getitem__)
     return out
 
 
