@@ -32,7 +32,9 @@ class ComputingEngine(DirectoryEngine):
 
     async def attach(self, facts):
         attached = await super().attach(facts)
-        classes = [TensorClass.LOADER_COMPUTED if spec.name in COMPUTED else TensorClass.EXACT for spec in self._layout]
+        classes = [
+            TensorClass.LOADER_COMPUTED if spec.name in COMPUTED else TensorClass.EXACT for spec in self._state.layout
+        ]
         vector = np.frombuffer(attached.vector, dtype="<u8").copy()
         vector[[kind is TensorClass.LOADER_COMPUTED for kind in classes]] = 0
         return msgspec.structs.replace(attached, classes=classes, vector=vector.tobytes())
