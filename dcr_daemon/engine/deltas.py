@@ -119,7 +119,7 @@ def read_summary(hop: VersionDelta, layout: Layout) -> StagedSummary:
 
     Raises:
         Corrupt: a file is damaged, or belongs to another version.
-        EngineRefused: a file cannot be read.
+        EngineRefused, ResourceExhausted: a file cannot be read.
     """
     table = SegmentTable.join(
         open_staged_chunk(read_staged(path), hop, layout=layout, path=path).table for path in hop.chunks

@@ -8,14 +8,15 @@ import numpy as np
 
 from dcr_daemon.canonical.fingerprint import Vector
 from dcr_daemon.canonical.layout import Layout
-from dcr_daemon.errors import Corrupt, EngineRefused
+from dcr_daemon.disk import disk_error, out_of_handles
+from dcr_daemon.errors import Corrupt, EngineRefused, ResourceExhausted
 
 
 def read_vector(path: str | Path, layout: Layout) -> Vector:
     """Read a version's vector: one u64 (little-endian) per tensor of the layout.
 
     Raises:
-        EngineRefused: the file cannot be read.
+        EngineRefused, ResourceExhausted: the file cannot be read, see `unreadable`.
         Corrupt: its length is not that of a vector of this layout.
     """
     body = read_staged(path)
@@ -28,7 +29,7 @@ def read_layout(path: str | Path, digest: str) -> Layout:
     """Read a layout object.
 
     Raises:
-        EngineRefused: the file cannot be read.
+        EngineRefused, ResourceExhausted: the file cannot be read, see `unreadable`.
         Corrupt: it is not the layout with this digest.
     """
     layout = Layout.decode(read_staged(path))
@@ -38,16 +39,24 @@ def read_layout(path: str | Path, digest: str) -> Layout:
 
 
 def read_staged(path: str | Path) -> bytes:
-    """Read a whole staged file. Raises `EngineRefused` if it cannot be read."""
+    """Read a whole staged file. Raises what `unreadable` returns if it cannot be read."""
     try:
         return Path(path).read_bytes()
     except OSError as error:
         raise unreadable(path, error) from error
 
 
-def unreadable(path: str | Path, error: OSError) -> EngineRefused:
-    """The error for a staged file that cannot be read."""
-    return EngineRefused(
-        f"cannot read {path}: {error.strerror}",
-        hint="the server must see the subscriber's staging directory under the same path",
-    )
+def unreadable(path: str | Path, error: OSError) -> EngineRefused | ResourceExhausted:
+    """The error for a staged file that cannot be read.
+
+    It is `EngineRefused` if this process does not see the file. Otherwise its descriptors, its memory or the disk are
+    at fault, which says nothing about the version: a refusal would count towards poisoning it (must P4).
+    """
+    if isinstance(error, (FileNotFoundError, NotADirectoryError, PermissionError)):
+        return EngineRefused(
+            f"cannot read {path}: {error.strerror}",
+            hint="the server must see the subscriber's staging directory under the same path",
+        )
+    if out_of_handles(error):
+        return disk_error(error, Path(path))
+    return ResourceExhausted(f"cannot read {path}: {error.strerror or error}", hint="check that disk")

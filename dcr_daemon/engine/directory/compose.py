@@ -75,7 +75,7 @@ def open_hop(layout: Layout, stream: str, *, hop: VersionDelta) -> OpenHop:
 
     Raises:
         CorruptChunk: a chunk does not decode, or belongs to another stream, attempt or version.
-        EngineRefused: a file cannot be read.
+        EngineRefused, ResourceExhausted: a file cannot be read.
     """
     chunks = [open_staged_chunk(_map(path), hop, layout=layout, path=path, stream=stream) for path in hop.chunks]
     segments = dict[int, list[tuple[Chunk, int]]]()
