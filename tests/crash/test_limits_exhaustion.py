@@ -121,10 +121,10 @@ if role == "publish":
     options = WatchOptions(state=root / "state", base=root / "base", create=True, watch=root / "watch", once=True,
                            poll=0.05, upload_base=False, anchor_share=None, chunk_bytes=256 << 10, spool_memory=1 << 20,
                            upload_backlog=1 << 20, workers=2, name="p")
-    asyncio.run(run_watch(options, store, discard))
+    asyncio.run(run_watch(options, store, emit=discard))
 else:
     options = SubscribeOptions(replica="r1", state=root / "sub", staging=root / "staging", once=True, poll=0.05)
-    asyncio.run(run_subscribe(options, store, DirectoryEngine(root / "served"), discard))
+    asyncio.run(run_subscribe(options, store, engine=DirectoryEngine(root / "served"), emit=discard))
 print(json.dumps({"peak": peak[0]}))
 """
 
