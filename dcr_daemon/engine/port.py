@@ -180,6 +180,7 @@ class Engine(Protocol):
 
         Raises:
             EngineRefused: a tensor could not be updated later, or the layout does not fit.
+            Fenced: this client was the owner of this incarnation before, and another client has attached since.
         """
         ...
 

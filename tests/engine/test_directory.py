@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import asyncio
+import importlib
 import json
 from pathlib import Path
 
@@ -7,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from dcr_daemon import runtime
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.checkpoint.directory import Checkpoint, write_checkpoint
 from dcr_daemon.checkpoint.pieces import piece_metadata, plan_files
@@ -276,6 +279,142 @@ async def test_the_earlier_owner_is_fenced(make_versions, here):
     assert (await second.swap("to-1")).version == 1
     await first.close()
     await second.close()
+
+
+class TakeOver:
+    """A second engine that attaches to the directory and brings it to version 1, in the middle of the first's work."""
+
+    def __init__(self, versions, here: Path) -> None:
+        self._versions, self._here = versions, here
+        self._txn = msgspec.structs.replace(versions.transaction(1), id="second")
+        self._begun = False
+        self.left: dict[Path, bytes] = {}  #: the directory as the second has left it
+
+    def __call__(self) -> None:
+        """Once, on a worker thread of the first engine, which waits meanwhile."""
+        if not self._begun:
+            self._begun = True
+            asyncio.run(self._act())
+
+    async def _act(self) -> None:
+        engine = await proved(self._versions, self._here)
+        await engine.prepare(self._txn)
+        assert (await engine.swap("second")).version == 1
+        await engine.close()
+        self.left = contents(self._here)
+
+
+def contents(here: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() if path.is_file() else b"" for path in here.rglob("*")}
+
+
+def do_before(monkeypatch, where: str, act) -> None:
+    """Have `act` done before each call of a function, or at each pass of a failpoint."""
+    if where.startswith("dcr_daemon."):
+        module, _, name = where.rpartition(".")
+        function = getattr(importlib.import_module(module), name)
+        monkeypatch.setattr(where, lambda *args, **keywords: (act(), function(*args, **keywords))[1])
+    else:
+        monkeypatch.setattr(runtime, "failpoint", lambda name: act() if name == where else None)
+
+
+DIRECTORY = "dcr_daemon.engine.directory"
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        f"{DIRECTORY}.transactions.open_hop",
+        f"{DIRECTORY}.transactions.compose",
+        "disk.journal.write",
+        "disk.journal.sync",
+        "engine.dir.prepared",
+    ],
+)
+async def test_an_owner_that_is_fenced_during_a_prepare_learns_it_and_writes_nothing(
+    make_versions, here, monkeypatch, where
+):
+    """Whatever it makes of files that the next owner changes under it: sums that differ are no refusal."""
+    versions = make_versions(1, rate=0.3)
+    txn, second = versions.transaction(1), TakeOver(versions, here)
+    first = await proved(versions, here)
+    do_before(monkeypatch, where, second)
+    with pytest.raises(Fenced):
+        await first.prepare(txn)
+    assert second.left
+    for call in (first.swap(txn.id), first.attach(versions.facts()), first.status()):
+        with pytest.raises(Fenced):
+            await call
+    await first.close()
+    assert contents(here) == second.left
+
+
+@pytest.mark.parametrize(
+    "where", [f"{DIRECTORY}.install.build_checkpoint", "disk.tensors.write", "disk.checkpoint.sync"]
+)
+async def test_an_owner_that_is_fenced_during_a_load_learns_it_and_writes_nothing(
+    make_versions, here, tmp_path, monkeypatch, where
+):
+    versions = make_versions(1)
+    second = TakeOver(versions, here)
+    files = [str(path) for path in versions.save(tmp_path / "anchor", 1).glob("*.safetensors")]
+    first = await proved(versions, here)
+    do_before(monkeypatch, where, second)
+    with pytest.raises(Fenced):
+        await first.load(1, files, versions.vector_file(1), "v1")
+    assert second.left
+    await first.close()
+    assert contents(here) == second.left
+
+
+@pytest.mark.parametrize("again", [False, True])
+async def test_an_owner_that_is_fenced_while_an_attach_sums_learns_it(make_versions, here, monkeypatch, again):
+    versions = make_versions(1)
+    second = TakeOver(versions, here)
+    first = await proved(versions, here) if again else DirectoryEngine(versions.save(here))
+    do_before(monkeypatch, f"{DIRECTORY}.state.sum_mapped", second)
+    with pytest.raises(Fenced):
+        await first.attach(versions.facts())
+    assert second.left
+    await first.close()
+    assert contents(here) == second.left
+
+
+async def test_an_owner_that_is_fenced_while_it_waits_for_the_lock_writes_nothing(make_versions, here):
+    versions = make_versions(1)
+    first = await proved(versions, here)
+    await first.prepare(versions.transaction(1))
+    vector = versions.vector_file(0)
+    owner, next_owner = (here / ".dcr" / "owner.json").read_bytes(), Checkout(here)
+    for call in (
+        first.swap("to-1"),
+        first.prove(0, vector, "v0"),
+        first.serve(),
+        first.drop(),
+        first.finish_adopted("to-1"),
+        first.attach(versions.facts()),
+    ):
+        (here / ".dcr" / "owner.json").write_bytes(owner)  # the first is the owner again
+        lock = next_owner.try_lock()
+        assert lock is not None
+        with lock:
+            waiting = asyncio.ensure_future(call)
+            await asyncio.sleep(0)
+            next_owner.claim("another engine")
+            left = contents(here)
+        with pytest.raises(Fenced):
+            await waiting
+        assert contents(here) == left
+    await first.close()
+
+
+async def test_an_owner_whose_work_fails_while_nobody_has_taken_over_hears_of_the_failure(make_versions, here):
+    versions = make_versions(2)
+    first = await proved(versions, here)
+    with pytest.raises(EngineRefused, match="the change begins at"):
+        await first.prepare(versions.transaction(2))
+    await first.attach(versions.facts())
+    await first.close()
 
 
 class Flaky(Checkout):

@@ -10,7 +10,8 @@ plain checkpoint that turns out to be one is adopted by `prove`.
     load              `install`: a whole checkpoint is built from files (`assemble`) and takes the old one's place
     scrub             `scrub`
 
-Owners are told apart by a token in the directory; a later `attach` fences the earlier owner (must E3).
+Owners are told apart by a token in the directory; an `attach` by another engine fences the earlier owner for good: all
+its calls, `attach` included, raise `Fenced` (must E3).
 """
 
 from __future__ import annotations
@@ -67,15 +68,17 @@ class DirectoryEngine:
         async with state.turn:
             state.forget()
             try:
-                state.layout = await state.run(read_layout, facts.layout, facts.layout_digest)
-                self.path.mkdir(parents=True, exist_ok=True)
-                async with state.locked():
-                    marker = await state.run(self._repair_and_claim, facts)
-                state.facts = facts
-                state.vector = np.zeros(len(state.layout), np.uint64)
-                if state.checkpoint is not None:
-                    state.stamp = state.stamp_now()
-                    state.vector = await state.sum(state.checkpoint)
+                with state.fenced_first():
+                    state.layout = await state.run(read_layout, facts.layout, facts.layout_digest)
+                    self.path.mkdir(parents=True, exist_ok=True)
+                    async with state.locked():
+                        marker = await state.run(self._repair_and_claim, facts)
+                    state.facts = facts
+                    state.vector = np.zeros(len(state.layout), np.uint64)
+                    if state.checkpoint is not None:
+                        state.stamp = state.stamp_now()
+                        state.vector = await state.sum(state.checkpoint)
+                state.check_owner()  # else the next owner may have written while the sums were taken
             except OSError as error:
                 if out_of_handles(error):
                     raise disk_error(error, self.path) from error
@@ -100,6 +103,7 @@ class DirectoryEngine:
         """Finish what a kill interrupted, open the checkpoint, become the owner; a directory that does not fit is left
         untouched. The marker, unless the directory is still between versions."""
         state, checkout = self._state, self._state.checkout
+        state.check_not_overtaken()
         marks = [mark for mark in (checkout.marker(), checkout.dirty()) if mark is not None]
         for mark in marks:
             if mark.stream != facts.stream:
@@ -217,16 +221,17 @@ class DirectoryEngine:
             return state.end(txn, pause=runtime.monotonic() - began)
 
     async def scrub(self, rate: float, first: int = 0) -> Scrubbed:
-        return await scrub(self._state, rate=rate, first=first)
+        with self._state.fenced_first():
+            return await scrub(self._state, rate=rate, first=first)
 
     async def status(self) -> EngineStatus:
         """As the port says; a directory that somebody else has changed is at no known version."""
         state = self._state
-        if state.facts is not None:
-            state.check_owner()
         if not state.turn.locked() and state.version is not None:
             with contextlib.suppress(EngineRefused):
                 state.check_stamp()
+        if state.facts is not None:
+            state.check_owner()  # last: what differs may be what the next owner has written
         prepared = state.prepared.txn if state.prepared else None
         return EngineStatus(incarnation=state.nonce, version=state.version, serving=state.serving, prepared=prepared)
 

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import hashlib
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -28,7 +28,7 @@ from dcr_daemon.engine.directory.assemble import sum_mapped
 from dcr_daemon.engine.directory.checkout import Checkout, Marker
 from dcr_daemon.engine.directory.journal import Patch
 from dcr_daemon.engine.port import EngineGone, StreamFacts, Swapped, Verdict
-from dcr_daemon.errors import EngineRefused, Fenced, UsageError
+from dcr_daemon.errors import DcrError, EngineRefused, Fenced, UsageError
 from dcr_daemon.wording import shorten
 
 LOCK_TIMEOUT = 120.0  #: seconds that another process may hold the directory
@@ -134,8 +134,18 @@ class DirectoryState:
         if owner.nonce == self.nonce or owner.token > self.token:
             self.discard()
             shutil.rmtree(self.fresh, ignore_errors=True)
-        if owner.nonce == self.nonce and self.unverified:
-            shutil.rmtree(self.checkout.marks, ignore_errors=True)
+        if self.unverified:
+            self._remove_marks()
+
+    def _remove_marks(self) -> None:
+        """Leave a directory without `.dcr`, unless it has another owner or is just being attached to by one."""
+        with contextlib.suppress(EngineGone):
+            lock = self.checkout.try_lock()
+            if lock is None:
+                return
+            with lock:
+                if self.checkout.owner().nonce == self.nonce:
+                    shutil.rmtree(self.checkout.marks, ignore_errors=True)
 
     # -- who may do what --------------------------------------------------------------------------------------------
 
@@ -144,7 +154,37 @@ class DirectoryState:
         if not self.checkout.marks.is_dir():
             raise EngineGone(f"{self.path} was removed", hint="attach again")
         if self.checkout.owner().nonce != self.nonce:
-            raise Fenced(f"another subscriber has attached to {self.path}", hint="run one subscriber per directory")
+            raise self._fenced()
+
+    def check_not_overtaken(self) -> None:
+        """Raises `Fenced` if this engine has attached and another one since. Unlike `check_owner` it accepts a
+        directory that has no owner: one that was never attached to, or was removed and made anew."""
+        if self.facts is not None and self.checkout.owner().nonce not in ("", self.nonce):
+            raise self._fenced()
+
+    @contextlib.contextmanager
+    def fenced_first(self) -> Iterator[None]:
+        """Any error inside becomes `Fenced` if another engine has attached meanwhile (must E3).
+
+        Work that does not hold the lock reads files which the next owner changes, so its errors (sums that differ,
+        files that are gone) say nothing about them. A caller that took such an error for a reason to attach again
+        would fence the owner that has fenced it.
+        """
+        try:
+            yield
+        except Fenced:
+            raise
+        except Exception as error:
+            try:
+                self.check_not_overtaken()
+            except Fenced as fenced:
+                raise fenced from error
+            except DcrError:  # the owner cannot be read: `error` says more
+                pass
+            raise
+
+    def _fenced(self) -> Fenced:
+        return Fenced(f"another subscriber has attached to {self.path}", hint="run one subscriber per directory")
 
     def stamp_now(self) -> Stamp:
         stats = [file.path.stat() for file in self.open.files]
@@ -169,16 +209,21 @@ class DirectoryState:
     async def owned(self, *, locked: bool = True) -> AsyncIterator[None]:
         """One call at a time, and only by the owner; `locked` keeps other processes out meanwhile.
 
+        Without the lock another engine may attach at any instant. An error inside then counts as `Fenced`; a call
+        that succeeds must end with `check_owner`, and take the lock before it writes what others read.
+
         Raises:
+            Fenced: another engine has attached, before this call or during it.
             ResourceExhausted: the disk is full, or no file descriptor is left.
         """
         self.calls += 1
         async with self.turn:
             try:
-                async with self.locked() if locked else contextlib.nullcontext():
-                    _ = self.stream
-                    self.check_owner()
-                    yield
+                with self.fenced_first():
+                    async with self.locked() if locked else contextlib.nullcontext():
+                        _ = self.stream
+                        self.check_owner()
+                        yield
             except OSError as error:  # the next attach finds what was begun, and finishes it
                 raise disk_error(error, self.path) from error
 
