@@ -35,10 +35,16 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", omit_defau
 
 
 class Attach(Call, frozen=True, tag="attach"):
-    """`at_least` keeps the tokens of data parallel engines equal; clients leave it at 0."""
+    """`at_least` keeps the tokens of data parallel engines equal; clients leave it at 0.
+
+    `token` and `incarnation` are those of the caller's last attach, if it has made one. The caller is refused if it is
+    no longer the owner of that incarnation: it must not fence its successor.
+    """
 
     facts: StreamFacts
     at_least: int = 0
+    token: int = 0
+    incarnation: str = ""
 
 
 class Owned(Call, frozen=True):

@@ -26,7 +26,7 @@ from dcr_daemon.engine.port import (
     Swapped,
     Transaction,
 )
-from dcr_daemon.errors import UsageError
+from dcr_daemon.errors import Fenced, UsageError
 
 T = TypeVar("T")
 ANSWER_TIMEOUT = 1800.0  #: seconds that a caller waits for one answer; the call goes on inside the server
@@ -49,7 +49,14 @@ class VllmEngine:
         self._incarnation = ""
 
     async def attach(self, facts: StreamFacts) -> Attached:
-        attached = await self._call(messages.Attach(id=self._id(), facts=facts), Attached)
+        call = messages.Attach(id=self._id(), facts=facts, token=self._token, incarnation=self._incarnation)
+        # If the answer is lost, the engine may have given a new token, and this client's old one says nothing any more.
+        self._token, self._incarnation = 0, ""
+        try:
+            attached = await self._call(call, Attached)
+        except Fenced:
+            self._token, self._incarnation = call.token, call.incarnation
+            raise
         self._token, self._incarnation = attached.token, attached.incarnation
         return attached
 

@@ -146,6 +146,34 @@ async def test_an_answer_over_the_limit_is_refused_unread(tmp_path: Path) -> Non
             await VllmEngine(tmp_path / "e").status()
 
 
+async def test_an_attach_names_the_ownership_before_unless_its_own_answer_was_lost(tmp_path: Path) -> None:
+    """After a lost answer the token may have been raised by this client itself, which is no reason to stop."""
+    path, seen, answers = tmp_path / "e", list[tuple[int, str]](), iter(["done", "Fenced", "lost", "done"])
+
+    async def engine(call: messages.AnyCall) -> bytes:
+        assert isinstance(call, messages.Attach)
+        seen.append((call.token, call.incarnation))
+        match next(answers):
+            case "done":
+                attached = Attached(
+                    token=7, incarnation="i", adopted=None, version=None, serving=False, vector=b"", classes=[]
+                )
+                return framed(messages.done(call.id, attached))
+            case "Fenced":
+                return framed(messages.refused(call.id, Fenced("another subscriber attached")))
+        return b""
+
+    async with server(path, engine):
+        client = VllmEngine(path)
+        await client.attach(FACTS)
+        with pytest.raises(Fenced):
+            await client.attach(FACTS)
+        with pytest.raises(EngineGone):
+            await client.attach(FACTS)
+        await client.attach(FACTS)
+    assert seen == [(0, ""), (7, "i"), (7, "i"), (0, "")]
+
+
 def test_records_come_back_as_they_were() -> None:
     for call in (
         messages.Attach(id="1", facts=FACTS),

@@ -98,8 +98,11 @@ class Core:
                 return self._begin(call, self._inspect(call))
         raise EngineRefused(f"{type(call).__name__} is not a call of this engine")
 
-    def _require_owner(self, call: messages.Owned | messages.Status) -> None:
-        if self.state.incarnation not in call.incarnation.split("+"):
+    def _owned_this_incarnation(self, call: messages.Owned | messages.Status | messages.Attach) -> bool:
+        return self.state.incarnation in call.incarnation.split("+")
+
+    def _require_owner(self, call: messages.Owned | messages.Status | messages.Attach) -> None:
+        if not self._owned_this_incarnation(call):
             raise EngineGone("the engine was restarted since attach", hint="attach again")
         if call.token != self.state.workers.token:
             raise Fenced(
@@ -115,7 +118,10 @@ class Core:
         return self._operation.advance()
 
     def _attach(self, call: messages.Attach) -> Answer | Future[Answer]:
-        """Raise the token first: that fences the operation under way, at whatever step it is."""
+        """Raise the token first: that fences the operation under way, at whatever step it is. An earlier owner that
+        was fenced in this incarnation is refused (must E3)."""
+        if self._owned_this_incarnation(call):
+            self._require_owner(call)
         self.state.workers.token = max(self.state.workers.token + 1, call.at_least)
         self._preempt()
         self._supersede("a newer owner attached")

@@ -171,6 +171,7 @@ async def test_the_next_owner_finds_nothing_prepared_and_the_earlier_one_is_fenc
                 first.prove(base, subject.versions.vector_file(base), "x"),
                 first.load(fresh, [], vector_file, "x"),
                 first.scrub(0),
+                first.attach(subject.versions.facts()),
                 first.status(),
             ):
                 with pytest.raises(Fenced):

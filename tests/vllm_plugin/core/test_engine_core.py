@@ -146,6 +146,18 @@ def test_a_token_drawn_elsewhere_is_never_undercut(engine: ToyEngine) -> None:
     assert attached["token"] == 40
 
 
+def test_an_owner_that_is_fenced_cannot_attach_again_in_this_incarnation(engine: ToyEngine) -> None:
+    first = dict(engine.owner)
+    second = engine.attach()
+    with pytest.raises(Fenced, match="owner token"):
+        engine.ask(messages.Attach, Any, facts=engine.facts, **first)
+    engine.ask(messages.Serve)  # the second is the owner as before
+    again = engine.ask(messages.Attach, Any, facts=engine.facts, **engine.owner)
+    assert again["token"] == second.token + 1
+    restarted = {"token": first["token"], "incarnation": "0123456789abcdef"}
+    assert engine.ask(messages.Attach, Any, facts=engine.facts, **restarted)["token"] == second.token + 2
+
+
 def test_an_owner_of_a_dead_incarnation_is_told_to_attach(engine: ToyEngine) -> None:
     engine.owner["incarnation"] = "0123456789abcdef"
     with pytest.raises(EngineGone, match="restarted"):
