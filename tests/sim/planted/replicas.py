@@ -75,7 +75,7 @@ def directory_without_a_mark(put: Put) -> None:
             right(self, path, value)
 
     put(Checkout, "_replace", replace)
-    put(Checkout, "_hide", lambda self: None)
+    put(Checkout, "_hide_config", lambda self: None)
 
 
 @bug("E8 (elsewhere: an untouched tensor was old after a host crash)", "power_cut")
@@ -103,4 +103,4 @@ def version_before_its_data(put: Put) -> None:
         right(self, found, layout)
 
     put(Checkout, "redo", redo)
-    put(Checkout, "_hide", lambda self: None)
+    put(Checkout, "_hide_config", lambda self: None)
