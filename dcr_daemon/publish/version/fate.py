@@ -20,7 +20,9 @@ Cause = BaseException | str  #: why an attempt ends: an error, or a sentence
 
 def reason_of(cause: Cause) -> str:
     """The text for the abort record and for events."""
-    return cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}"
+    if isinstance(cause, str):
+        return cause
+    return f"{cause.kind if isinstance(cause, DcrError) else type(cause).__name__}: {cause}"
 
 
 class AttemptFate:
@@ -28,34 +30,36 @@ class AttemptFate:
 
     def __init__(self, version: int) -> None:
         self.version = version
-        self._answer: Future[SealedVersion] = Future()
-        self._unknown = False
+        self._first_cause: Cause | None = None
+        # One tuple, which other threads read at once: whether the answer stands for "unknown", and the answer.
+        self._state: tuple[bool, Future[SealedVersion]] = False, Future()
 
     @property
     def open(self) -> bool:
-        """Whether nothing is known yet, not even that it cannot be learnt now."""
-        return not self._answer.done()
+        """True until it is sealed, aborted or unknown."""
+        return not self._state[1].done()
 
     @property
     def sealed(self) -> SealedVersion | None:
         """The version, if it exists."""
-        answer = self._answer  # the coordinator may put another one in its place at any time
+        answer = self._state[1]
         return answer.result() if answer.done() and not answer.exception() else None
 
     @property
     def unknown(self) -> bool:
         """Whether the ledger was asked and did not answer."""
-        return self._unknown
+        return self._state[0]
 
     @property
     def aborted(self) -> bool:
         """Whether it is no version and never will be."""
-        return self.error is not None and not self._unknown
+        unknown, answer = self._state
+        return not unknown and answer.done() and answer.exception() is not None
 
     @property
     def error(self) -> BaseException | None:
         """Why it is aborted or unknown; None while it is open or sealed."""
-        answer = self._answer
+        answer = self._state[1]
         return answer.exception() if answer.done() else None
 
     def wait(self, timeout: float | None = None) -> SealedVersion:
@@ -65,24 +69,24 @@ class AttemptFate:
             TimeoutError: it is still open after `timeout` seconds.
             BaseException: `error`.
         """
-        return self._answer.result(timeout)
+        return self._state[1].result(timeout)
 
     def set_sealed(self, sealed: SealedVersion) -> None:
         """The ledger has its seal."""
-        self._reopen()
-        if self.open:
-            self._answer.set_result(sealed)
+        if answer := self._undecided():
+            answer.set_result(sealed)
 
     def set_aborted(self, cause: Cause) -> None:
         """The ledger has no seal of it, and nothing can become one. The cause that is given first stands."""
-        self._reopen()
-        if self.open:
+        if answer := self._undecided():
+            cause = self._first_cause or cause
             if not isinstance(cause, DcrError):
                 cause = UpdateAborted(f"version {self.version} was given up: {reason_of(cause)}")
-            self._answer.set_exception(cause)
+            answer.set_exception(cause)
 
     def set_unknown(self, cause: Cause) -> None:
         """The attempt failed by `cause`, and the ledger does not say now whether it was sealed all the same."""
+        self._first_cause = self._first_cause or cause
         kind = type(cause) if isinstance(cause, DcrError) else StoreUnavailable
         reason = cause.message if isinstance(cause, DcrError) else reason_of(cause)
         self.set_lost(
@@ -95,10 +99,14 @@ class AttemptFate:
     def set_lost(self, error: BaseException) -> None:
         """Unknown, because whoever was to learn it has ended by `error`."""
         if self.open:
-            self._unknown = True
-            self._answer.set_exception(error)
+            answer: Future[SealedVersion] = self._state[1]
+            self._state = True, answer
+            answer.set_exception(error)
 
-    def _reopen(self) -> None:
-        """What was unknown is decided now."""
-        if self._unknown:
-            self._unknown, self._answer = False, Future()
+    def _undecided(self) -> Future[SealedVersion] | None:
+        """The answer that may be given now: none is given yet, or only "unknown". None if the fate is decided."""
+        unknown, answer = self._state
+        if unknown:
+            answer = Future()
+            self._state = False, answer
+        return None if answer.done() else answer
