@@ -6,18 +6,20 @@ Must L6, with the real subscriber, `materialize` and the real collector, stopped
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
+from support.streams.writer import StreamWriter
 
 from dcr_daemon.errors import NotFound
 from dcr_daemon.events import Committed, Retrying, Serving
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.retention.collector import collect
 from dcr_daemon.ledger.retention.plan import RetentionPolicy
-from dcr_daemon.store.port import Entry, Store
-from dcr_daemon.subscribe.materialize import materialize
+from dcr_daemon.store.port import Entry, Outcome, Store
+from dcr_daemon.subscribe.materialize import Materialized, materialize
 
 
 class Held:
@@ -28,6 +30,13 @@ class Held:
         self.reached, self.go = asyncio.Event(), asyncio.Event()
         self.gets = 0
 
+    @asynccontextmanager
+    async def waiting(self) -> AsyncIterator[None]:
+        """The body runs while a GET waits: it begins once there is one, and its end lets all GETs go on."""
+        await self.reached.wait()
+        yield
+        self.go.set()
+
     async def get(self, key: str, *, limit: int) -> bytes:
         self.gets += 1
         if self.held(key) and not self.go.is_set():
@@ -35,7 +44,7 @@ class Held:
             await self.go.wait()
         return await self.inner.get(key, limit=limit)
 
-    async def create(self, key: str, body: bytes) -> Any:
+    async def create(self, key: str, body: bytes | memoryview) -> Outcome:
         return await self.inner.create(key, body)
 
     async def overwrite(self, key: str, body: bytes) -> None:
@@ -45,17 +54,18 @@ class Held:
         async for entry in self.inner.list(prefix):
             yield entry
 
-    async def delete(self, keys: Any) -> None:
+    async def delete(self, keys: Iterable[str]) -> None:
         await self.inner.delete(keys)
 
     async def close(self) -> None:
         await self.inner.close()
 
 
-async def gc(stream: Any, keep: int) -> None:
+async def gc(stream: StreamWriter, keep: int) -> None:
     """By somebody else, in a process of their own."""
     await stream.ledger.read()
-    if stream.ledger.holds and not stream.ledger.state.epoch.released:
+    epoch = stream.ledger.state.epoch
+    if stream.ledger.holds and epoch and not epoch.released:
         await stream.ledger.release()
     await collect(Ledger(stream.store), RetentionPolicy(versions=keep))
     await stream.ledger.claim("test")
@@ -75,13 +85,12 @@ async def test_a_replica_whose_chain_vanishes_under_it_goes_by_an_anchor(make_st
     replica = make_replica(stream).at_base(stream)
     replica.store = held = Held(stream.store, data(2))
     async with replica.running() as task:
-        await held.reached.wait()
-        await stream.publish(4, 5)
-        await stream.anchor(5)
-        await stream.publish(6)
-        await gc(stream, 1)
-        held.go.set()
-        await replica.until(lambda: replica.events.of(Serving) and replica.events.of(Serving)[-1].version == 6, task)
+        async with held.waiting():
+            await stream.publish(4, 5)
+            await stream.anchor(5)
+            await stream.publish(6)
+            await gc(stream, 1)
+        await replica.until_serving(6, task)
     assert stream.versions.version_of(replica.directory) == 6
     assert [event.route for event in replica.events.of(Committed)][-2:] == ["anchor", "chain"]
     assert held.gets < 200, "no hot loop"
@@ -94,13 +103,12 @@ async def test_an_anchor_that_vanishes_in_the_middle_gives_way_to_a_newer_one(ma
     replica = make_replica(stream)
     replica.store = held = Held(stream.store, anchor(1))
     async with replica.running() as task:
-        await held.reached.wait()
-        await stream.publish(2, 3)
-        await stream.anchor(3)
-        await stream.publish(4)
-        await gc(stream, 1)
-        held.go.set()
-        await replica.until(lambda: replica.events.of(Serving) and replica.events.of(Serving)[-1].version == 4, task)
+        async with held.waiting():
+            await stream.publish(2, 3)
+            await stream.anchor(3)
+            await stream.publish(4)
+            await gc(stream, 1)
+        await replica.until_serving(4, task)
     assert stream.versions.version_of(replica.directory) == 4
     assert not list(replica.home.rglob("anchor-*")), "nothing of the one that vanished is left"
 
@@ -128,15 +136,13 @@ async def test_a_replica_right_below_the_floor_does_not_spin(make_stream, make_r
     await stream.publish(1)
     await replica.once()
     replica.store = held = Held(stream.store, data(2))
-    async with replica.running() as task:
-        await replica.until(lambda: replica.events.of(Serving), task)
+    async with replica.serving() as task:
         await stream.publish(2)
-        await held.reached.wait()
-        await stream.anchor(2)
-        await stream.publish(3)
-        await gc(stream, 2)
-        held.go.set()
-        await replica.until(lambda: replica.events.of(Serving)[-1].version == 3, task)
+        async with held.waiting():
+            await stream.anchor(2)
+            await stream.publish(3)
+            await gc(stream, 2)
+        await replica.until_serving(3, task)
     assert stream.versions.version_of(replica.directory) == 3
     assert held.gets < 200
 
@@ -159,11 +165,10 @@ async def test_once_goes_on_if_its_goal_falls_below_the_floor(make_stream, make_
     replica = make_replica(stream).at_base(stream)
     replica.store = held = Held(stream.store, data(1))
     running = asyncio.create_task(replica.once())
-    await held.reached.wait()
-    await stream.publish(3, 4)
-    await stream.anchor(4)
-    await gc(stream, 1)
-    held.go.set()
+    async with held.waiting():
+        await stream.publish(3, 4)
+        await stream.anchor(4)
+        await gc(stream, 1)
     await running
     assert stream.versions.version_of(replica.directory) == 4
 
@@ -175,11 +180,10 @@ async def test_a_view_of_the_floor_that_is_old_is_not_relied_upon(make_stream, m
     replica = make_replica(stream).at_base(stream)
     replica.store = held = Held(stream.store, data(1))
     async with replica.running(poll=600.0) as task:
-        await held.reached.wait()
-        await stream.publish(4, 5)
-        await stream.anchor(5)
-        await gc(stream, 1)
-        held.go.set()
+        async with held.waiting():
+            await stream.publish(4, 5)
+            await stream.anchor(5)
+            await gc(stream, 1)
         await replica.until(lambda: replica.events.of(Serving), task, seconds=20)
     assert stream.versions.version_of(replica.directory) == 5
     assert any("below the floor" in event.what for event in replica.events.of(Retrying))
@@ -192,11 +196,10 @@ class TestMaterialize:
         await stream.publish(1, 2, 3, 4)
         held = Held(stream.store, data(3))
         building = asyncio.create_task(materialize(held, version=4, out=tmp_path / "out", base=tmp_path / "base"))
-        await held.reached.wait()
-        await stream.anchor(4)
-        await stream.publish(5)
-        await gc(stream, 2)
-        held.go.set()
+        async with held.waiting():
+            await stream.anchor(4)
+            await stream.publish(5)
+            await gc(stream, 2)
         assert (await asyncio.wait_for(building, 30)).version == 4
         assert stream.versions.version_of(tmp_path / "out") == 4
 
@@ -207,10 +210,9 @@ class TestMaterialize:
         await stream.publish(2, 3, 4)
         held = Held(stream.store, anchor(1))
         building = asyncio.create_task(materialize(held, out=tmp_path / "out"))
-        await held.reached.wait()
-        await stream.anchor(3)
-        await gc(stream, 2)
-        held.go.set()
+        async with held.waiting():
+            await stream.anchor(3)
+            await gc(stream, 2)
         assert (await asyncio.wait_for(building, 30)).version == 4
         assert stream.versions.version_of(tmp_path / "out") == 4
 
@@ -221,11 +223,10 @@ class TestMaterialize:
         await stream.anchor(1)
         held = Held(stream.store, anchor(1))
         building = asyncio.create_task(materialize(held, out=tmp_path / "out"))
-        await held.reached.wait()
-        await stream.publish(2, 3)
-        await stream.anchor(3)
-        await gc(stream, 1)
-        held.go.set()
+        async with held.waiting():
+            await stream.publish(2, 3)
+            await stream.anchor(3)
+            await gc(stream, 1)
         assert (await asyncio.wait_for(building, 30)).version == 3
         assert stream.versions.version_of(tmp_path / "out") == 3
 
@@ -254,7 +255,7 @@ class TestMaterialize:
     def _collected(self) -> None:
         self.collected = asyncio.Event()
 
-    async def later(self, held: Held, out: Any, when: str) -> Any:
+    async def later(self, held: Held, out: Path, when: str) -> Materialized:
         if when == "before":
             await self.collected.wait()
         return await materialize(held, version=2, out=out)

@@ -2,10 +2,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 
 import msgspec
 import numpy as np
 import pytest
+from support.streams.replica import Replica
+from support.streams.versions import Versions
+from support.streams.writer import StreamWriter
 
 from dcr_daemon.checkpoint.directory import write_checkpoint
 from dcr_daemon.engine.directory.engine import DirectoryEngine
@@ -34,6 +39,36 @@ from dcr_daemon.events import (
 from dcr_daemon.ledger import names
 from dcr_daemon.ledger.route import NoRoute
 
+Followed = tuple[StreamWriter, Replica, asyncio.Task[None]]
+
+
+@pytest.fixture
+def following(
+    make_stream: Callable[..., Awaitable[StreamWriter]], make_replica: Callable[..., Replica]
+) -> Callable[..., AbstractAsyncContextManager[Followed]]:
+    """A factory of context managers, with the arguments of `make_stream`: a new stream, a replica that follows it and
+    serves version 0 when the body begins, and the task of the replica, which ends with the body."""
+
+    @asynccontextmanager
+    async def follow(count: int = 0, **options: object) -> AsyncIterator[Followed]:
+        stream = await make_stream(count, **options)
+        replica = make_replica(stream).at_base(stream)
+        async with replica.serving() as task:
+            yield stream, replica, task
+
+    return follow
+
+
+@contextmanager
+def wrong_baseline(versions: Versions, version: int) -> Iterator[None]:
+    """What is encoded while the body runs begins at `version` with one bit flipped, in a weight that the next version
+    changes."""
+    truth = {name: bits.copy() for name, bits in versions.values[version].items()}
+    old, new = (versions.values[n]["embed.weight"] for n in (version, version + 1))
+    old[np.flatnonzero(old != new)[0]] ^= 0x4000
+    yield
+    versions.values[version] = truth
+
 
 async def test_once_reaches_the_newest_version_in_one_transaction(make_stream, make_replica):
     stream = await make_stream(5)
@@ -57,22 +92,16 @@ async def test_once_at_the_newest_version_already_changes_nothing(make_stream, m
     assert [event.version for event in replica.events.of(Serving)] == [0, 0]
 
 
-async def test_it_follows_version_after_version(make_stream, make_replica):
-    stream = await make_stream(3)
-    replica = make_replica(stream).at_base(stream)
-    async with replica.running() as task:
-        await replica.until(lambda: replica.events.of(Serving), task)
+async def test_it_follows_version_after_version(following):
+    async with following(3) as (stream, replica, task):
         for version in (1, 2, 3):
             await stream.publish(version)
-            await replica.until(lambda v=version: replica.events.of(Serving)[-1].version == v, task)
+            await replica.until_serving(version, task)
             assert stream.versions.version_of(replica.directory) == version
 
 
-async def test_chunks_are_fetched_before_the_seal_exists(make_stream, make_replica):
-    stream = await make_stream(1, rate=0.5)
-    replica = make_replica(stream).at_base(stream)
-    async with replica.running() as task:
-        await replica.until(lambda: replica.events.of(Serving), task)
+async def test_chunks_are_fetched_before_the_seal_exists(following):
+    async with following(1, rate=0.5) as (stream, replica, task):
         await stream.open(1)
         chunks = stream.chunks(1)
         assert len(chunks) >= 8
@@ -82,17 +111,14 @@ async def test_chunks_are_fetched_before_the_seal_exists(make_stream, make_repli
         assert not replica.events.of(SealSeen)
         sent += [await stream.put(1, chunk) for chunk in chunks[5:]]
         await stream.seal(1, sent)
-        await replica.until(lambda: replica.events.of(Serving)[-1].version == 1, task)
+        await replica.until_serving(1, task)
     fetched = replica.events.of(ChunkFetched)
     assert len(fetched) == len({event.key for event in fetched}) == len(chunks)
     assert stream.versions.version_of(replica.directory) == 1
 
 
-async def test_what_the_seal_does_not_name_is_thrown_away(make_stream, make_replica):
-    stream = await make_stream(1, rate=0.5)
-    replica = make_replica(stream).at_base(stream)
-    async with replica.running() as task:
-        await replica.until(lambda: replica.events.of(Serving), task)
+async def test_what_the_seal_does_not_name_is_thrown_away(following):
+    async with following(1, rate=0.5) as (stream, replica, task):
         attempt = await stream.open(1)
         refs = [await stream.put(1, chunk) for chunk in stream.chunks(1)]
         stray = stream.chunks(1)[0]
@@ -101,22 +127,19 @@ async def test_what_the_seal_does_not_name_is_thrown_away(make_stream, make_repl
         await stream.store.create(names.chunk(1, attempt, "g", 1, "b0", 1), b"no chunk at all")
         await replica.until(lambda: len(replica.events.of(ChunkFetched)) == len(refs) + 1, task)
         await stream.seal(1, refs)
-        await replica.until(lambda: replica.events.of(Serving)[-1].version == 1, task)
+        await replica.until_serving(1, task)
     assert stream.versions.version_of(replica.directory) == 1
 
 
-async def test_an_aborted_attempt_leaves_nothing_in_staging(make_stream, make_replica):
-    stream = await make_stream(1)
-    replica = make_replica(stream).at_base(stream)
-    async with replica.running() as task:
-        await replica.until(lambda: replica.events.of(Serving), task)
+async def test_an_aborted_attempt_leaves_nothing_in_staging(following):
+    async with following(1) as (stream, replica, task):
         await stream.open(1)
         await stream.put(1, stream.chunks(1)[0])
         await replica.until(lambda: replica.events.of(ChunkFetched), task)
         await stream.abort(1)
         await replica.until(lambda: not list((replica.home / "staging").rglob("*.dcr")), task)
         await stream.publish(1)
-        await replica.until(lambda: replica.events.of(Serving)[-1].version == 1, task)
+        await replica.until_serving(1, task)
 
 
 async def test_a_no_change_version_and_a_trainer_going_back_move_the_version_up(make_stream, make_replica):
@@ -279,16 +302,13 @@ async def test_a_chunk_that_lies_about_itself_is_refused(make_stream, make_repli
     assert stream.versions.version_of(replica.directory) == 1
 
 
-async def test_a_damaged_version_is_waited_out_or_gone_round_by_an_anchor(make_stream, make_replica):
-    stream = await make_stream(3)
-    replica = make_replica(stream).at_base(stream)
-    async with replica.running() as task:
-        await replica.until(lambda: replica.events.of(Serving), task)
+async def test_a_damaged_version_is_waited_out_or_gone_round_by_an_anchor(following):
+    async with following(3) as (stream, replica, task):
         await stream.open(1)
         refs = [await stream.put(1, chunk) for chunk in stream.chunks(1)]
         await replica.until(lambda: len(replica.events.of(ChunkFetched)) == len(refs), task)
         await stream.seal(1, refs)
-        await replica.until(lambda: replica.events.of(Serving)[-1].version == 1, task)
+        await replica.until_serving(1, task)
         await stream.open(2)
         first, *rest = stream.chunks(2)
         refs = [await stream.put(2, first, edit=SPOILS["flipped"]), *[await stream.put(2, chunk) for chunk in rest]]
@@ -297,7 +317,7 @@ async def test_a_damaged_version_is_waited_out_or_gone_round_by_an_anchor(make_s
         assert stream.versions.version_of(replica.directory) == 1
         await stream.publish(3)
         await stream.anchor(3)
-        await replica.until(lambda: replica.events.of(Serving)[-1].version == 3, task)
+        await replica.until_serving(3, task)
     assert stream.versions.version_of(replica.directory) == 3
 
 
@@ -307,19 +327,15 @@ async def test_a_version_that_healthy_weights_refuse_is_poisoned_and_gone_round(
     versions = stream.versions
     await stream.publish(1)
     replica = make_replica(stream).at_base(stream)
-    async with replica.running() as task:
-        await replica.until(lambda: replica.events.of(Serving), task)
-        truth = {name: bits.copy() for name, bits in versions.values[1].items()}
-        await replica.until(lambda: replica.events.of(Serving)[-1].version == 1, task)
+    async with replica.serving() as task:
+        await replica.until_serving(1, task)
         versions.step()
-        changed = np.flatnonzero(versions.values[1]["embed.weight"] != versions.values[2]["embed.weight"])[0]
-        versions.values[1]["embed.weight"][changed] ^= 0x4000
-        await stream.publish(2)
-        versions.values[1] = truth
+        with wrong_baseline(versions, 1):
+            await stream.publish(2)
         await replica.until(lambda: [e for e in replica.events.of(Alarm) if e.must == "P4"], task)
         assert versions.version_of(replica.directory) == 1
         await stream.anchor(2)
-        await replica.until(lambda: replica.events.of(Serving)[-1].version == 2, task)
+        await replica.until_serving(2, task)
     assert versions.version_of(replica.directory) == 2
 
 
@@ -327,11 +343,8 @@ async def test_the_poisoned_one_of_several_versions_is_found(make_stream, make_r
     stream = await make_stream(4)
     versions = stream.versions
     await stream.publish(1, 2)
-    truth = {name: bits.copy() for name, bits in versions.values[2].items()}
-    changed = np.flatnonzero(versions.values[2]["embed.weight"] != versions.values[3]["embed.weight"])[0]
-    versions.values[2]["embed.weight"][changed] ^= 0x4000
-    await stream.publish(3)
-    versions.values[2] = truth
+    with wrong_baseline(versions, 2):
+        await stream.publish(3)
     await stream.publish(4)
     replica = make_replica(stream).at_base(stream)
     with pytest.raises(EngineRefused, match="version 3"):
@@ -384,11 +397,8 @@ async def test_what_the_engine_cannot_hold_at_once_is_split(make_stream, make_re
     assert len(fetched) == len(set(fetched))
 
 
-async def test_a_restart_fetches_only_what_is_not_staged(make_stream, make_replica):
-    stream = await make_stream(1, rate=0.5)
-    replica = make_replica(stream).at_base(stream)
-    async with replica.running() as task:
-        await replica.until(lambda: replica.events.of(Serving), task)
+async def test_a_restart_fetches_only_what_is_not_staged(following):
+    async with following(1, rate=0.5) as (stream, replica, task):
         await stream.open(1)
         chunks = stream.chunks(1)
         refs = [await stream.put(1, chunk) for chunk in chunks[:6]]
@@ -400,11 +410,8 @@ async def test_a_restart_fetches_only_what_is_not_staged(make_stream, make_repli
     assert stream.versions.version_of(replica.directory) == 1
 
 
-async def test_a_spoiled_staging_file_is_fetched_again(make_stream, make_replica):
-    stream = await make_stream(1)
-    replica = make_replica(stream).at_base(stream)
-    async with replica.running() as task:
-        await replica.until(lambda: replica.events.of(Serving), task)
+async def test_a_spoiled_staging_file_is_fetched_again(following):
+    async with following(1) as (stream, replica, task):
         await stream.open(1)
         refs = [await stream.put(1, chunk) for chunk in stream.chunks(1)]
         await replica.until(lambda: len(replica.events.of(ChunkFetched)) == len(refs), task)
@@ -421,24 +428,18 @@ async def test_a_later_subscriber_fences_the_earlier_one(make_stream, make_repli
     stream = await make_stream(1)
     first = make_replica(stream).at_base(stream)
     second = make_replica(stream, first.directory)
-    async with first.running() as task:
-        await first.until(lambda: first.events.of(Serving), task)
-        async with second.running(replica="r2") as other:
-            await second.until(lambda: second.events.of(Serving), other)
-            await stream.publish(1)
-            await second.until(lambda: second.events.of(Serving)[-1].version == 1, other)
-            with pytest.raises(Fenced):
-                await asyncio.wait_for(task, 30)
-            status = json.loads(await stream.store.get(names.replica("r1"), limit=10_000))
-            assert status["state"] == "fenced"
+    async with first.serving() as task, second.serving(replica="r2") as other:
+        await stream.publish(1)
+        await second.until_serving(1, other)
+        with pytest.raises(Fenced):
+            await asyncio.wait_for(task, 30)
+        status = json.loads(await stream.store.get(names.replica("r1"), limit=10_000))
+        assert status["state"] == "fenced"
     assert stream.versions.version_of(first.directory) == 1
 
 
-async def test_the_same_replica_cannot_run_twice_on_one_state(make_stream, make_replica):
-    stream = await make_stream()
-    replica = make_replica(stream).at_base(stream)
-    async with replica.running() as task:
-        await replica.until(lambda: replica.events.of(Serving), task)
+async def test_the_same_replica_cannot_run_twice_on_one_state(following):
+    async with following() as (_, replica, _):
         with pytest.raises(UsageError, match="another subscriber"):
             await replica.run()
 
@@ -488,8 +489,7 @@ async def test_a_pinned_version_is_kept_and_never_passed(make_stream, make_repli
     stream = await make_stream(3)
     await stream.publish(1, 2)
     replica = make_replica(stream).at_base(stream)
-    async with replica.running(pin=1) as task:
-        await replica.until(lambda: replica.events.of(Serving), task)
+    async with replica.serving(pin=1) as task:
         await stream.publish(3)
         await replica.until(lambda: [e for e in replica.events.of(SealSeen) if e.version == 3], task)
         await asyncio.sleep(0.2)
@@ -514,13 +514,10 @@ async def test_a_missing_object_is_not_yet_there(make_stream, make_replica):
     assert stream.versions.version_of(replica.directory) == 1
 
 
-async def test_the_status_object_says_what_is_served(make_stream, make_replica):
-    stream = await make_stream(1)
-    replica = make_replica(stream).at_base(stream)
-    async with replica.running() as task:
-        await replica.until(lambda: replica.events.of(Serving), task)
+async def test_the_status_object_says_what_is_served(following):
+    async with following(1) as (stream, replica, task):
         await stream.publish(1)
-        await replica.until(lambda: replica.events.of(Serving)[-1].version == 1, task)
+        await replica.until_serving(1, task)
     status = json.loads(await stream.store.get(names.replica("r1"), limit=10_000))
     assert (status["version"], status["step"], status["head"], status["id"]) == (1, 101, 1, "r1")
     assert status["stream"] == stream.versions.stream

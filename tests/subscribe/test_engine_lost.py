@@ -75,8 +75,8 @@ async def test_an_engine_that_dies_at_any_step_is_attached_to_again(make_stream,
     if call != "load":
         stream.versions.save(replica.directory, 0)
     engine = Mortal(replica.directory, [(call, when)])
-    async with replica.running(engine) as task:
-        await replica.until(lambda: replica.events.of(Serving), task)
+    async with replica.serving(engine):
+        pass  # it serves before it ends
     assert len(replica.events.of(EngineLost)) == 1
     assert replica.events.of(Serving)[-1].version == 3
     assert replica.events.of(Committed)[-1].version == 3
@@ -109,8 +109,7 @@ async def test_an_engine_that_goes_away_or_comes_back_is_noticed_without_a_new_v
     await stream.publish(1)
     replica = make_replica(stream).at_base(stream)
     engine = Restarted(replica.directory)
-    async with replica.running(engine) as task:
-        await replica.until(lambda: replica.events.of(Serving), task)
+    async with replica.serving(engine) as task:
         engine.away = True
         await replica.until(lambda: replica.events.of(EngineLost), task)
         engine.away = False
@@ -135,8 +134,7 @@ async def test_weights_that_somebody_changes_are_noticed_and_repaired_by_an_anch
     await stream.publish(1)
     await stream.anchor(1)
     replica = make_replica(stream).at_base(stream)
-    async with replica.running() as task:
-        await replica.until(lambda: replica.events.of(Serving), task)
+    async with replica.serving() as task:
         shard = sorted(replica.directory.glob("*.safetensors"))[0]
         with SafetensorsFile(shard, writable=True) as file:
             file.bits(file.specs[0].name)[3] ^= 1
@@ -144,6 +142,6 @@ async def test_weights_that_somebody_changes_are_noticed_and_repaired_by_an_anch
         shard.touch()
         await replica.until(lambda: replica.events.of(Repaired), task)
         await stream.publish(2)
-        await replica.until(lambda: replica.events.of(Serving)[-1].version == 2, task)
+        await replica.until_serving(2, task)
     assert stream.versions.version_of(replica.directory) == 2
     assert replica.events.of(EngineLost)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from support.events import RecordedEvents
 from support.streams.replica import Replica
+from support.streams.writer import StreamWriter
 from support.vllm.toy_engine import failing
 from support.vllm.toy_model import placed
 from support.vllm.toy_server import ToyServer, toy_stream
@@ -55,7 +56,7 @@ class Watched(RecordedEvents):
 class Live(Replica):
     """A replica whose engine is a toy server; `health` is what its probes say."""
 
-    def __init__(self, stream: Any, server: ToyServer, home: Path) -> None:
+    def __init__(self, stream: StreamWriter, server: ToyServer, home: Path) -> None:
         super().__init__(stream.url, home, home / "unused")
         self.stream, self.server, self.health = stream, server, Health("subscriber")
         self.events = Watched(self.health)
@@ -76,7 +77,7 @@ class Live(Replica):
 
 
 @pytest.fixture
-def make_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def make_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Awaitable[Live]]:
     def attach(model: Any, config: Any, layout: Any, platform: str) -> Any:
         placement, homes = placed(model)
         return placement, homes.live

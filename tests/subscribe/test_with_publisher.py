@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dcr_daemon import Publisher
-from dcr_daemon.events import Committed, Serving
+from dcr_daemon.events import Committed
 from dcr_daemon.store import open_store
 from dcr_daemon.subscribe.materialize import materialize
 
@@ -51,12 +51,11 @@ def published(make_versions, tmp_path):
 async def test_every_version_of_a_publisher_arrives_bit_for_bit(published, make_replica):
     versions, url, publisher = published
     replica = make_replica(Address(url))
-    async with replica.running() as task:
-        await replica.until(lambda: replica.events.of(Serving), task)
+    async with replica.serving() as task:
         for version in (1, 2, 3, 4):
             update = await asyncio.to_thread(publisher.publish, weights(versions, version), step=version * 10)
             await asyncio.to_thread(update.wait_sealed, 60)
-            await replica.until(lambda v=version: replica.events.of(Serving)[-1].version == v, task)
+            await replica.until_serving(version, task)
             assert versions.version_of(replica.directory) == version
     assert [event.step for event in replica.events.of(Committed)] == [None, 10, 20, 30, 40]
 

@@ -6,16 +6,25 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
 from dcr_daemon.engine.directory.engine import DirectoryEngine
 from dcr_daemon.engine.port import Engine
+from dcr_daemon.events import Serving
 from dcr_daemon.store import open_store
 from dcr_daemon.store.port import Store
 from dcr_daemon.subscribe.daemon import SubscribeOptions, run_subscribe
 from support.events import RecordedEvents
 from support.streams.writer import StreamWriter
+
+
+class Addressed(Protocol):
+    """What names a stream: a `StreamWriter`, or only its address."""
+
+    @property
+    def url(self) -> str: ...
 
 
 class Replica:
@@ -59,6 +68,13 @@ class Replica:
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
 
+    @contextlib.asynccontextmanager
+    async def serving(self, engine: Engine | None = None, **options: object) -> AsyncIterator[asyncio.Task[None]]:
+        """`running`, with a body that begins once the replica serves a version."""
+        async with self.running(engine, **options) as task:
+            await self.until(lambda: self.events.of(Serving), task)
+            yield task
+
     async def until(self, condition: Callable[[], object], task: asyncio.Task[None], seconds: float = 60) -> None:
         """Wait for a condition while the subscriber runs; its failure is the test's."""
         async with asyncio.timeout(seconds):
@@ -68,12 +84,16 @@ class Replica:
                     raise AssertionError("the subscriber returned")
                 await asyncio.sleep(0.01)
 
+    async def until_serving(self, version: int, task: asyncio.Task[None]) -> None:
+        """Wait until `version` is what the replica began to serve last."""
+        await self.until(lambda: [event.version for event in self.events.of(Serving)][-1:] == [version], task)
+
 
 @pytest.fixture
 def make_replica(tmp_path: Path) -> Callable[..., Replica]:
     number = iter(range(100))
 
-    def make(stream: object, directory: Path | None = None) -> Replica:
+    def make(stream: Addressed, directory: Path | None = None) -> Replica:
         home = tmp_path / f"replica-{next(number)}"
         home.mkdir()
         return Replica(stream.url, home, directory or home / "current")

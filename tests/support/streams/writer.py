@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -157,7 +157,7 @@ class StreamWriter:
 
 
 @pytest.fixture
-def make_stream(tmp_path: Path, make_versions: Callable[..., Versions]) -> Callable[..., object]:
+def make_stream(tmp_path: Path, make_versions: Callable[..., Versions]) -> Callable[..., Awaitable[StreamWriter]]:
     """An async factory of streams in a directory of their own, with `count` versions to publish (none published)."""
     number = iter(range(100))
 
