@@ -16,17 +16,17 @@ from dcr_daemon.events import Event, Sealed
 from dcr_daemon.ledger.records import Epoch, Release
 
 
-@scenario
+@scenario()
 async def intruder(run: ScenarioRun) -> None:
     """Another publisher starts on the stream without being told to take over: it is refused, and harms nobody."""
     rng = run.rng
     some_random_faults(run)
     first = run.publisher(updates=5)
-    if rng.random() < 0.4:
+    if run.chance(0.4):
         run.trigger("pub1", "step", rng.choice(("kill", "stop")), rng.randint(1, 1500), rng.uniform(10.0, 60.0))
     run.replica(1)
-    for number in range(rng.choice((1, 2))):
-        await asyncio.sleep(rng.uniform(5.0, 40.0))
+    for number in run.times(1, 2):
+        await run.wait(5.0, 40.0)
         run.publisher(role=f"pub{number + 2}", name=f"other{number}", updates=2)
     await run.settled(150.0)
     claims = [record for record in run.watch.records.values() if isinstance(record, Epoch)]
@@ -37,29 +37,28 @@ async def intruder(run: ScenarioRun) -> None:
     await run.finish()
 
 
-@scenario
+@scenario()
 async def rolled_back_bucket(run: ScenarioRun) -> None:
     """The bucket is put back to an older state, and everybody restarts: nobody with a memory believes it. Then it is
     put right again."""
     rng = run.rng
     publisher = run.publisher(updates=4)
-    replica = run.replica(1, directory=rng.random() < 0.3)
+    replica = run.replica(1, directory=run.chance(0.3))
     await run.settled(60.0)
     await run.until(lambda: run.served(replica) == run.watch.head, 300.0, "serving before the roll-back")
     objects, tip = run.world.bucket.objects, run.watch.tip
     assert tip is not None
     publisher.down = True
-    if publisher.process and publisher.alive:
-        run.world.kill(publisher.process)
+    run.kill(publisher)
     await asyncio.sleep(10.0)
     oldest = rng.randint(1, max(1, tip.seq - 1))
     gone = {key: body for key, body in objects.items() if key.startswith("ledger/") and int(key[7:-5]) >= oldest}
     for key in gone:
         del objects[key]
     for process in (replica.process, replica.engine.process if replica.engine else None):
-        if process and not process.dead and rng.random() < 0.8:
+        if process and not process.dead and run.chance(0.8):
             run.world.kill(process)
-    await asyncio.sleep(rng.uniform(20.0, 200.0))
+    await run.wait(20.0, 200.0)
     objects.update(gone)
     replica.down = publisher.down = False
     publisher.left = 1
@@ -67,7 +66,7 @@ async def rolled_back_bucket(run: ScenarioRun) -> None:
     await run.finish()
 
 
-@scenario
+@scenario(publish_seconds=150.0)
 async def squatter(run: ScenarioRun) -> None:
     """Somebody has put other bytes under names that a publisher is about to use (that attempt is given up), and rubbish
     where a replica tells of itself."""
@@ -75,11 +74,9 @@ async def squatter(run: ScenarioRun) -> None:
     some_random_faults(run)
     take_names(run, 12)
     run.publisher(updates=4)
-    run.replica(1, directory=rng.random() < 0.3)
+    run.replica(1, directory=run.chance(0.3))
     await run.until(lambda: run.watch.tip is not None, 300.0, "the stream")
     bucket.objects["replicas/sub1.json"] = rng.choice((b"", b"{", b"{}", b"\xff" * 100))
-    await run.settled(150.0)
-    await run.finish()
 
 
 class Forgetful(SimPublisher):
@@ -100,25 +97,23 @@ class Forgetful(SimPublisher):
         return tell
 
 
-@scenario
+@scenario(publish_seconds=150.0)
 async def damaged_baseline(run: ScenarioRun) -> None:
     """A bit of a publisher's baseline flips between a seal and its anchor: it never gets into the bucket."""
     some_random_faults(run)
     run.publisher(kind=Forgetful, updates=5, anchor_every=1)
-    run.replica(1, directory=run.rng.random() < 0.3)
-    await run.settled(150.0)
-    await run.finish()
+    run.replica(1, directory=run.chance(0.3))
 
 
-@scenario
+@scenario()
 async def flipped_bits(run: ScenarioRun) -> None:
     """Bits flip in an engine's memory, where nobody can see it: no version is built on them, and a scrub finds them."""
     rng = run.rng
     some_random_faults(run)
     run.publisher(updates=5, anchor_every=rng.choice((1, 2)))
     replica = run.replica(1, scrub_every=10.0)
-    for _ in range(rng.choice((1, 2))):
-        await asyncio.sleep(rng.uniform(3.0, 30.0))
+    for _ in run.times(1, 2):
+        await run.wait(3.0, 30.0)
         if replica.engine and replica.engine.alive:
             replica.engine.flip()
     await run.settled(150.0)
@@ -127,13 +122,13 @@ async def flipped_bits(run: ScenarioRun) -> None:
     await run.until(lambda: engine is not None and not engine.flips, 600.0, "a scrub finds what flipped")
 
 
-@scenario
+@scenario(publish_seconds=150.0)
 async def rank_fails_again(run: ScenarioRun) -> None:
     """What is tried twice fails twice, on an engine that serves or has never been ready: its change is taken back, or
     left begun."""
     rng = run.rng
     op = rng.choice(("apply", "apply", "commit"))
-    ops = [op, "rollback"] if op == "apply" and rng.random() < 0.3 else [op]
+    ops = [op, "rollback"] if op == "apply" and run.chance(0.3) else [op]
     rank, nth = rng.randrange(2), rng.choice((1, 1, 3))
     for one in ops:
         for again in range(2):
@@ -143,11 +138,9 @@ async def rank_fails_again(run: ScenarioRun) -> None:
     await asyncio.sleep(rng.choice((0.0, 20.0, 40.0)))
     run.replica(1)
     await asyncio.sleep(30.0)  # the faults are for its first changes
-    await run.settled(150.0)
-    await run.finish()
 
 
-@scenario
+@scenario(publish_seconds=200.0)
 async def late_seal(run: ScenarioRun) -> None:
     """A seal is sent, not acknowledged, and arrives when its publisher has long looked elsewhere; patience is short."""
     rng = run.rng
@@ -155,11 +148,9 @@ async def late_seal(run: ScenarioRun) -> None:
         run.trigger("pub1", "store:create:ledger/", "GHOST", nth)
     run.publisher(updates=5, patience=rng.choice((1.0, 5.0)), pause=rng.choice((3.0, 15.0)), anchor_every=None)
     run.replica(1)
-    await run.settled(200.0)
-    await run.finish()
 
 
-@scenario
+@scenario()
 async def lenient_store(run: ScenarioRun) -> None:
     """The store accepts If-None-Match and overwrites all the same: no publisher has anything to do with it."""
     bucket = run.world.bucket
@@ -172,7 +163,7 @@ async def lenient_store(run: ScenarioRun) -> None:
 
     bucket.act = act  # type: ignore[method-assign]
     publishers = [run.publisher(updates=3), run.publisher(role="pub2", name="other", take_over=True, updates=3)]
-    await asyncio.sleep(run.rng.uniform(30.0, 90.0))
+    await run.wait(30.0, 90.0)
     bucket.act = right  # type: ignore[method-assign]
     if any(key.startswith("ledger/") for key in bucket.objects):
         run.world.fail("lenient", "a ledger was begun in a store that overwrites")
@@ -182,7 +173,7 @@ async def lenient_store(run: ScenarioRun) -> None:
     await run.finish()
 
 
-@scenario
+@scenario(publish_seconds=100.0)
 async def second_owner(run: ScenarioRun) -> None:
     """A second subscriber attaches to an engine that has one: the first stops by itself, and does not come back."""
     some_random_faults(run)
@@ -192,11 +183,9 @@ async def second_owner(run: ScenarioRun) -> None:
     second = run.beside(first, "sub2")
     await run.until(lambda: run.served(second) >= 0, 300.0, "the second owner serves")
     await run.until(lambda: any(isinstance(error, Fenced) for error in first.exits), 300.0, "the first is fenced")
-    await run.settled(100.0)
-    await run.finish()
 
 
-@scenario
+@scenario(publish_seconds=150.0)
 async def fenced_collector(run: ScenarioRun) -> None:
     """A publisher is stopped while it plans what to delete; another takes over; then it wakes, and deletes nothing."""
     rng = run.rng
@@ -206,7 +195,5 @@ async def fenced_collector(run: ScenarioRun) -> None:
     )
     run.publisher(updates=6, keep_versions=1, anchor_every=1)
     run.replica(1)
-    await asyncio.sleep(rng.uniform(10.0, 30.0))
+    await run.wait(10.0, 30.0)
     run.publisher(role="pub2", name="other", take_over=True, updates=2, anchor_every=None, keep_versions=None)
-    await run.settled(150.0)
-    await run.finish()

@@ -342,7 +342,7 @@ class Group:
         return any(rank.alive for rank in self.ranks)
 
     @property
-    def session(self) -> Any:
+    def session(self) -> Coordinator | None:
         return self.ranks[0].session if self.ranks and self.ranks[0].alive else None
 
     @property

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from functools import wraps
 from typing import Any
 
 from sim.actors import Actor, Collecting, Replica, SimPublisher
 from sim.bucket import Fault
+from sim.clock import Process
 from sim.engines import SimEngine
 from sim.invariants import Watch
-from sim.ranks import Group
+from sim.ranks import Group, SimRank
 from sim.trainer import Trainer, save
 from sim.world import Trigger, World
 
@@ -22,9 +24,24 @@ Scenario = Callable[["ScenarioRun"], Coroutine[Any, Any, None]]
 SCENARIOS: dict[str, Scenario] = {}
 
 
-def scenario(complete: Scenario) -> Scenario:
-    SCENARIOS[complete.__name__] = complete
-    return complete
+def scenario(*, publish_seconds: float | None = None) -> Callable[[Scenario], Scenario]:
+    """Register a scenario under its function's name. After the function has set up actors and faults, the run waits
+    at most `publish_seconds` until the publishers have published everything, and finishes. None: the function
+    calls `ScenarioRun.finish` itself.
+    """
+
+    def register(play: Scenario) -> Scenario:
+        @wraps(play)
+        async def complete(run: ScenarioRun) -> None:
+            await play(run)
+            if publish_seconds is not None:
+                await run.settled(publish_seconds)
+                await run.finish()
+
+        SCENARIOS[play.__name__] = complete
+        return complete
+
+    return register
 
 
 class ScenarioRun:
@@ -81,7 +98,7 @@ class ScenarioRun:
             self.operators.append(Collecting(self.world, self.watch, keep=keep, take_over=take_over))
             self.operators[-1].start()
 
-    def _engine_died(self, engine: SimEngine, process: Any) -> None:
+    def _engine_died(self, engine: SimEngine, process: Process) -> None:
         """Its supervisor starts it again: from the base, from another version, or from weights nobody knows."""
         if process is engine.process:
             self.world.loop.world_later(self.rng.uniform(1.0, 10.0), self._boot, engine)
@@ -98,6 +115,23 @@ class ScenarioRun:
         self.world.store_rates = dict.fromkeys(Fault, level)
         self.world.engine_rate = level / 2
         self.world.rank_rate = level / 2
+
+    def chance(self, probability: float) -> bool:
+        """Draw whether something happens."""
+        return self.rng.random() < probability
+
+    def times(self, *counts: int) -> range:
+        """Draw how often something happens: one of `counts`."""
+        return range(self.rng.choice(counts))
+
+    async def wait(self, least: float, most: float) -> None:
+        """Let a drawn number of virtual seconds pass."""
+        await asyncio.sleep(self.rng.uniform(least, most))
+
+    def kill(self, actor: Actor | Group | SimRank) -> None:
+        """Kill the actor's process, if it runs."""
+        if actor.alive and actor.process:
+            self.world.kill(actor.process)
 
     def trigger(self, role: str, when: str, what: str, nth: int = 1, seconds: float = 30.0) -> None:
         self.world.triggers.append(Trigger(role, when, what, nth, seconds))
@@ -141,11 +175,6 @@ class ScenarioRun:
             if all(p.left <= 0 or p.down for p in self.publishers):
                 return
             await asyncio.sleep(1.0)
-
-    async def complete(self, seconds: float) -> None:
-        """Run until the publishers have published everything, at most `seconds`; then `finish`."""
-        await self.settled(seconds)
-        await self.finish()
 
     async def finish(self) -> None:
         """No more faults: everything must come to its goal, and stay quiet there."""
@@ -202,6 +231,5 @@ class ScenarioRun:
                 return actor
         for actor in self.publishers:
             actor.down = True
-            if actor.alive and actor.process:
-                self.world.kill(actor.process)
+            self.kill(actor)
         return self.publisher(role="pub9", name="last", take_over=True, updates=1, kind=SimPublisher)

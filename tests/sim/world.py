@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sim import disk
 from sim.bucket import Bucket, Fault
@@ -29,6 +29,9 @@ from sim.disk import Machine
 
 from dcr_daemon import runtime
 from dcr_daemon.store.port import Entry
+
+if TYPE_CHECKING:
+    from sim.engines import SimEngine
 
 _SHARED = Path("/dev/shm")
 
@@ -402,7 +405,7 @@ class World:
         seen = [entry for entry in entries if self.rng.random() < 0.7]
         return sorted([*seen, *seen[:1]], key=lambda entry: entry.key)
 
-    def engine_fault(self, engine: Any, call: str) -> str:
+    def engine_fault(self, engine: SimEngine, call: str) -> str:
         process = running.get()
         if self.ended:
             raise Crashed
@@ -421,7 +424,7 @@ class World:
             return fault
         return ""
 
-    def rank_fault(self, engine: Any, rank: int, op: str) -> str:
+    def rank_fault(self, engine: SimEngine, rank: int, op: str) -> str:
         """`fails`: it does it and says that it could not. `balks`: it does not. `half`: it writes half. Else empty."""
         left = ""
         if not self.ended:
