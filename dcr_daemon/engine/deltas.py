@@ -1,9 +1,9 @@
 """Staged deltas of consecutive versions, as the directory engine and vLLM's processes use them: chunks are opened, the
 versions checked as a chain, and several hops composed into one change.
 
-In come the files that a subscriber has staged (`VersionDelta`: chunks, and the vectors before and after). The values go
-into groups, which hold each changed element once, with its bits before the first hop and after the last. Whoever
-composes has proved the live bits to be the first hop's base (must E7). Nothing is written here.
+Input: the files that a subscriber has staged (`VersionDelta`: chunks, and the vectors before and after). Output:
+groups, which hold each changed element once, with its bits before the first hop and after the last. Whoever composes
+has proved the live bits to be the first hop's base (must E7). Nothing is written here.
 
 `directory.compose` composes whole tensors. In vLLM, `worker.prepare` composes what one worker holds, in memory reserved
 before, and EngineCore reads only summaries and checks the chain.

@@ -1,6 +1,6 @@
 """The engine port: what a subscriber asks of something that holds live weights.
 
-The subscriber's driver calls it. In come paths of verified local files, out come the records below; no weights and no
+The subscriber's driver calls it. Input: paths of verified local files. Output: the records below. No weights and no
 other bulk bytes are passed. `VllmEngine` (through the plugin's socket) and `DirectoryEngine` implement it, and both
 pass `tests/contract/test_engine.py`. The order of calls:
 
@@ -9,7 +9,8 @@ pass `tests/contract/test_engine.py`. The order of calls:
 
 The engine itself, not the subscriber, refuses to run on a mixture of versions (must E1). All calls raise
 `EngineRefused` with every reason named, `Fenced` when another owner has attached since (must E3), or `EngineGone` when
-the engine process does not answer. A refused call has changed nothing.
+the engine process does not answer. A refused `serve` or `prepare` has written no weight, but what was prepared before
+may be dropped. After any other refused call attach again: the answer tells what the weights are now.
 """
 
 from __future__ import annotations

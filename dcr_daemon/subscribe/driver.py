@@ -8,7 +8,7 @@ except another owner (must E3) and what only an operator can correct.
 Others decide: whether the engine may run at all (the engine, must E1), what is in the ledger (`follower`), what is
 staged (`stage`), when something that failed is tried again (`backoff`).
 
-`version` is what was proved last; it is None from the moment that is in doubt until an attach has ended well.
+`version` is the last proved version; `_detach` sets it to None, until an attach or a load proves one.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class Driver:
         self._backoff = FailureBackoff(context.options.poll)
         self._monitor = EngineMonitor(engine, context.scrub, heartbeat=self._heartbeat, notice=self._note_serving)
         self.version: int | None = None
-        self._goal = 0  #: the newest version that was known when the engine was last attached to
+        self._goal = 0  #: the newest version known when the driver last began to attach
         # What the last attach found, and what has become of it since.
         self._incarnation = ""
         self._attached = False  #: it is known what the engine holds
-        self._released = False  #: it was told to generate since the attach: if it is paused now, somebody else did it
+        self._released = False  #: it was told to serve since the attach: if it is paused now, somebody else did it
         self._blank = False  #: its weights are all zero
-        self._stuck = ""  #: why a transaction that was begun can be ended neither way
+        self._stuck = ""  #: why a begun transaction can be neither committed nor rolled back
         self._computed_lost: DcrError | None = None  #: why the loader-computed tensors' bytes are not known
         # Transactions.
         self._nonce = runtime.nonce()
@@ -168,7 +168,7 @@ class Driver:
         return await self._monitor.run_while_healthy(work, self._incarnation, version=self.version)
 
     def _note_serving(self, serving: bool) -> None:
-        """The engine says whether it generates. If it was released and does not, somebody else has paused it."""
+        """The engine says whether it generates. If it was told to serve and does not, somebody else has paused it."""
         if self.version is None or not self._released:
             return
         if serving:

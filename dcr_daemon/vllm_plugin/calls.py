@@ -18,7 +18,7 @@ start(check) → join → begin(kind=load) → start(load) → join → start(fi
 forward; another load may replace it.
 
 Sums are u64 little-endian, indices u32, counts i64, packed as bytes. Box numbers are indices into the `boxes` that
-this rank returned at attach. Two boxes with equal (tensor, dst, shape, strides) are replicas, on one rank or several;
+this rank returned at attach. Two boxes with equal (tensor, dst, shape, strides) are copies, on one rank or several;
 distinct boxes add up.
 """
 

@@ -1,8 +1,10 @@
 """The engine's private socket, and the gate before its public port.
 
 Runs in the API server, which loads `Endpoint` as an endpoint plugin and calls `init_state` before it listens. The
-subscriber's calls (`engine.messages`) come in over the socket, go to EngineCore unchanged as utility calls, and their
-answers go back; only the polling of long operations happens here.
+subscriber's calls (`engine.messages`) come in over the socket, go to every EngineCore as utility calls, and the merged
+answer goes back. `EngineGroup` sets two fields: `at_least` of an `Attach`, so that all engines give the same token, and
+`hold` of a `Swap` or `FinishAdopted` when there are several engines, so that they commit together or not at all. It
+also polls long operations.
 
 Promises: one socket per engine group, opened by the API server with client index 0, mode 0600, in a private directory;
 a live socket is never replaced (must E3). The port stays shut until the engine is proved and serves (must E2), and

@@ -1,6 +1,6 @@
 """Staged hops as absolute changes of whole tensors (musts E4, E6, F1).
 
-In come `VersionDelta`s and the live bits, which the caller has proved to be the first hop's base (must E7); out come
+Input: `VersionDelta`s and the live bits, which the caller has proved to be the first hop's base (must E7). Output:
 `AbsoluteChanges`, one per touched tensor, every sum on the way checked. `DirectoryEngine.prepare` calls it, and writes
 them into the journal. Nothing else is written.
 """

@@ -39,7 +39,7 @@ Values = dict[int, Bits]  #: whole tensors by layout index, as unsigned lanes
 
 
 class LoaderComputed:
-    """The loader-computed tensors of one engine (`TensorClass.LOADED`).
+    """The loader-computed tensors of one engine (`TensorClass.LOADER_COMPUTED`).
 
     Args:
         home: the subscriber's state directory.

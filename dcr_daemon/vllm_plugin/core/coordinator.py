@@ -1,8 +1,8 @@
 """Two-phase commit of one change of the live weights over all ranks (musts E4, E5, E6).
 
-    prepare ─► HELD ─[joint verdict]─► PREPARED ─ swap ─► BEGUN ─ apply ─► verified ─► COMMITTED
-                 └──────── drop ◄──────────┘                │  └─ again ─┘    │
-                                                            └── rollback ◄────┘ ─► verified ─► ROLLED BACK
+    prepare ─► HELD ─[all ranks verified: approve]─► PREPARED ─ swap ─► BEGUN ─ apply ─► verified ─► COMMITTED
+                 └─────────────── drop ◄─────────────────┘                │  └─ again ─┘    │
+                                                                          └── rollback ◄────┘ ─► verified ─► ROLLED BACK
     BEGUN at attach: finish_adopted (continues as swap does; a load is repeated from its files), or a dense load, which
     goes forward only; if loads fail as well, the process ends.
 

@@ -1,10 +1,10 @@
 """Entry point of the EngineCore half: who owns the engine, and which operation a call starts.
 
 Runs in the EngineCore process, on its one thread, between two steps of the model, so nothing can come between a check
-and what follows from it (must E5). In come the socket's calls (`engine.messages`), passed on by the endpoint as utility
-calls (`hooks.dcr_core`); out go answers. Promises: the engine starts paused and nobody resumes it unless it is proved
-at a version, no transaction is begun and no rank is dirty (musts E1, E2); every change comes from the present owner
-(must E3). The state is in `state.py`, the work in `attach.py`, `coordinator.py` and `scrub.py`.
+and what follows from it (must E5). Input: the socket's calls (`engine.messages`), which the endpoint passes on as
+utility calls (`hooks.dcr_core`). Output: answers. Promises: the engine starts paused and nobody resumes it unless it is
+proved at a version, no transaction is begun and no rank is dirty (musts E1, E2); every change comes from the present
+owner (must E3). The state is in `state.py`, the work in `attach.py`, `coordinator.py` and `scrub.py`.
 """
 
 from __future__ import annotations

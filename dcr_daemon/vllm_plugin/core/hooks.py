@@ -1,9 +1,10 @@
-"""How `Core` is installed in vLLM's EngineCore: two wrapped methods and one new method; nothing is replaced.
+"""Installs `Core` in vLLM's EngineCore: wraps three methods and adds one; replaces nothing.
 
-Runs in the EngineCore process; `register` calls `install`. The wrapped `run_busy_loop` starts paused with the guards in
-place, before the first request is taken (must E2). The wrapped `resume_scheduler` asks the core, whoever calls it
-(must E1). `dcr_core` is a utility call like vLLM's own. vLLM loads a plugin *inside* `EngineCore.__init__`, so nothing
-can be done there; the core is made when the loop starts.
+Runs in the EngineCore process; `register` calls `install`. It wraps `run_busy_loop`, `resume_scheduler` and the
+executor's `collective_rpc`, and adds `dcr_core`. The wrapped `run_busy_loop` starts paused with the guards in place,
+before the first request is taken (must E2). The wrapped `resume_scheduler` asks the core, whoever calls it (must E1).
+The wrapped `collective_rpc` checks for external writes (must F1). `dcr_core` is a utility call like vLLM's own. vLLM
+loads a plugin *inside* `EngineCore.__init__`, so nothing can be done there; the core is made when the loop starts.
 """
 
 from __future__ import annotations

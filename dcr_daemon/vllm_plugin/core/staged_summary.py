@@ -1,6 +1,6 @@
 """Reads what a transaction's staged files say, beside the workers' prepare and without stopping EngineCore's loop.
 
-In come the hops of a transaction, out comes a future of one `StagedSummary` per hop, which `verify_sums` compares with
+Input: the hops of a transaction. Output: a future of one `StagedSummary` per hop, which `verify_sums` compares with
 what the workers summed. Only headers and tables are unpacked here; each worker decodes the segments that it holds.
 """
 

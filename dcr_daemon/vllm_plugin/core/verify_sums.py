@@ -1,9 +1,9 @@
 """Adds up what the ranks summed, and compares it with what it must be (musts E4, E5, F1).
 
-EngineCore calls these functions; they are pure. In come the answers of all ranks, as arrays, and the summaries of the
-staged files; out come joined arrays, or `EngineRefused` with the names of tensors, never only a total.
+EngineCore calls these functions; they are pure. Input: the answers of all ranks, as arrays, and the summaries of the
+staged files. Output: joined arrays, or `EngineRefused` with the names of tensors, never only a total.
 
-Every rank sums what it holds, box by box. Equal boxes on several ranks are replicas: they must have equal sums and are
+Every rank sums what it holds, box by box. Equal boxes on several ranks are copies: they must have equal sums and are
 counted once. Distinct boxes of a tensor add up to the tensor. That they tile it is shown in two steps: their sizes add
 up to the tensor's (here), and the joined fingerprint equals a version's. A gap and an overlap of one size cannot pass
 both, because a summand depends on its position.
@@ -80,7 +80,7 @@ class LiveSums:
         boxes = self.boxes.copy()
         for local, rank in zip(placement.local, ranks, strict=True):
             box = local[np.frombuffer(rank.after.box, "<u4")]
-            # Replicas were found equal: all report the same of a box, so it does not matter which one is used.
+            # Copies were found equal: all report the same of a box, so it does not matter which one is used.
             added = np.frombuffer(rank.after.sums, "<u8") - np.frombuffer(rank.before.sums, "<u8")
             boxes[box] = self.boxes[box] + added
         return LiveSums(boxes, vector * placement.exact)
@@ -163,8 +163,8 @@ def _refusals(ranks: Sequence[AttachedRank]) -> list[str]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Joined:
-    """Entries of all ranks, replicas folded: unique `key`s, and each column's value, of the first where they differ.
-    `torn`: keys of replicas that differ; `where`: that in words."""
+    """Entries of all ranks, copies merged: unique `key`s, and each column's value, of the first where they differ.
+    `torn`: keys of copies that differ; `where`: that in words."""
 
     key: Ints
     columns: tuple[npt.NDArray[Any], ...]
@@ -175,7 +175,7 @@ class _Joined:
 def _fold(
     placement: JointPlacement, entries: Sequence[tuple[Ints, tuple[npt.NDArray[Any], ...]]], what: str
 ) -> _Joined:
-    """Fold replicas, as `_fold_torn` does. Raises `EngineRefused` where they differ, too."""
+    """Merge copies as `_fold_torn` does. Raises `EngineRefused` also where they differ."""
     joined = _fold_torn(placement, entries, what)
     if joined.where:
         raise EngineRefused(
@@ -188,7 +188,7 @@ def _fold(
 def _fold_torn(
     placement: JointPlacement, entries: Sequence[tuple[Ints, tuple[npt.NDArray[Any], ...]]], what: str
 ) -> _Joined:
-    """Fold replicas. A key is `row * boxes + box`; each rank gives its keys and columns.
+    """Merge copies, also where they differ. A key is `row * boxes + box`; each rank gives its keys and columns.
 
     Raises `EngineRefused` where a holder of a box does not report it.
     """
@@ -207,7 +207,7 @@ def _fold_torn(
     for column in columns:
         differs |= column != column[first][group] if key.size else differs
     who = ", ".join(map(str, sorted(set(rank[differs].tolist()))))
-    where = f"a replica differs on rank {who}: {_names(placement, key[differs] % boxes)}" if who else ""
+    where = f"a copy differs on rank {who}: {_names(placement, key[differs] % boxes)}" if who else ""
     silent = np.bincount(group, minlength=first.size)[: first.size] != placement.holders[key[first] % boxes]
     if silent.any():
         raise EngineRefused(

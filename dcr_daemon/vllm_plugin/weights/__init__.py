@@ -1,4 +1,4 @@
 """Runs in each worker process: where the canonical elements lie in live memory, and how it is read, summed and written.
 
-In come rows of a `Placement` and arrays of bits; out go sums and old bits. Called by `worker`; decides nothing.
+Input: rows of a `Placement` and arrays of bits. Output: sums and old bits. Called by `worker`; decides nothing.
 """

@@ -1,8 +1,8 @@
 """Whole canonical tensors out of an anchor's safetensors files, mapped and not copied (docs/FORMAT.md 3).
 
-In come the paths of verified files, out come the bits of single tensors. The headers are checked again here, because a
-worker that believes a wrong header would write outside a tensor. A dense load, its check, and the tensors that vLLM's
-loader computes with read their values through it.
+Input: paths of verified files. Output: the bits of single tensors. The headers are checked again here, because a worker
+that believes a wrong header would write outside a tensor. A dense load, its check, and the tensors that vLLM's loader
+computes with read their values through it.
 """
 
 from __future__ import annotations

@@ -71,15 +71,16 @@ class WeightMemory(Protocol):
         ...
 
     def load_groups(self, groups: Sequence[Group]) -> None:
-        """Load the groups that `scatter` and `group_sums` work on, which then allocate nothing on a host."""
+        """Set the groups that `scatter` and `group_sums` work on. On a host these then allocate only one number per
+        group."""
         ...
 
     def scatter(self, side: ValueSet, *, stop: int | None = None) -> None:
-        """Write the loaded groups' old or new values; only those of the first `stop` groups if given."""
+        """Write the old or new values of the groups that were set; only those of the first `stop` groups if given."""
         ...
 
     def group_sums(self) -> U64:
-        """Sum of each loaded group's elements as live memory holds them."""
+        """Sum of the elements of each group that was set, as live memory holds them."""
         ...
 
     def box_sums(self, after_slice: SliceCallback, tensors: range | None = None) -> U64:

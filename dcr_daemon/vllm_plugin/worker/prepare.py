@@ -1,6 +1,6 @@
 """Prepares a transaction on one worker: decodes staged hops against the live weights, which it only reads.
 
-In come the chunk files of several versions, out comes one `Transaction` and the answer for EngineCore. A later hop sees
+Input: the chunk files of several versions. Output: one `Transaction` and the answer for EngineCore. A later hop sees
 the values of the earlier ones, each hop's sums are taken at its own step, and every element is held once, with its
 value before the first hop and after the last: the composition of `engine.deltas`, in memory that was reserved at attach
 (must E6). It runs on the worker's background thread (must E4).

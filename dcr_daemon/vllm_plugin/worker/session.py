@@ -43,8 +43,10 @@ class WorkerSession:
 
     Args:
         rank: global rank of the worker.
-        model: the live model. `config`: vLLM's `VllmConfig`, for the rules of `loader.eligibility`.
-        platform: "cpu", "cuda", "rocm" …
+        model: the live model, whose parameters are read and written.
+        config: vLLM's `VllmConfig`, from which `loader.eligibility` decides whether the model can be updated in place.
+        platform: name of vLLM's platform: "cpu", "cuda", "rocm" …
+        device: torch device that holds the model.
     """
 
     def __init__(self, *, rank: int, model: torch.nn.Module, config: Any, platform: str, device: torch.device) -> None:

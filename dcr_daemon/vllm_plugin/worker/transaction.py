@@ -2,7 +2,8 @@
 
 `prepare` made it: every changed element once, with its bits before the first hop and after the last. These are absolute
 values, so `apply` and `rollback` may be repeated in any order until EngineCore has verified the sums that one of them
-returned (musts E4 to E7). Nothing is allocated here while the engine is paused.
+returned (musts E4 to E7). `prepare` allocated the values and places. While the engine is paused, the host allocates
+only arrays of one number per group or box; a device also needs temporaries for its sums.
 """
 
 from __future__ import annotations

@@ -346,7 +346,7 @@ def test_a_weight_that_changed_unseen_is_refused_with_its_tensor(engine: ToyEngi
 def test_a_replica_that_changed_unseen_is_named_with_its_rank(engine: ToyEngine) -> None:
     engine.step(0.6)
     engine.workers[1].flip("norm")
-    with pytest.raises(EngineRefused, match=r"replica differs on rank .*1: norm"):
+    with pytest.raises(EngineRefused, match=r"a copy differs on rank .*1: norm"):
         engine.prepare(1)
 
 

@@ -111,7 +111,7 @@ def test_a_replica_that_differs_is_named_and_its_engine_of_no_version_until_load
 ) -> None:
     fresh.workers[1].flip("norm")
     attached = fresh.attach()
-    assert "replica differs on rank 1: norm" in caplog.text
+    assert "a copy differs on rank 1: norm" in caplog.text
     assert np.frombuffer(attached.vector, "<u8")[LAYOUT.index("norm")] == 0
     with pytest.raises(EngineRefused, match="not version 0: norm"):
         fresh.ask(messages.Prove, version=0, vector=fresh.vector_file(0), label="v0")

@@ -78,7 +78,7 @@ def test_a_box_that_is_missing_somewhere_is_never_overlooked(ranks: list[Attache
     replicated = placement.holders[placement.local[number][box]] > 1
     live = verify_sums.join_fingerprint(placement, sums)
     name = LAYOUT[ranks[number].boxes[box].tensor].name
-    assert ("replica differs" in live.torn, name in live.torn) == (replicated, replicated)
+    assert ("a copy differs" in live.torn, name in live.torn) == (replicated, replicated)
     assert verify_sums.differing(placement, live.vector, fingerprint(LAYOUT, VALUES)) == [name]
 
 
@@ -155,7 +155,7 @@ def test_shares_of_a_segment_add_up_and_replicas_count_once() -> None:
         ([hop_sums((0, 0, 2, 11, 20), (1, 1, 1, U64 - 3, 4)), GOOD[1]], "not what version 1 was made from: a"),
         ([hop_sums((0, 0, 2, 10, 21), (1, 1, 1, U64 - 3, 4)), GOOD[1]], "does not give the values .*: a"),
         ([hop_sums((0, 0, 1, 10, 20), (1, 1, 1, U64 - 3, 4)), GOOD[1]], "elements that no rank holds: a"),
-        ([hop_sums((0, 0, 2, 10, 20), (1, 1, 1, U64 - 2, 4)), GOOD[1]], r"replica differs on rank 0, 1|rank 1: b"),
+        ([hop_sums((0, 0, 2, 10, 20), (1, 1, 1, U64 - 2, 4)), GOOD[1]], r"a copy differs on rank 0, 1|rank 1: b"),
         ([hop_sums((0, 0, 2, 10, 20)), GOOD[1]], "not every holder of a box summed it: b"),
         ([hop_sums((2, 0, 2, 10, 20)), GOOD[1]], "numbers more segments"),
     ],
