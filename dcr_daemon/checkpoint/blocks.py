@@ -71,7 +71,7 @@ class BlockSet:
 
     Args:
         layout: the stream's.
-        blocks: as `projection.reader.blocks` cuts them, or `split_tensor` whole ones.
+        blocks: as `projection.binding.blocks.blocks` cuts them, or `split_tensor` whole ones.
     """
 
     def __init__(self, layout: Layout, blocks: Iterable[Block]) -> None:

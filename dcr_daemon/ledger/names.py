@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 DATA = "data/"  #: what attempts upload
-ROUNDS = 2  #: in which ranks agree on what each holds
+ROUNDS = 2  #: number of rounds in which ranks agree on what each holds
 ANCHORS = "anchors/"  #: complete versions
 PROBES = "probe/"  #: objects of a start-up probe that was not allowed to delete them
 
@@ -38,7 +38,8 @@ def fail(version: int, attempt_: int, group: str, rank: int, nonce: str) -> str:
 
 
 def declaration(version: int, attempt_: int, group: str, rank: int, nonce: str, round_: int) -> str:
-    """What a rank says that it holds, before the first attempt of its group is diffed; there are several rounds."""
+    """What a rank declares in one round: rounds 1 and 2 until a version of its group is sealed; round 3 ("ready")
+    before every export."""
     return f"{attempt(version, attempt_)}{group}-{rank}-{nonce}{declared(round_)}"
 
 

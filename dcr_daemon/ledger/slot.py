@@ -18,7 +18,7 @@ TRIES = 8  #: puts of the same bytes before a caller is told that the outcome is
 BACKOFF = 0.2  #: seconds before the second try; doubles, jittered
 BACKOFF_LIMIT = 5.0  #: seconds
 
-#: what every reader takes an object above `RECORD_LIMIT` for, a void record of no bytes: so all compute the same digest
+#: an object above `RECORD_LIMIT` counts as an empty, void record; all readers then compute the same digest
 OVERSIZED = b""
 
 

@@ -56,9 +56,9 @@ class PublishOptions:
     `patience`: how long an unreachable bucket is tried before the attempt is given up.
     `scrub_rate`: bytes of the baseline that are checked per second between updates, 0 for none; the default is some
     percents of one core, and finds damage in a 60 GB share of a model in two minutes.
-    `lag`: seconds of silence after which rank 0 gives up a rank that the next update finds missing.
+    `lag`: once the next update has begun, seconds without an object of any missing rank until rank 0 gives them up.
     `look`: seconds between two looks for a newer claim while nothing is published.
-    `declaration_limit`: bytes of what another rank may declare to hold.
+    `declaration_limit`: largest accepted declaration or verdict, in bytes.
     `ignore`: globs of input names outside the layout that are dropped without a word.
     """
 

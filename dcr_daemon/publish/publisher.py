@@ -1,12 +1,13 @@
 """`Publisher`: a training process publishes its own weights; one call of `publish` is one update.
 
-In a process group every rank has one and calls it alike: rank 0 leads, each rank publishes what it is the source of,
-and no tensor is gathered. The ranks meet in the bucket.
+In a process group every rank makes a `Publisher` and calls `publish` for the same steps. Each rank publishes the
+elements it was assigned, and no tensor is gathered. Rank 0 leads. The ranks communicate through the bucket.
 
-`publish` returns when the weights may change again; encoding of the last chunks, uploads, the seal and anchors go on in
-the background, on an event loop in a thread of their own. One update is undecided at a time: the next call waits for
-its fate (must P7). An error of the background work is raised once: by `wait_sealed`, or else by the next call. Between
-updates the publisher looks for a newer claim and for damage of the baseline.
+`publish` returns when the weights may change again: everything is compared and encoded. Uploads, the seal and anchors
+go on in the background, on an event loop in a thread of their own. A slow bucket can delay the return
+(`PublishOptions.upload_backlog`). One update is undecided at a time: the next call waits for its fate (must P7). An
+error of the background work is raised once: by `wait_sealed`, or else by the next call. Between updates the publisher
+looks for a newer claim and for damage of the baseline.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ class Publisher:
         take_over: claim the stream from a publisher of another name that has not released it.
         state: root directory of the state (a dense copy of the model among it); None for the usual place.
         endpoint_url, region, profile: of an S3-compatible service.
-        trainer: what the tensors do not show of how they are laid out; needed for Megatron, torchtitan's adapters and
-            custom frameworks. DTensors and transformers models need nothing.
+        trainer: facts about the layout that cannot be read from the tensors; needed for Megatron, torchtitan's adapters
+            and custom frameworks. DTensors and transformers models need nothing.
         rank, world: of this process among those that publish together, where `torch.distributed` does not tell it: one
             rank that gathers all weights and publishes alone is `rank=0, world=1`.
         group: an id that exactly these processes agreed on for this start, without `torch.distributed`.
@@ -72,7 +73,8 @@ class Publisher:
         upload_base: upload version 0 as an anchor when the stream is created.
         anchor_every, anchor_share, keep_versions, keep_hours: see `PublishOptions`.
         scrub_rate: bytes of the baseline that are checked per second between updates; 0 for none.
-        lag: seconds without a sign of a rank after which rank 0 gives it up, once the next update has begun.
+        lag: after the next update has begun, rank 0 gives up the missing ranks when none of them has put an object for
+            this many seconds.
         patience: seconds that an unreachable bucket is tried before an update is given up. If the fate of a record
             that was sent is open even then, the error says so, and the next call finds out before it begins (must L1).
         emit: listens to events, on the publisher's own thread; default: Python's logging (`publish.event_log`).
@@ -321,7 +323,7 @@ class Publisher:
         raise UsageError("a publisher cannot be copied or pickled", hint=_ONE_PROCESS)
 
     def close(self) -> None:
-        """Wait for the update under way, release the stream, and stop. Raises what nobody was told yet.
+        """Wait for the update under way, release the stream, and stop. Raises an error that was not raised before.
 
         In a fork of the publisher's process it does nothing: the stream is not the fork's to release.
         """

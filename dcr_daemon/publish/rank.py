@@ -22,8 +22,8 @@ class Rank:
 
     Attributes:
         group: the value that all ranks of this start agreed on, and that no other start has.
-        number: of this rank; 0 leads.
-        world: how many there are.
+        number: this rank's number; rank 0 is the leader.
+        world: the number of ranks.
         nonce: drawn by this process: two processes that believe to be the same rank never share a name.
     """
 

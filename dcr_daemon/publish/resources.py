@@ -22,7 +22,7 @@ class RankResources:
         store: where the stream is; closed by whoever opened it.
         state: this rank's state directory, locked.
         workers: threads for byte work.
-        ledger: of the stream; not read yet, and not claimed.
+        ledger: of the stream; `take` neither reads nor claims it.
     """
 
     options: PublishOptions

@@ -6,9 +6,8 @@ bytes run ahead of the version; only `commit` moves the version, only undo resto
 hint, written when the bytes are those of a version.
 
 One sum per block is kept beside the vector, so that any block can be checked by itself while no attempt is under way
-(must P4). A baseline with an *unverified base* holds bytes of which only the fingerprint is known: they are not those
-of its version, which can no longer be built from the bucket. The next version is diffed from them all the same, and
-brings every element to its true value.
+(must P4). An *unverified base*: the bytes do not equal the version, and the version can no longer be built. Their own
+fingerprint is known, so the next version can still be diffed from them, and brings every element to its true value.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 LIST is only a hint: what it names is read and judged by its content. A rank that writes a `fail` object ends the wait.
 No clock ends it (must P7): until the trainer is in its next call, a missing rank is waited for, and an event says so.
-From then on (`lag_began`) a missing rank of which no new object has come for `lag` seconds is given up.
+From then on (`lag_began`), the missing ranks are given up when none of them puts an object for `lag` seconds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ObjectCollector:
 
     Args:
         check: called now and then while it waits; what it raises ends the wait.
-        lag: seconds without a new object after which a missing rank is given up.
+        lag: seconds without a new object of any missing rank after which the missing ranks are given up.
         lag_began: when the trainer's next call began, on `runtime.monotonic`; None while it has not.
     """
 
@@ -127,12 +127,13 @@ class ObjectCollector:
 async def read_listed(store: Store, key: str, *, limit: int, patience: float, last: bytes | None = None) -> bytes:
     """An object that a LIST named, before any digest vouches for it.
 
-    Another node of the store may have answered the LIST, so one that is missing is waited for (must L6). And one read
-    is not believed: bytes that were mixed up on the way could still parse, and would be sealed under a digest that
-    nobody else ever sees. Such damage differs from look to look; what two in a row find is what lies there.
+    Another node of the store may have answered the LIST, so one that is missing is waited for (must L6). The object
+    is read until two reads in a row return equal bytes: no digest is known for it yet, and bytes damaged on the way
+    could still parse, and would be sealed under a digest that no other reader computes. Such damage differs from read
+    to read.
 
     Args:
-        last: what a look before this found.
+        last: what an earlier read returned.
 
     Raises:
         StoreUnavailable: it did not appear in `patience` seconds.

@@ -1,9 +1,8 @@
 """What one rank works with, whoever leads: its baseline, the spool, and the attempt whose chunks it makes.
 
 The baseline of a rank of many is built when its blocks are known, which depends on its weights and on what the other
-ranks hold.
-`Leader` (rank 0) and `Member` (the others) decide when an attempt begins and how it ends; what that means for this
-rank's bytes is here.
+ranks hold. `Leader` (rank 0) and `Member` (the others) decide when an attempt begins and how it ends; what that means
+for this rank's bytes is here.
 """
 
 from __future__ import annotations
@@ -109,7 +108,7 @@ class RankContext:
         """Begin to diff for an attempt, from exactly its base (must P3).
 
         Raises:
-            UpdateAborted: the ledger went on without the attempt; what is there now is no base of it.
+            UpdateAborted: the ledger went on without the attempt, and the baseline is not at the attempt's base.
         """
         await self.restore()
         if record.base != self.baseline.version:
@@ -191,8 +190,8 @@ class RankContext:
 
     @property
     def _scrub_due(self) -> float:
-        """When the next block may be scrubbed, on `runtime.monotonic`. While the fate of an attempt is open the map is
-        ahead of its version, and has sums for none."""
+        """When the next block may be scrubbed, on `runtime.monotonic`. While the fate of an attempt is open the bytes
+        already belong to the next version; there are no sums to compare them with."""
         return float("inf") if self.attempt or self._scrub is None else self._scrub.due
 
     async def _scrub_one(self) -> bool:

@@ -1,13 +1,13 @@
 """`Leader`: rank 0's `Coordinator`. It claims the stream, opens attempts, and seals what all ranks contributed
 (musts P2-P7, L1, L4, L5).
 
-    open_leader: claim ─► read everything ─► baseline    (P5)
+    open_leader: read ─► (create) ─► claim ─► baseline (group of one only)    (P5)
     open ─► diff ... ─► seal      ─► baseline commits     only when the seal is known to be in the ledger
                └──────► abort     ─► baseline undone      only when it is known not to be
 
-An attempt whose fate is not known stays with the leader: `abort_unless_sealed` learns it from the ledger, and whatever
-could depend on it does that first. No wait for the ledger is longer than the patience: the call ends, the record
-stays undecided (must L1). The other ranks of the group are reached through `Peers`.
+An attempt whose fate is not known stays with the leader: `abort_unless_sealed` learns it from the ledger, and every
+call that depends on the fate calls `abort_unless_sealed` first. No wait for the ledger is longer than the patience: the
+call ends, the record stays undecided (must L1). The other ranks of the group are reached through `Peers`.
 """
 
 from __future__ import annotations
@@ -211,7 +211,8 @@ class Leader(Coordinator):
         await self.context.run_idle_checks(self._look, self.ledger.check_held)
 
     async def _look(self) -> None:
-        """Read the ledger on. The read outlives a cancelled `run_idle_checks`: else none would end in a slow bucket."""
+        """Read the ledger on. The read outlives a cancelled `run_idle_checks`: otherwise a slow bucket would never let
+        a read finish."""
         self._reading = self._reading or asyncio.ensure_future(self.ledger.read())
         with contextlib.suppress(StoreUnavailable):
             await asyncio.shield(self._reading)

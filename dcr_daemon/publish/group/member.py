@@ -3,9 +3,9 @@
     open of my group and call ─► diff ... ─► part ─► seal   ─► baseline commits
                                    └─► fail           abort  ─► baseline undone
 
-A member writes no record. It answers only opens of its own group and of its own call of `publish`; what another group
-claims, or what rank 0 skips, it has no part in. While it waits for rank 0 no clock decides for it either: it ends when
-the ledger says so, or when neither the ledger nor the attempt has moved for as long as the patience lasts.
+A member writes no record. It answers only opens of its own group and of its own call of `publish`; it takes no
+part in what another group claims, or what rank 0 skips. A member does not stop after a fixed time. It stops when the
+ledger decides, or when neither the ledger nor the attempt's objects have changed for `patience` seconds.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Member(Coordinator):
                 verdict.append(await read_listed(store, judged, limit=limit, patience=patience, last=seen))
 
         def found() -> bytes | None:
-            # With a verdict, and no abort, rank 0 is already where the ranks act together: it must not be alone there.
+            # With a verdict and no abort, rank 0 has already gone on to the collective calls and waits for this rank.
             if not verdict or isinstance(self._fates.get(record.seq), Abort):
                 self._check_open(record)
             return verdict[0] if verdict else None

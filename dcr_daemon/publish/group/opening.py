@@ -1,4 +1,4 @@
-"""How a publisher comes to hold a stream: make it if asked, claim it, read everything, load the baseline (must P5)."""
+"""How a publisher opens a stream (must P5): read ─► (create) ─► claim ─► baseline (group of one only)."""
 
 from __future__ import annotations
 

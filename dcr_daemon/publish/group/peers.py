@@ -40,7 +40,7 @@ class Peers(Protocol):
     """What rank 0 asks of the other ranks.
 
     Attributes:
-        exist: whether there are any: whoever waits for rank 0 has to be told of a call that comes to nothing.
+        exist: whether there are any; if True, a failed call must be recorded, because other ranks wait for it.
     """
 
     exist: bool

@@ -3,10 +3,10 @@
     once:            RankProjection.declare ─► FirstRound.probe ─► SecondRound.accept_verdict ─► AgreedProjection
     at every update: AgreedProjection.bind ─► blocks, residual
 
-Each step returns the object on which the next one exists. Between two steps all ranks exchange what they declare, and
-rank 0 judges it (`Coordinator.agree` with `RankProjection.judge`). In the first round a rank declares what it finds out
-by itself, so that one that cannot go on says so before any collective call; in the second what the ranks find out
-together. Mapping and its probes are those of the package `projection`.
+Each step returns an object; the next step is a method of that object. Between two steps all ranks exchange what they
+declare, and rank 0 judges it (`Coordinator.agree` with `RankProjection.judge`). In the first round a rank declares what
+it finds out by itself, so that one that cannot go on says so before any collective call; in the second round it
+declares the results of the collective checks. Mapping and its probes are those of the package `projection`.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainer:
-    """What the tensors do not show by themselves of how a trainer lays its weights out.
+    """Facts about the layout of a trainer's weights that cannot be read from the tensors.
 
     Attributes:
-        replica: number of this rank, and how many, among the ranks that hold alike what no device mesh counts: plain
-            tensors on pipeline stages, a mesh of a part of the ranks.
+        replica: (number, count) of this rank among the ranks that hold the same elements, where no device mesh says so:
+            plain tensors on pipeline stages, a mesh over some of the ranks.
         megatron: architecture and grid of a Megatron model.
         adapter: torchtitan's state-dict adapter.
         conversion: what the export of another framework does to whole tensors (`projection.tracing.trace`).

@@ -88,9 +88,11 @@ class RankShards:
     async def agree(self, coordinator: Coordinator, record: Open, *, on_loop: OnLoop) -> None:
         projection, weights = self._projection, as_shards(self._weights)
         agreed = projection.agreed
+        # All ranks must take the same branch, and whether a version of this group was sealed is the only fact that all
+        # ranks know to be equal.
         if agreed and coordinator.context.committed:
             agreed.bind(weights)
-        else:  # every rank knows whether a version of this group was sealed; nothing else tells all of them alike
+        else:
             first = projection.declare(weights, record)
             verdict = await on_loop(coordinator.agree(record, 1, declared=first.declaration, judge=projection.judge))
             second = first.probe(verdict)

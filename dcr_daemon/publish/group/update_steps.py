@@ -3,14 +3,14 @@
     check ─► open ─► agree: (declare ─► verdict) twice, until a version is sealed
                └──► start ─► diff: blocks ─► (agree) ─► residual ─► finish
 
-`check` is for a process that has all weights: what can be found wrong is found before an attempt opens. A rank of many
-opens an attempt before its weights are looked at: a rank that finds a fault tells all ranks, and none waits for it.
+Only `TensorTable.check` finds faults before an attempt opens. A stream has no tensor yet; a `RankShards` (many ranks,
+or one process whose names differ from the checkpoint's) has to tell a fault to all ranks, which needs an open attempt.
 Residual tensors are constructed by collective calls, which would wait without end for a rank that has failed, so the
 ranks meet in the bucket before the first one.
 
-The weights are looked at on the trainer's thread, while a coordinator lives on an event loop. So `diff_update` is told
-how to have work done on that loop (`on_loop`): `run_on_thread` runs it on the trainer's thread with `HandOver`; on
-the loop itself it is simply awaited, with an `on_loop` that returns the work.
+The weights are looked at on the trainer's thread, while a coordinator lives on an event loop. So `diff_update` gets
+`on_loop`, a function that runs work on that loop: `run_on_thread` runs `diff_update` on the trainer's thread with
+`HandOver`; on the loop itself it is simply awaited, with an `on_loop` that returns the work.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     diff ... diff ─► finish ─► upload ─► (the leader seals) ─► forget
        └───────────────┴─────────┴────────► cancel ─► undo
 
-Diffing runs on all workers, one encoder each, and full chunks leave while later tensors are still being written.
-Until the fate is known everything that `undo` needs is in the spool. Vectors are carried along: a version's is its
-base's plus what the segments say (must P3).
+Diffing runs on all workers, one encoder each, and full chunks leave while later tensors are still being read. Until the
+fate is known everything that `undo` needs is in the spool. Vectors are carried along:
+vector(version) = vector(base) + sum of (after - before) over its segments (must P3).
 """
 
 from __future__ import annotations
@@ -60,9 +60,12 @@ class Contribution:
 class Attempt:
     """The attempt that `record` opened. One at a time; owned by one `RankContext`.
 
+    Making it removes the baseline's hint.
+
     Attributes:
         id: the seq of its `open` record.
-        fate: what becomes of it; written by the coordinator.
+        fate: what becomes of it; `RankContext`, `Leader` and `Member` write it, and `Update` if the background work
+            dies.
         segments: of the chunks that were made so far.
         changed: elements that differ from the base, so far.
         started: when it began, on `runtime.monotonic`.
@@ -223,8 +226,8 @@ class Attempt:
         return Contribution(part_ref, before, after, self.changed, part.bytes)
 
     async def _contents(self) -> bytes | None:
-        """What each chunk touches, for other ranks that restore: they read those that touch what is theirs. Nobody
-        needs that of a process that holds all and is alone."""
+        """What each chunk touches, for other ranks that restore: they read those that touch what is theirs. None
+        for a single process: it has no other ranks."""
         if self._baseline.blocks.complete:
             return None
         return await self._workers.run(_contents, [self._of_chunk[n] for n in sorted(self._of_chunk)])
@@ -249,7 +252,7 @@ class Attempt:
                 await self._workers.run_uncancellable(self._undo, data, old)
             undone = not self._torn and await self._baseline.restored()
         except (DcrError, OSError, ValueError, MemoryError):
-            pass  # whatever the undo lacks, the bytes can be had again from anchor and chain
+            pass  # if the undo fails, the baseline is rebuilt from an anchor and the chain
         finally:
             if not undone:
                 self._baseline.invalidate()

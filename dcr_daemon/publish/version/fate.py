@@ -4,8 +4,8 @@
           ├─────────────► aborted   it does not exist and never will; the abort record or the undo may still be due
           └─► unknown ──► sealed | aborted    the ledger did not answer; the next call finds out
 
-The coordinator writes it on its event loop, as it learns the fate from the ledger. The watcher, the publisher and
-`Update` read it, from any thread.
+`RankContext`, `Leader` and `Member` write it on the event loop as the ledger is read; `Update` marks it lost if the
+background work dies. `Update` reads it, from any thread.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class AttemptFate:
 
     @property
     def open(self) -> bool:
-        """True until it is sealed, aborted or unknown."""
+        """True until the attempt is sealed, aborted or unknown."""
         return not self._state[1].done()
 
     @property

@@ -18,7 +18,7 @@ class Update:
         sealed = update.wait_sealed()     # SealedVersion(version=3, step=12, ...)
 
     Args:
-        fate: of the attempt; written by the publisher's coordinator.
+        fate: of the attempt; written by the publisher's `Leader` or `Member` and its `RankContext`.
         in_publisher: whether the caller is in the process whose publisher writes the fate.
     """
 

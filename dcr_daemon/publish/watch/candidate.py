@@ -54,11 +54,11 @@ class CheckpointCandidate:
         unfinished: the other files by name, each with what it lacks.
         index: the weight map of the index file; None without one.
         has_marker: whether the marker file is there, or none is asked for.
-        completed_as: the candidate's number among those that became complete, in order.
-        undetermined: a file may be complete, but has not been scanned often enough to tell.
-        in_pieces: its tensors are stored in pieces.
-        pieces: how they are, once all files are there.
-        refusal: why it will not be published until somebody changes it; empty if it may be.
+        completed_as: the candidate's position among those that became complete, in order of completion.
+        undetermined: whether a file may be complete, but has not been scanned often enough to tell.
+        in_pieces: whether its tensors are stored in pieces.
+        pieces: the pieces, once all files are there.
+        refusal: why the checkpoint is not published until somebody changes it; empty if it may be published.
     """
 
     path: Path
@@ -110,7 +110,7 @@ class CheckpointCandidate:
         """Whether something says that no more files will come. Tensors that are missing then are an error.
 
         Args:
-            marker: a marker file is asked for.
+            marker: whether the watcher was told to wait for a marker file.
         """
         if self.unfinished or not self.files or not self.has_marker or self.in_pieces or self.refusal:
             return False  # pieces were judged as a whole already
