@@ -72,7 +72,7 @@ class Code(StrEnum):
     REFUSED = "refused"  #: cannot be done in this state or with this model; the text says why
     UNPROVED = "unproved"  #: an external writer may have changed the weights, or storage moved: attach again
     CORRUPT = "corrupt"  #: a chunk or file is damaged: fetch it again
-    EXHAUSTED = "exhausted"  #: the first hop alone is over the cap
+    EXHAUSTED = "exhausted"  #: the first hop alone is over the cap, or memory, descriptors or the disk failed
     FAILED = "failed"  #: unforeseen; see the worker's log
 
 

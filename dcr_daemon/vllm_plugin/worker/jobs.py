@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from dcr_daemon.engine.staged import unreadable
 from dcr_daemon.errors import Corrupt, DcrError, ResourceExhausted
 from dcr_daemon.vllm_plugin.calls import Code, JobKind, JobState, JobStatus
 
@@ -146,9 +147,15 @@ class BackgroundThread:
 
 
 def code_of(error: Exception) -> Code:
-    """The code that tells the caller what to do about an error."""
-    if isinstance(error, (Corrupt, OSError)):
-        return Code.CORRUPT  # a staged file that cannot be read is fetched again, like a damaged one
+    """The code that tells the caller what to do about an error.
+
+    An `OSError` says nothing about the bytes of a version, so it is never `CORRUPT`: the subscriber counts that as a
+    refusal of the version (must P4).
+    """
+    if isinstance(error, OSError):
+        error = unreadable(error.filename or "a file", error)
+    if isinstance(error, Corrupt):
+        return Code.CORRUPT
     if isinstance(error, ResourceExhausted):
         return Code.EXHAUSTED
     return Code.REFUSED

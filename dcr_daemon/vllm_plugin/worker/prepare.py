@@ -9,7 +9,6 @@ value before the first hop and after the last: the composition of `engine.deltas
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.codec.chunk import Changes
 from dcr_daemon.codec.decode import Chunk
 from dcr_daemon.engine.deltas import canonical_order, open_staged_chunk, overlay, replace
+from dcr_daemon.engine.staged import read_staged
 from dcr_daemon.errors import EngineRefused, ResourceExhausted
 from dcr_daemon.vllm_plugin.calls import HopFiles, PreparedRank, SegmentSums
 from dcr_daemon.vllm_plugin.weights import faults
@@ -88,9 +88,8 @@ class Preparation:
 
         Raises:
             CorruptChunk: a chunk is damaged, or belongs to another hop.
-            ResourceExhausted: the first hop alone does not fit into the arena.
-            EngineRefused: tensors that share memory would differ.
-            OSError: a file cannot be read.
+            ResourceExhausted: the first hop alone does not fit into the arena, or a file cannot be read now.
+            EngineRefused: tensors that share memory would differ, or this process does not see a file.
         """
         fits = len(hops)
         while True:
@@ -133,7 +132,7 @@ class Preparation:
         """Segments of tensors that this worker holds: (number in the hop, chunk, index in the chunk, share done)."""
         first = 0
         for i, path in enumerate(hop.chunks):
-            chunk = open_staged_chunk(Path(path).read_bytes(), hop, layout=self._layout, path=path)
+            chunk = open_staged_chunk(read_staged(path), hop, layout=self._layout, path=path)
             for index in np.flatnonzero(self._held[chunk.table.tensor]).tolist():
                 yield first + index, chunk, index, (i + (index + 1) / len(chunk)) / len(hop.chunks)
             first += len(chunk)

@@ -10,12 +10,12 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.engine.staged import read_layout
 from dcr_daemon.vllm_plugin import calls
 from dcr_daemon.vllm_plugin.calls import Code, JobKind, JobState, TxnState
 from dcr_daemon.vllm_plugin.weights import faults
@@ -137,10 +137,7 @@ class WorkerSession:
         self._background.quiesce()
         self._token = token
         self._forget()
-        layout = Layout.decode(Path(arg.layout).read_bytes())
-        if layout.digest != arg.layout_digest:
-            raise Refusal(Code.CORRUPT, f"{arg.layout} is not the layout of digest {arg.layout_digest[:16]}…")
-        placement = self._record(layout).placement
+        placement = self._record(read_layout(arg.layout, arg.layout_digest)).placement
         if not placement.refusals:
             self._reserve(arg.cap)
             self._background.use_cpus(arg.cpus)

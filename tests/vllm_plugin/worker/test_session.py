@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import subprocess
@@ -238,16 +239,48 @@ def test_a_scrub_leaves_a_prepared_transaction_alone_and_is_cancelled_by_its_beg
     driver.ok(Op.COMMIT, txn="t")
 
 
-def test_a_damaged_or_missing_chunk_is_a_corrupt_reply(driver: Driver, hops) -> None:
+def test_a_damaged_chunk_is_a_corrupt_reply_and_a_missing_one_a_refusal(driver: Driver, hops) -> None:
     path = Path(hops[1][0].hop.chunks[0])
     body = bytearray(path.read_bytes())
     body[len(body) // 2] ^= 1
     path.write_bytes(bytes(body))
-    for _ in range(2):
+    for code in (Code.CORRUPT, Code.REFUSED):
         driver.ok(Op.START, id="t", kind="prepare", hops=[hops[1][0].hop])
         assert driver.finish("t").state == JobState.FAILED
-        refused(driver, Op.JOIN, Code.CORRUPT, id="t")
+        refused(driver, Op.JOIN, code, id="t")
         path.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO])
+def test_a_process_or_disk_in_trouble_refuses_no_version(
+    driver: Driver, hops, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Two refusals would poison the version (must P4)."""
+
+    def fail(path: Path) -> bytes:
+        raise OSError(number, os.strerror(number), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", fail)
+        driver.ok(Op.START, id="t", kind="prepare", hops=[hops[1][0].hop])
+        driver.finish("t")
+        assert os.strerror(number) in refused(driver, Op.JOIN, Code.EXHAUSTED, id="t")
+    driver.prepare("u", hops[1])
+
+
+def test_a_lack_of_descriptors_in_a_load_is_an_exhausted_reply(
+    driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver.ok(Op.BEGIN, txn="L", kind="load")
+    path = anchor(tmp_path / "a.safetensors", LANES)
+
+    def fail(*arguments: Any, **keywords: Any) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mmap.mmap", fail)  # a map takes a descriptor of its own
+        assert load(driver, path).code == Code.EXHAUSTED
+    assert load(driver, path).state == JobState.DONE, "and may be tried again"
 
 
 def test_a_version_over_the_cap_is_an_exhausted_reply(driver: Driver, hops, tmp_path: Path) -> None:
