@@ -1,11 +1,14 @@
 """The HTTP server of a daemon's probes and metrics: GET /metrics, /livez, /readyz.
 
 It runs in the daemon's own event loop, so an answer to /livez proves that the loop runs. Every connection is closed
-after one answer. The server has no access control: bind it to an address that only the machine or its cluster reaches.
+after one answer, and after 5 seconds in any case. The server has no access control: bind it to an address that only
+the machine or its cluster reaches.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
 
 from aiohttp import web
@@ -15,6 +18,7 @@ from dcr_daemon.errors import UsageError
 from dcr_daemon.observe.health import Health
 from dcr_daemon.observe.metrics import CONTENT_TYPE, Metrics
 
+_TIMEOUT = 5.0  #: seconds until a connection is closed, also one on which no request or only a part of one has come
 _SHUTDOWN = 1.0  #: seconds for answers under way when the daemon ends
 
 _logger = logging.getLogger(__name__)
@@ -37,6 +41,7 @@ class ProbeServer:
         self._host, self._wanted = parse_listen(listen)
         self._health, self._metrics = health, metrics
         self._runner: web.AppRunner | None = None
+        self._listener: asyncio.Server | None = None
         self.port = 0
 
     async def start(self) -> None:
@@ -50,18 +55,29 @@ class ProbeServer:
         self._runner = web.AppRunner(app, access_log=None, logger=_logger, shutdown_timeout=_SHUTDOWN)
         await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, self._host, self._wanted).start()
+            loop = asyncio.get_running_loop()
+            self._listener = await loop.create_server(self._connection, self._host, self._wanted)
         except OSError as error:
             await self.close()
             raise UsageError(
                 f"cannot listen on {self._host}:{self._wanted}: {error.strerror or error}",
                 hint="choose another --listen",
             ) from error
-        self.port = self._runner.addresses[0][1]
+        self.port = self._listener.sockets[0].getsockname()[1]
 
     async def close(self) -> None:
+        if self._listener:
+            self._listener.close()
         if self._runner:
             await self._runner.cleanup()
+
+    def _connection(self) -> web.RequestHandler:
+        """The protocol of one connection. aiohttp by itself waits for a first request without limit."""
+        assert self._runner is not None, "start makes it"
+        assert self._runner.server is not None, "start makes it"
+        connection = self._runner.server()
+        asyncio.get_running_loop().call_later(_TIMEOUT, connection.force_close)
+        return connection
 
     async def _exposition(self, request: web.Request) -> web.Response:
         return web.Response(body=self._metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
@@ -71,7 +87,8 @@ class ProbeServer:
 
     async def _ready(self, request: web.Request) -> web.Response:
         state = {"ready": self._health.ready, "status": self._health.status}
-        return web.json_response(state, status=200 if self._health.ready else 503)
+        body = json.dumps(state).encode() + b"\n"
+        return web.Response(body=body, status=200 if self._health.ready else 503, content_type="application/json")
 
     async def _unknown(self, request: web.Request) -> web.Response:
         return web.Response(text="try /metrics, /livez or /readyz\n", status=404)

@@ -9,6 +9,7 @@ import pytest
 
 from dcr_daemon import events as e
 from dcr_daemon.errors import UsageError
+from dcr_daemon.observe import server as server_module
 from dcr_daemon.observe.health import Health
 from dcr_daemon.observe.metrics import Metrics
 from dcr_daemon.observe.server import ProbeServer, parse_listen
@@ -44,6 +45,7 @@ def test_not_ready_is_503_and_says_why() -> None:
     health(e.Waiting(what="the stream"))
     ((status, body), (live, _)) = serve(health, get("/readyz"), get("/livez"))
     assert (status, live) == (503, 200)
+    assert body.endswith(b"}\n")
     assert json.loads(body) == {"ready": False, "status": "waiting: the stream"}
 
 
@@ -73,6 +75,26 @@ def test_what_is_not_a_probe_is_refused_and_not_logged(
 ) -> None:
     assert serve(Health("publisher"), request_bytes)[0][0] == status
     assert not caplog.records
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /livez HTTP/1.1\r\nHost"], ids=["nothing", "half a request"])
+def test_a_connection_without_a_request_is_closed(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "_TIMEOUT", 0.05)
+
+    async def main() -> bytes:
+        server = ProbeServer("127.0.0.1:0", Health("publisher"), metrics=Metrics())
+        await server.start()
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(sent)
+            async with asyncio.timeout(60):  # a test that fails must end
+                answer = await reader.read()
+            writer.close()
+            return answer
+        finally:
+            await server.close()
+
+    assert asyncio.run(main()) == b""
 
 
 @pytest.mark.parametrize("listen", ["9464", "host:", "host:99999", "host:http", ""])
