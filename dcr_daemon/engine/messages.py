@@ -197,6 +197,11 @@ _calls = msgspec.msgpack.Decoder(AnyCall)
 _answers = msgspec.msgpack.Decoder(AnyAnswer)
 
 
+def name_of(call: Call) -> str:
+    """The name of a call for messages: its tag on the wire."""
+    return str(call.__struct_config__.tag)
+
+
 def encode(record: msgspec.Struct) -> bytes:
     return _encoder.encode(record)
 

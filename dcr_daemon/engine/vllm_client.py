@@ -147,7 +147,7 @@ class VllmEngine:
                 answer = messages.decode_answer(await self._exchange(body))
         except TimeoutError:
             raise EngineGone(
-                f"{self.path}: no answer to {call.__struct_config__.tag} within {self._timeout:.0f} s",
+                f"{self.path}: no answer to {messages.name_of(call)} within {self._timeout:.0f} s",
                 hint="the call may still be running; attach again and ask for the outcome",
             ) from None
         except (OSError, asyncio.IncompleteReadError) as error:

@@ -96,7 +96,7 @@ class Core:
                 return self._begin(call, coordinator.load(call))
             case messages.Inspect():
                 return self._begin(call, self._inspect(call))
-        raise EngineRefused(f"{type(call).__name__} is not a call of this engine")
+        raise EngineRefused(f"{messages.name_of(call)} is not a call of this engine")
 
     def _owned_this_incarnation(self, call: messages.Owned | messages.Status | messages.Attach) -> bool:
         return self.state.incarnation in call.incarnation.split("+")
@@ -114,7 +114,7 @@ class Core:
     # -- operations -----------------------------------------------------------------------------------------------
 
     def _begin(self, call: AnyCall, steps: Steps) -> Answer | Future[Answer]:
-        self._operation = Operation(call.id, type(call).__name__.lower(), steps)
+        self._operation = Operation(call.id, messages.name_of(call), steps)
         return self._operation.advance()
 
     def _attach(self, call: messages.Attach) -> Answer | Future[Answer]:
@@ -132,7 +132,7 @@ class Core:
         scrub = ScrubPass(self.state, call)
         if self._operation is not None and self._operation.live:
             return messages.done(call.id, scrub.so_far())
-        self._operation = Operation(call.id, "scrub", scrub.steps(), scrub.so_far)
+        self._operation = Operation(call.id, messages.name_of(call), scrub.steps(), scrub.so_far)
         return self._operation.advance()
 
     def _preempt(self) -> None:

@@ -191,6 +191,12 @@ def test_one_flow_at_a_time_and_drop_ends_a_prepare(engine: ToyEngine) -> None:
     assert engine.refit(version).verdict is Verdict.COMMITTED
 
 
+def test_messages_name_calls_as_the_socket_does() -> None:
+    settle = messages.FinishAdopted(id="1", token=1, incarnation="i", txn="t")
+    assert messages.name_of(settle) == "settle"
+    assert messages.name_of(messages.Poll(id="1")) == "poll"
+
+
 def test_a_write_by_somebody_else_ends_proof_and_service_until_attach(engine: ToyEngine) -> None:
     version = engine.step()
     engine.prepare(version)
