@@ -124,7 +124,7 @@ def declare(
         buildable: whether the export constructs a canonical tensor; None for one that constructs them all.
         partners: ranks that have to take part for this rank to construct a canonical tensor, this one among them; None
             where none has to.
-        probed: residual names of the rank's own probe (canary.py), beside those of the map.
+        probed: residual names of the rank's own probe (`probes.self_check`), beside those of the map.
         computed: names whose export computes; those that are not residual are left out.
 
     Raises:
