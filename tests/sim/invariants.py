@@ -89,7 +89,7 @@ class Watch:
         """A rank has nothing under way: what it keeps is its share of a version; of the newest that it has read, unless
         others may publish without it."""
         context = session.context
-        answered = getattr(session, "_answered", None)  # a member's, from its open on
+        answered = getattr(session, "_joined_open", None)  # a member's, from its open on
         if context.attempt or not context.holds or session.ledger.undecided or answered:
             return
         baseline = context.baseline

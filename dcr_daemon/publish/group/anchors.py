@@ -85,7 +85,7 @@ class SinceAnchor:
         Args:
             coming: what is about to be sealed, to be counted as well.
 
-        A version made from a stray baseline says so: its `before` is not the `after` of the version before it.
+        A version made from an unverified base says so: its `before` is not the `after` of the version before it.
         """
         state, history = self._ledger.state, self._ledger.history
         anchor = state.anchor.version if state.anchor else 0

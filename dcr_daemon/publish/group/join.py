@@ -28,7 +28,7 @@ CONCURRENCY = 16  #: parts read at a time
 class Joined:
     """All ranks' contributions: vectors added up, sizes in bytes, `changed` in elements.
 
-    `anchor`: a rank asks for one. `stray`: a rank diffed from bytes that are not the base's (must P4).
+    `anchor`: a rank asks for one. `unverified_base`: a rank diffed from bytes that are not the base's (must P4).
     """
 
     parts: list[ObjectRef]
@@ -37,14 +37,15 @@ class Joined:
     changed: int
     bytes: int
     anchor: bool = False
-    stray: bool = False
+    unverified_base: bool = False
 
     def add(self, part: Part, before: Vector, after: Vector) -> None:
         """Count one more rank in. Its vectors are not kept: those of 1,024 ranks would be hundreds of megabytes."""
         np.add(self.before, before, out=self.before)
         np.add(self.after, after, out=self.after)
         self.changed, self.bytes = self.changed + part.changed, self.bytes + part.bytes
-        self.anchor, self.stray = self.anchor or part.anchor, self.stray or part.stray
+        self.anchor = self.anchor or part.anchor
+        self.unverified_base = self.unverified_base or part.stray
 
     def missed(self, base: Vector, layout: Layout) -> list[str]:
         """Tensors of which the ranks together did not hold exactly the base: an element missing, twice, or wrong."""

@@ -111,7 +111,7 @@ class Leader(Coordinator):
         after = joined.after.astype("<u8").tobytes()
         key = names.vector(open_.version, open_.seq)
         fingerprint = await put(self.ledger.store, key, after, self._options.patience)
-        anchor = await self._peers.announces_anchor(joined)
+        anchor = await self._peers.anchor_is_due(joined)
         runtime.failpoint("publish.uploaded")
 
         def make(header: Header) -> Seal:
@@ -208,9 +208,9 @@ class Leader(Coordinator):
             self.context.mark_suspect()
 
     async def run_idle_checks(self) -> None:
-        await self.context.run_idle_checks(self._look, self.ledger.check_held)
+        await self.context.run_idle_checks(self._read_ledger, self.ledger.check_held)
 
-    async def _look(self) -> None:
+    async def _read_ledger(self) -> None:
         """Read the ledger on. The read outlives a cancelled `run_idle_checks`: otherwise a slow bucket would never let
         a read finish."""
         self._reading = self._reading or asyncio.ensure_future(self.ledger.read())

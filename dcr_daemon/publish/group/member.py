@@ -48,11 +48,11 @@ class Member(Coordinator):
         self._epoch: int | None = None  #: of rank 0 of this group, known from its first open
         self._ousted = ""
         self._released = False
-        self._opened: Open | None = None
-        self._answered: Open | None = None
+        self._newest_open: Open | None = None
+        self._joined_open: Open | None = None
         self._fates: dict[int, Seal | Abort] = {}  #: of what is answered, and of what was opened last
         self._failed = 0  #: the newest attempt that was told to fail; the reason told first stands
-        self._to_anchor: Seal | None = None
+        self._seal_to_anchor: Seal | None = None
 
     async def open(self, *, step: int | None = None, call: int | None = None) -> Open:
         await self.abort_unless_sealed("the next update began")
@@ -60,8 +60,8 @@ class Member(Coordinator):
         if self.context.holds:
             with contextlib.suppress(DcrError):  # `start` meets it again, when rank 0 can be told
                 await self.context.restore()
-        record = await self._until(self._mine, f"update {self._call} of rank 0", self._refuse_missed)
-        self._answered = record
+        record = await self._until(self._open_of_this_call, f"update {self._call} of rank 0", self._refuse_missed)
+        self._joined_open = record
         runtime.failpoint("publish.member.open")
         if record.step != step:
             raise UsageError(
@@ -70,8 +70,8 @@ class Member(Coordinator):
             )
         return record
 
-    def _mine(self) -> Open | None:
-        opened = self._opened
+    def _open_of_this_call(self) -> Open | None:
+        opened = self._newest_open
         if opened is None or opened.call < self._call:
             self._check_ours()
             return None
@@ -160,21 +160,21 @@ class Member(Coordinator):
             await self._undo(None, error)
             self.context.baseline.invalidate()
             raise error
-        self._answered = None
-        self._to_anchor = seal if seal.anchor else None
+        self._joined_open = None
+        self._seal_to_anchor = seal if seal.anchor else None
         if seal.anchor:
             self.context.owes_anchor = False
         return self.context.commit(seal)
 
     async def _undo(self, fate: Abort | None, cause: Cause) -> None:
-        self._answered = None
+        self._joined_open = None
         await self.context.undo(cause, reason=fate.reason if fate else "rank 0 ended, or was fenced")
         if fate and fate.rebuild and self.context.holds:
             self.context.mark_suspect()
 
     async def abort_unless_sealed(self, cause: Cause, *, patience: float | None = None) -> SealedVersion | None:
         """See `Coordinator.abort_unless_sealed`: a member tells rank 0 that it fails, and waits (must P7)."""
-        record, attempt = self._answered, self.context.attempt
+        record, attempt = self._joined_open, self.context.attempt
         if record is None:
             return None
         if attempt:
@@ -199,8 +199,8 @@ class Member(Coordinator):
 
     async def _refuse_missed(self) -> None:
         """An open of a call that this rank has passed without answering comes to nothing, and rank 0 must know (P2)."""
-        opened = self._opened
-        missed = opened and opened.call < self._call and opened is not self._answered
+        opened = self._newest_open
+        missed = opened and opened.call < self._call and opened is not self._joined_open
         if opened and missed and opened.seq not in self._fates:
             await self._fail(opened, f"it has passed update {opened.call} without taking part in it")
 
@@ -256,9 +256,9 @@ class Member(Coordinator):
 
     async def _progress(self) -> int:
         """How many objects the attempt under way has in the bucket."""
-        if self._answered is None:
+        if self._joined_open is None:
             return 0
-        prefix = names.attempt(self._answered.version, self._answered.seq)
+        prefix = names.attempt(self._joined_open.version, self._joined_open.seq)
         return len([entry async for entry in self.ledger.store.list(prefix)])
 
     async def _read(self) -> bool:
@@ -278,9 +278,9 @@ class Member(Coordinator):
                 self._released |= record.epoch == self._epoch
             case Open():
                 if record.group == self.context.rank.group:
-                    self._opened, self._epoch = record, record.epoch
+                    self._newest_open, self._epoch = record, record.epoch
             case Seal() | Abort():
-                live = {one.seq for one in (self._answered, self._opened) if one}
+                live = {one.seq for one in (self._joined_open, self._newest_open) if one}
                 self._fates = {
                     seq: fate for seq, fate in {**self._fates, record.attempt: record}.items() if seq in live
                 }
@@ -294,11 +294,11 @@ class Member(Coordinator):
         if claim is None:
             return
         for seq in range(max(claim.seq, tip - CATCH_UP), tip + 1):
-            record = await self._past(seq)
+            record = await self._read_earlier(seq)
             if record and record.epoch == claim.seq:  # any other one here is void
                 self._take(record)
 
-    async def _past(self, seq: int) -> AnyRecord | None:
+    async def _read_earlier(self, seq: int) -> AnyRecord | None:
         """A record that was read before this rank listened; None for one that says nothing, whoever reads it."""
         for _ in range(2):
             with contextlib.suppress(Corrupt):
@@ -334,7 +334,7 @@ class Member(Coordinator):
 
     async def anchor_if_due(self, *, at_once: bool = False) -> None:
         """See `Coordinator.anchor_if_due`: a member writes its share of the anchor that the newest seal announces."""
-        seal, self._to_anchor = self._to_anchor, None
+        seal, self._seal_to_anchor = self._seal_to_anchor, None
         if seal is not None and seal.version == self.context.baseline.version:
             await self.context.prove()
             try:
@@ -348,10 +348,10 @@ class Member(Coordinator):
     async def close(self) -> None:
         """See `Coordinator.close`."""
         try:
-            if self._answered:
+            if self._joined_open:
                 await self._read()
-                if self._answered.seq not in self._fates:
-                    await self._fail(self._answered, "the rank closed its publisher", CLOSE_PATIENCE)
+                if self._joined_open.seq not in self._fates:
+                    await self._fail(self._joined_open, "the rank closed its publisher", CLOSE_PATIENCE)
         except DcrError:
             pass  # rank 0 finds out by its next call
         finally:

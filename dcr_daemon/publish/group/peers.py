@@ -67,7 +67,7 @@ class Peers(Protocol):
         """
         ...
 
-    async def announces_anchor(self, joined: Joined) -> bool:
+    async def anchor_is_due(self, joined: Joined) -> bool:
         """Whether the seal of these contributions has to say that all ranks write an anchor of the version."""
         ...
 
@@ -95,7 +95,7 @@ class Alone:
 
     def __init__(self, context: RankContext, since_anchor: SinceAnchor) -> None:
         self._context, self._since_anchor = context, since_anchor
-        self._spoilt: int | None = None  #: the tip at which an anchor's names were taken by damaged bytes
+        self._anchor_failed_at: int | None = None  #: the tip at which an anchor's names were taken by damaged bytes
 
     def opened(self) -> None:
         pass
@@ -109,7 +109,7 @@ class Alone:
     async def join(self, record: Open, own: Contribution) -> Joined:
         return solo(own)
 
-    async def announces_anchor(self, joined: Joined) -> bool:
+    async def anchor_is_due(self, joined: Joined) -> bool:
         return False
 
     def sealed(self, seal: Seal, joined: Joined) -> None:
@@ -119,7 +119,7 @@ class Alone:
         context, ledger = self._context, self._context.ledger
         if not (at_once or context.owes_anchor) and not await self._since_anchor.due():
             return False
-        if ledger.tip.seq == self._spoilt:
+        if ledger.tip.seq == self._anchor_failed_at:
             return False  # after the next version an anchor has other names (must L0)
         await context.prove()
         if context.baseline.unverified_base:
@@ -132,7 +132,7 @@ class Alone:
                 context.resources, baseline, version=version, vector=baseline.vector, side_files=side_files
             )
         except Corrupt as error:
-            self._spoilt = ledger.tip.seq
+            self._anchor_failed_at = ledger.tip.seq
             context.damaged(f"while its anchor was written: {error.message}")
             return False
         return True
@@ -147,7 +147,7 @@ class OtherRanks:
         self._context, self._since_anchor, self._emit = context, since_anchor, emit
         self._lag_began: float | None = None
         self._vector: tuple[int, Vector] | None = None  #: the newest version, and its fingerprint
-        self._to_anchor: Seal | None = None
+        self._seal_to_anchor: Seal | None = None
 
     def opened(self) -> None:
         self._lag_began = None
@@ -197,7 +197,7 @@ class OtherRanks:
         if not self._vector or self._vector[0] != record.base:
             self._vector = record.base, await context.restorer.vector(record.base)
         missed = joined.missed(self._vector[1], context.layout)
-        if missed and not (joined.stray or context.baseline.unverified_base):
+        if missed and not (joined.unverified_base or context.baseline.unverified_base):
             raise SumsMismatch(
                 f"what the ranks hold does not add up to version {record.base} in {len(missed)} tensors: "
                 f"{shorten(missed)}",
@@ -205,15 +205,15 @@ class OtherRanks:
             )
         return joined
 
-    async def announces_anchor(self, joined: Joined) -> bool:
+    async def anchor_is_due(self, joined: Joined) -> bool:
         return joined.anchor or self._context.owes_anchor or await self._since_anchor.due(joined)
 
     def sealed(self, seal: Seal, joined: Joined) -> None:
         self._vector = seal.version, joined.after
-        self._to_anchor = seal if seal.anchor else None
+        self._seal_to_anchor = seal if seal.anchor else None
 
     async def write_anchor(self, *, at_once: bool) -> bool:
-        seal, self._to_anchor = self._to_anchor, None
+        seal, self._seal_to_anchor = self._seal_to_anchor, None
         context = self._context
         if seal is None or seal.version != context.ledger.state.seal.version:
             return False

@@ -89,7 +89,7 @@ class Attempt:
         self._number = itertools.count()
         self.segments: list[Segment] = []
         self._of_chunk: dict[int, Sequence[Segment]] = {}
-        self._stopped = self._torn = False
+        self._stopped = self._baseline_unknown = False
         self.changed = 0
         baseline.begin()
         runtime.failpoint("publish.baseline.begun")
@@ -116,7 +116,7 @@ class Attempt:
     async def diff_blocks(self, inputs: Iterable[tuple[int, Callable[[], Bits]]], codec: Codec | None = None) -> None:
         """Diff blocks of the baseline, by number, each with what reads its new bits, on any thread; as `diff`."""
         work = self._batches(inputs)
-        await self._run_all([self._lane(encoder, work, codec) for encoder in self._encoders])
+        await self._run_all([self._diff_on_one_worker(encoder, work, codec) for encoder in self._encoders])
 
     async def finish(self) -> None:
         """No more tensors will come: close the chunks that are begun."""
@@ -136,20 +136,20 @@ class Attempt:
             if isinstance(result, BaseException):
                 raise result
 
-    async def _lane(self, encoder: ChunkEncoder, work: Iterator[Batch], codec: Codec | None) -> None:
+    async def _diff_on_one_worker(self, encoder: ChunkEncoder, work: Iterator[Batch], codec: Codec | None) -> None:
         try:
             for batch in work:
                 if self._stopped:
                     return
-                for chunk, ref in await self._workers.run(self._take, encoder, batch, codec):
-                    await self._admit(chunk, ref)
+                for chunk, ref in await self._workers.run(self._encode_batch, encoder, batch, codec):
+                    await self._spool_and_queue(chunk, ref)
         except BaseException:
             self._stopped = True  # the other diffs need not go on
             raise
 
     async def _flush(self, encoder: ChunkEncoder) -> None:
         if encoder.changed:
-            await self._admit(*await self._workers.run(self._close, encoder))
+            await self._spool_and_queue(*await self._workers.run(self._close, encoder))
 
     def _batches(self, inputs: Iterable[tuple[int, Callable[[], Bits]]]) -> Iterator[Batch]:
         """Small blocks together, so that a hop to a worker thread pays."""
@@ -163,14 +163,16 @@ class Attempt:
         if batch:
             yield batch
 
-    def _take(self, encoder: ChunkEncoder, batch: Batch, codec: Codec | None) -> list[tuple[EncodedChunk, ChunkRef]]:
+    def _encode_batch(
+        self, encoder: ChunkEncoder, batch: Batch, codec: Codec | None
+    ) -> list[tuple[EncodedChunk, ChunkRef]]:
         blocks, full = self._baseline.blocks, []
         for number, read in batch:
             block, new = blocks[number], read()
             try:
                 encoder.add(block.tensor, block.box, self._baseline[number], new, codec)
             except BaseException:
-                self._torn = True  # the baseline may have moved without a segment that says so
+                self._baseline_unknown = True  # the baseline may have moved without a segment that says so
                 raise
             if encoder.full:
                 full.append(self._close(encoder))
@@ -187,7 +189,7 @@ class Attempt:
         digest = records.digest(chunk.data)
         return chunk, ChunkRef(key, len(chunk.data), digest, len(chunk.segments), chunk.changed)
 
-    async def _admit(self, chunk: EncodedChunk, ref: ChunkRef) -> None:
+    async def _spool_and_queue(self, chunk: EncodedChunk, ref: ChunkRef) -> None:
         n = chunk.id.n
         await self._spool.put(chunk)
         self.segments.extend(chunk.segments)
@@ -250,7 +252,7 @@ class Attempt:
             for n in self._spool.numbers:
                 data, old = await self._spool.data(n), await self._spool.undo(n)
                 await self._workers.run_uncancellable(self._undo, data, old)
-            undone = not self._torn and await self._baseline.restored()
+            undone = not self._baseline_unknown and await self._baseline.restored()
         except (DcrError, OSError, ValueError, MemoryError):
             pass  # if the undo fails, the baseline is rebuilt from an anchor and the chain
         finally:

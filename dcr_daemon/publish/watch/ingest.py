@@ -47,7 +47,7 @@ class CheckpointIngest:
         """Of the files ingested so far."""
         return checkpoint_identity(self._ingested.values(), METADATA)
 
-    async def ingest(self, part: CompleteFile | CompletePieces) -> None:
+    async def ingest(self, unit: CompleteFile | CompletePieces) -> None:
         """Diff one file, or all pieces. Names and shapes are judged before the first byte of weights is read.
 
         Raises:
@@ -55,13 +55,13 @@ class CheckpointIngest:
             SourceChanged: a file is not the one any more that was found complete.
         """
         started = runtime.monotonic()
-        if isinstance(part, CompletePieces):
-            self._ingested = {part.files.directory / name: file for name, file in part.files.identities.items()}
-            path, sources = self.relative, [PiecedSource(part.files, tensor) for tensor in part.fit.tensors]
+        if isinstance(unit, CompletePieces):
+            self._ingested = {unit.files.directory / name: file for name, file in unit.files.identities.items()}
+            path, sources = self.relative, [PiecedSource(unit.files, tensor) for tensor in unit.fit.tensors]
             tensors = await self._diff(sources)
         else:
-            path = f"{self.relative}/{part.path.name}"
-            tensors = await self._diff(self._open_file(part))
+            path = f"{self.relative}/{unit.path.name}"
+            tensors = await self._diff(self._open_file(unit))
         self._emit(ShardTaken(path=path, tensors=tensors, seconds=runtime.monotonic() - started))
 
     def _open_file(self, complete: CompleteFile) -> list[FileSource]:
@@ -91,7 +91,7 @@ class CheckpointIngest:
                 change = "is gone" if now is None else "was changed"
                 raise SourceChanged(f"{path} {change} after it was read", hint="it is tried again when complete")
 
-    async def seal(self) -> SealedVersion:
+    async def finish_and_seal(self) -> SealedVersion:
         """All files are ingested: make the version.
 
         Raises:

@@ -36,7 +36,7 @@ class CheckpointSelection:
         """The attempt for these files was aborted: wait for all files of the checkpoint, or for other ones."""
         self._abandoned[relative] = identity
 
-    def complete(self, found: Candidates) -> list[CheckpointCandidate]:
+    def to_publish(self, found: Candidates) -> list[CheckpointCandidate]:
         """Checkpoints to be published as they are, oldest first.
 
         One to which no files will be added counts even if it lacks tensors: that is an error, and has to be reported.
@@ -48,8 +48,8 @@ class CheckpointSelection:
         return ready
 
     def ready(self, found: Candidates) -> list[CheckpointCandidate]:
-        """Those of `complete` whose turn it is now: no older checkpoint may turn out to be complete too."""
-        return _in_order(self.complete(found), found)
+        """Those of `to_publish` whose turn it is now: no older checkpoint may turn out to be complete too."""
+        return _in_order(self.to_publish(found), found)
 
     def being_written(self, found: Candidates) -> CheckpointCandidate | None:
         """The oldest checkpoint of which some files are complete.

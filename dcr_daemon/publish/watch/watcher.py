@@ -132,11 +132,11 @@ class Watcher:
         await self._scan()
         await runtime.sleep(self._interval)
         found = await self._scan()
-        for candidate in self._selection.complete(found):
+        for candidate in self._selection.to_publish(found):
             current = self._current = await self._open_attempt(candidate)
             try:
-                for part in current.pending(candidate):
-                    await current.ingest(part)
+                for unit in current.pending(candidate):
+                    await current.ingest(unit)
                 await self._seal(current)
             finally:
                 current.close()
@@ -198,7 +198,7 @@ class Watcher:
         return True
 
     async def _open_attempt(self, candidate: CheckpointCandidate) -> CheckpointIngest:
-        if self._selection.complete({candidate.relative: candidate}):
+        if self._selection.to_publish({candidate.relative: candidate}):
             check_headers(candidate, self._leader.layout, ignore=self._options.ignore)
         attempt = await self._leader.begin(step=candidate.number)
         return CheckpointIngest(
@@ -223,7 +223,7 @@ class Watcher:
         return ""
 
     async def _seal(self, current: CheckpointIngest) -> None:
-        await current.seal()
+        await current.finish_and_seal()
         self._current, self._failures = None, {}
         current.close()
         self._mark_published(current.relative, current.identity)

@@ -81,15 +81,15 @@ def test_all_ranks_are_added_up_a_few_at_a_time(late: int) -> None:
     assert np.array_equal(joined.after, rig.vectors[:, 1].sum(axis=0, dtype=np.uint64))
     assert (joined.changed, joined.bytes) == (5 + sum(range(WORLD)), 50 + 10 * sum(range(WORLD)))
     assert [ref.key for ref in joined.parts] == ["data/3/7/own", *(rig.keys[n] for n in range(1, WORLD))]
-    assert (joined.anchor, joined.stray) == (False, False)
+    assert (joined.anchor, joined.unverified_base) == (False, False)
     assert rig.store.most <= CONCURRENCY
 
 
-@pytest.mark.parametrize("wish", ["anchor", "stray"])
-def test_what_one_rank_says_counts_for_all(wish: str) -> None:
+@pytest.mark.parametrize(("field", "joined"), [("anchor", "anchor"), ("stray", "unverified_base")])
+def test_what_one_rank_says_counts_for_all(field: str, joined: str) -> None:
     rig = Rig()
-    rig.part(17, **{wish: True})
-    assert getattr(rig.join(), wish)
+    rig.part(17, **{field: True})
+    assert getattr(rig.join(), joined)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def a_rank_answers_any_group(put: Put) -> None:
     def take(self: Member, record: Any) -> None:
         right(self, record)
         if isinstance(record, Open):
-            self._opened, self._epoch, self._ousted, self._call = record, record.epoch, "", record.call
+            self._newest_open, self._epoch, self._ousted, self._call = record, record.epoch, "", record.call
 
     put(Member, "_take", take)
 
@@ -57,7 +57,7 @@ def _without_a_step(put: Put) -> None:
         try:
             return await right(self, **options)
         except UsageError:
-            return self._answered
+            return self._joined_open
 
     put(Member, "open", open_)
 
@@ -74,20 +74,20 @@ def calls_are_not_counted(put: Put) -> None:
 
     def mine(self: Member) -> Any:
         self._check_ours()
-        opened = self._opened
+        opened = self._newest_open
         return opened if opened and opened.seq not in self._fates else None
 
     _without_a_step(put)
-    put(Member, "_mine", mine)
+    put(Member, "_open_of_this_call", mine)
 
 
 @bug("P2", "rank_disagrees")
 def a_skipped_call_is_answered_later(put: Put) -> None:
     """What a rank has left out it makes good with its next weights."""
-    right = Member._mine
+    right = Member._open_of_this_call
 
     def mine(self: Member) -> Any:
-        opened = self._opened
+        opened = self._newest_open
         if opened and opened.call < self._call and opened.seq not in self._fates:
             return opened
         return right(self)
@@ -96,7 +96,7 @@ def a_skipped_call_is_answered_later(put: Put) -> None:
         return None
 
     _without_a_step(put)
-    put(Member, "_mine", mine)
+    put(Member, "_open_of_this_call", mine)
     put(Member, "_refuse_missed", refuse_missed)
 
 
