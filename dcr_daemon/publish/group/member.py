@@ -54,6 +54,70 @@ class Member(Coordinator):
         self._failed = 0  #: the newest attempt that was told to fail; the reason told first stands
         self._seal_to_anchor: Seal | None = None
 
+    async def _until(
+        self, found: Callable[[], T | None], what: str, look: Callable[[], Awaitable[None]] | None = None
+    ) -> T:
+        """Read the ledger on until `found` answers, or raises; see the module for when it ends otherwise."""
+        poller, stalled = Poller(first=_FIRST, longest=_LAST, factor=1.5), _Stalled(self._options.patience)
+        start = LONG_START * self._options.patience
+        while True:
+            try:
+                if await self._read():
+                    poller.reset()
+                    stalled.moved()
+                if look:
+                    await look()
+                if (answer := found()) is not None:
+                    return answer
+                if self._epoch is None and poller.waited > start:
+                    raise UpdateAborted(
+                        f"{what}: rank 0 of this group has opened nothing in {start:g} s",
+                        hint="is it alive, or is this process left over from an earlier start? End and start all ranks",
+                    )
+                if stalled.long and self._epoch is not None and stalled.at(await self._progress()):
+                    raise UpdateAborted(
+                        f"{what}: nothing moved for {self._options.patience:g} s; is rank 0 alive?",
+                        hint="start the group anew; nothing that was sealed is lost",
+                    )
+            except StoreUnavailable as error:
+                self._emit(Retrying(what=f"the store of {self.ledger.store.url}: {error.message}"))
+            if poller.report_due():
+                self._emit(Waiting(what=what))
+            await poller.pause()
+
+    async def _progress(self) -> int:
+        """How many objects the attempt under way has in the bucket."""
+        if self._joined_open is None:
+            return 0
+        prefix = names.attempt(self._joined_open.version, self._joined_open.seq)
+        return len([entry async for entry in self.ledger.store.list(prefix)])
+
+    async def _read(self) -> bool:
+        """Read the ledger to its tail; whether there was anything new."""
+        await self.ledger.read()
+        fresh = self._records.taken()
+        for record in fresh:
+            self._take(record)
+        return bool(fresh)
+
+    def _take(self, record: AnyRecord) -> None:
+        match record:
+            case Epoch():
+                if self._epoch is not None and record.seq > self._epoch:
+                    self._ousted = record.name
+            case Release():
+                self._released |= record.epoch == self._epoch
+            case Open():
+                if record.group == self.context.rank.group:
+                    self._newest_open, self._epoch = record, record.epoch
+            case Seal() | Abort():
+                live = {one.seq for one in (self._joined_open, self._newest_open) if one}
+                self._fates = {
+                    seq: fate for seq, fate in {**self._fates, record.attempt: record}.items() if seq in live
+                }
+            case _:
+                pass
+
     async def open(self, *, step: int | None = None, call: int | None = None) -> Open:
         await self.abort_unless_sealed("the next update began")
         self._call = self._call + 1 if call is None else call
@@ -222,70 +286,6 @@ class Member(Coordinator):
             await put(self.ledger.store, key, records.encode(fail), patience)
             self._failed = record.seq
         runtime.failpoint("publish.failed")
-
-    async def _until(
-        self, found: Callable[[], T | None], what: str, look: Callable[[], Awaitable[None]] | None = None
-    ) -> T:
-        """Read the ledger on until `found` answers, or raises; see the module for when it ends otherwise."""
-        poller, stalled = Poller(first=_FIRST, longest=_LAST, factor=1.5), _Stalled(self._options.patience)
-        start = LONG_START * self._options.patience
-        while True:
-            try:
-                if await self._read():
-                    poller.reset()
-                    stalled.moved()
-                if look:
-                    await look()
-                if (answer := found()) is not None:
-                    return answer
-                if self._epoch is None and poller.waited > start:
-                    raise UpdateAborted(
-                        f"{what}: rank 0 of this group has opened nothing in {start:g} s",
-                        hint="is it alive, or is this process left over from an earlier start? End and start all ranks",
-                    )
-                if stalled.long and self._epoch is not None and stalled.at(await self._progress()):
-                    raise UpdateAborted(
-                        f"{what}: nothing moved for {self._options.patience:g} s; is rank 0 alive?",
-                        hint="start the group anew; nothing that was sealed is lost",
-                    )
-            except StoreUnavailable as error:
-                self._emit(Retrying(what=f"the store of {self.ledger.store.url}: {error.message}"))
-            if poller.report_due():
-                self._emit(Waiting(what=what))
-            await poller.pause()
-
-    async def _progress(self) -> int:
-        """How many objects the attempt under way has in the bucket."""
-        if self._joined_open is None:
-            return 0
-        prefix = names.attempt(self._joined_open.version, self._joined_open.seq)
-        return len([entry async for entry in self.ledger.store.list(prefix)])
-
-    async def _read(self) -> bool:
-        """Read the ledger to its tail; whether there was anything new."""
-        await self.ledger.read()
-        fresh = self._records.taken()
-        for record in fresh:
-            self._take(record)
-        return bool(fresh)
-
-    def _take(self, record: AnyRecord) -> None:
-        match record:
-            case Epoch():
-                if self._epoch is not None and record.seq > self._epoch:
-                    self._ousted = record.name
-            case Release():
-                self._released |= record.epoch == self._epoch
-            case Open():
-                if record.group == self.context.rank.group:
-                    self._newest_open, self._epoch = record, record.epoch
-            case Seal() | Abort():
-                live = {one.seq for one in (self._joined_open, self._newest_open) if one}
-                self._fates = {
-                    seq: fate for seq, fate in {**self._fates, record.attempt: record}.items() if seq in live
-                }
-            case _:
-                pass
 
     async def catch_up(self) -> None:
         """Take what rank 0 may have written before this rank looked: everything since the newest claim, if it is not
