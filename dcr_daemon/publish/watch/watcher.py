@@ -98,7 +98,7 @@ class Watcher:
         self._current: CheckpointIngest | None = None  #: the attempt under way
         self._abort_reason: str | None = None  #: the attempt under way is to be aborted
         self._damaged = False  #: the baseline is to be repaired
-        self._failures: dict[str, int] = {}  #: failed tries by checkpoint, less one
+        self._failures: dict[str, int] = {}  #: number of failed tries, by checkpoint
         self._reported: dict[str, Notice] = {}
         self._inotify: InotifyWatcher | None = None
         self._watched_inode: tuple[int, int] | None = None
@@ -252,12 +252,12 @@ class Watcher:
     def _retry_delay(self) -> float:
         """Seconds until the next try at a checkpoint.
 
-        None after its first failure: a trainer that keeps its newest few checkpoints takes away the oldest. A publisher
+        Zero after its first failure: a trainer that keeps its newest few checkpoints takes away the oldest. A publisher
         that pauses then finds the next one gone as well, and never catches up.
         """
         name = self._current.relative if self._current else ""
-        tries = self._failures[name] = self._failures.get(name, -1) + 1
-        return min(self._interval * 2 ** min(tries, 10), RETRY_DELAY_LIMIT) if tries else 0.0
+        failures = self._failures[name] = self._failures.get(name, 0) + 1
+        return min(self._interval * 2 ** min(failures - 1, 10), RETRY_DELAY_LIMIT) if failures > 1 else 0.0
 
     async def _wait(self) -> None:
         """Wait for a file event or the next timed scan; the leader's idle checks run meanwhile."""
