@@ -86,6 +86,83 @@ class LiveSums:
         return LiveSums(boxes, vector * placement.exact)
 
 
+def verify_hop(placement: JointPlacement, hop: StagedSummary, ranks: Sequence[SegmentSums]) -> None:
+    """Compare each segment's sums over all ranks with the chunk's own, before and after this hop (must E4).
+
+    Raises `EngineRefused` naming tensors: nothing has been written.
+    """
+    table, boxes = hop.table, max(1, placement.tensor.size)
+    entries = []
+    for local, rank in zip(placement.local, ranks, strict=True):
+        segment = np.frombuffer(rank.segment, dtype="<u4").astype(np.int64)
+        box = local[np.frombuffer(rank.box, dtype="<u4")]
+        if segment.size and int(segment.max()) >= table.tensor.size:
+            raise EngineRefused(f"a rank numbers more segments of version {hop.version} than its chunks have")
+        columns = (
+            np.frombuffer(rank.count, "<i8"),
+            np.frombuffer(rank.before, "<u8"),
+            np.frombuffer(rank.after, "<u8"),
+        )
+        entries.append((segment * boxes + box, columns))
+    joined = _fold(placement, entries, f"version {hop.version}")
+    segment = joined.key // boxes
+    counted, before, after = (np.zeros(table.tensor.size, dtype=kind) for kind in (np.int64, np.uint64, np.uint64))
+    for total, column in zip((counted, before, after), joined.columns, strict=True):
+        np.add.at(total, segment, column)
+    exact = placement.exact[table.tensor]
+    for wrong, text, hint in (
+        (before != table.before, "the live weights are not what version {} was made from", "attach again"),
+        (counted != table.changed, "version {} changes elements that no rank holds", "attach again"),
+        (after != table.after, "version {} does not give the values that its chunks state", "stage the version again"),
+    ):
+        if (wrong & exact).any():
+            tensors = sorted(set(table.tensor[wrong & exact].tolist()))
+            names = shorten(placement.layout[t].name for t in tensors)
+            raise EngineRefused(f"{text.format(hop.version)}: {names}", hint=hint)
+
+
+def verify_composed(placement: JointPlacement, hops: Sequence[StagedSummary], ranks: Sequence[PreparedRank]) -> int:
+    """Compare the one change that will be written with the hops from which it was composed.
+
+    Returns how many distinct elements it changes.
+
+    Raises `EngineRefused` naming tensors.
+    """
+    entries = []
+    for local, rank in zip(placement.local, ranks, strict=True):
+        if rank.before.box != rank.after.box or rank.before.count != rank.after.count:
+            raise EngineRefused("a rank's transaction does not write what it read", hint="this is a bug: report it")
+        box = local[np.frombuffer(rank.after.box, dtype="<u4")]
+        sums = (np.frombuffer(one, "<u8") for one in (rank.before.sums, rank.after.sums))
+        entries.append((box, (np.frombuffer(rank.after.count, "<i8"), *sums)))
+    joined = _fold(placement, entries, "transaction")
+    count, before, after = joined.columns
+    written = np.zeros(len(placement.layout), dtype=np.uint64)
+    np.add.at(written, placement.tensor[joined.key], after - before)
+    wanted = np.zeros_like(written)
+    for hop in hops:
+        wanted += hop.table.delta(len(placement.layout))
+    if wrong := differing(placement, written, wanted):
+        raise EngineRefused(
+            f"the composed change is not the sum of its versions: {shorten(wrong)}", hint="this is a bug: report it"
+        )
+    return int(count.sum())
+
+
+def compare_written(placement: JointPlacement, wanted: Sequence[Sums], found: Sequence[Sums]) -> str:
+    """Compare every rank's live sums with what it had to write. Empty if they are equal, else the tensors and ranks."""
+    faults = []
+    for number, (local, want, have) in enumerate(zip(placement.local, wanted, found, strict=True)):
+        if want.box != have.box:
+            faults.append(f"rank {number} summed other boxes than it wrote")
+            continue
+        wrong = np.frombuffer(want.sums, "<u8") != np.frombuffer(have.sums, "<u8")
+        if wrong.any():
+            boxes = local[np.frombuffer(want.box, "<u4")[wrong]]
+            faults.append(f"rank {number}: {_names(placement, boxes)}")
+    return "; ".join(faults)
+
+
 def join_placement(
     layout: Layout, ranks: Sequence[AttachedRank], *, computed_cap: int = COMPUTED_CAP
 ) -> JointPlacement:
@@ -271,80 +348,3 @@ def find_damage(
 def differing(placement: JointPlacement, one: Vector, other: Vector) -> list[str]:
     """Names of the exact tensors in which two vectors differ, in layout order."""
     return [placement.layout[int(t)].name for t in np.flatnonzero((one != other) & placement.exact)]
-
-
-def verify_hop(placement: JointPlacement, hop: StagedSummary, ranks: Sequence[SegmentSums]) -> None:
-    """Compare each segment's sums over all ranks with the chunk's own, before and after this hop (must E4).
-
-    Raises `EngineRefused` naming tensors: nothing has been written.
-    """
-    table, boxes = hop.table, max(1, placement.tensor.size)
-    entries = []
-    for local, rank in zip(placement.local, ranks, strict=True):
-        segment = np.frombuffer(rank.segment, dtype="<u4").astype(np.int64)
-        box = local[np.frombuffer(rank.box, dtype="<u4")]
-        if segment.size and int(segment.max()) >= table.tensor.size:
-            raise EngineRefused(f"a rank numbers more segments of version {hop.version} than its chunks have")
-        columns = (
-            np.frombuffer(rank.count, "<i8"),
-            np.frombuffer(rank.before, "<u8"),
-            np.frombuffer(rank.after, "<u8"),
-        )
-        entries.append((segment * boxes + box, columns))
-    joined = _fold(placement, entries, f"version {hop.version}")
-    segment = joined.key // boxes
-    counted, before, after = (np.zeros(table.tensor.size, dtype=kind) for kind in (np.int64, np.uint64, np.uint64))
-    for total, column in zip((counted, before, after), joined.columns, strict=True):
-        np.add.at(total, segment, column)
-    exact = placement.exact[table.tensor]
-    for wrong, text, hint in (
-        (before != table.before, "the live weights are not what version {} was made from", "attach again"),
-        (counted != table.changed, "version {} changes elements that no rank holds", "attach again"),
-        (after != table.after, "version {} does not give the values that its chunks state", "stage the version again"),
-    ):
-        if (wrong & exact).any():
-            tensors = sorted(set(table.tensor[wrong & exact].tolist()))
-            names = shorten(placement.layout[t].name for t in tensors)
-            raise EngineRefused(f"{text.format(hop.version)}: {names}", hint=hint)
-
-
-def verify_composed(placement: JointPlacement, hops: Sequence[StagedSummary], ranks: Sequence[PreparedRank]) -> int:
-    """Compare the one change that will be written with the hops from which it was composed.
-
-    Returns how many distinct elements it changes.
-
-    Raises `EngineRefused` naming tensors.
-    """
-    entries = []
-    for local, rank in zip(placement.local, ranks, strict=True):
-        if rank.before.box != rank.after.box or rank.before.count != rank.after.count:
-            raise EngineRefused("a rank's transaction does not write what it read", hint="this is a bug: report it")
-        box = local[np.frombuffer(rank.after.box, dtype="<u4")]
-        sums = (np.frombuffer(one, "<u8") for one in (rank.before.sums, rank.after.sums))
-        entries.append((box, (np.frombuffer(rank.after.count, "<i8"), *sums)))
-    joined = _fold(placement, entries, "transaction")
-    count, before, after = joined.columns
-    written = np.zeros(len(placement.layout), dtype=np.uint64)
-    np.add.at(written, placement.tensor[joined.key], after - before)
-    wanted = np.zeros_like(written)
-    for hop in hops:
-        wanted += hop.table.delta(len(placement.layout))
-    if wrong := differing(placement, written, wanted):
-        raise EngineRefused(
-            f"the composed change is not the sum of its versions: {shorten(wrong)}", hint="this is a bug: report it"
-        )
-    return int(count.sum())
-
-
-def compare_written(placement: JointPlacement, wanted: Sequence[Sums], found: Sequence[Sums]) -> str:
-    """Compare every rank's live sums with what it had to write. Empty if they are equal, else the tensors and ranks."""
-    faults = []
-    for number, (local, want, have) in enumerate(zip(placement.local, wanted, found, strict=True)):
-        if want.box != have.box:
-            faults.append(f"rank {number} summed other boxes than it wrote")
-            continue
-        wrong = np.frombuffer(want.sums, "<u8") != np.frombuffer(have.sums, "<u8")
-        if wrong.any():
-            boxes = local[np.frombuffer(want.box, "<u4")[wrong]]
-            faults.append(f"rank {number}: {_names(placement, boxes)}")
-    return "; ".join(faults)
