@@ -104,7 +104,7 @@ def verify_hop(placement: JointPlacement, hop: StagedSummary, ranks: Sequence[Se
             np.frombuffer(rank.after, "<u8"),
         )
         entries.append((segment * boxes + box, columns))
-    joined = _fold(placement, entries, f"version {hop.version}")
+    joined = _merge_copies(placement, entries, f"version {hop.version}")
     segment = joined.key // boxes
     counted, before, after = (np.zeros(table.tensor.size, dtype=kind) for kind in (np.int64, np.uint64, np.uint64))
     for total, column in zip((counted, before, after), joined.columns, strict=True):
@@ -135,7 +135,7 @@ def verify_composed(placement: JointPlacement, hops: Sequence[StagedSummary], ra
         box = local[np.frombuffer(rank.after.box, dtype="<u4")]
         sums = (np.frombuffer(one, "<u8") for one in (rank.before.sums, rank.after.sums))
         entries.append((box, (np.frombuffer(rank.after.count, "<i8"), *sums)))
-    joined = _fold(placement, entries, "transaction")
+    joined = _merge_copies(placement, entries, "transaction")
     count, before, after = joined.columns
     written = np.zeros(len(placement.layout), dtype=np.uint64)
     np.add.at(written, placement.tensor[joined.key], after - before)
@@ -249,11 +249,11 @@ class _Joined:
     where: str = ""
 
 
-def _fold(
+def _merge_copies(
     placement: JointPlacement, entries: Sequence[tuple[Ints, tuple[npt.NDArray[Any], ...]]], what: str
 ) -> _Joined:
-    """Merge copies as `_fold_torn` does. Raises `EngineRefused` also where they differ."""
-    joined = _fold_torn(placement, entries, what)
+    """Merge copies as `_merge_torn_copies` does. Raises `EngineRefused` also where they differ."""
+    joined = _merge_torn_copies(placement, entries, what)
     if joined.where:
         raise EngineRefused(
             f"{what}: {joined.where}",
@@ -262,7 +262,7 @@ def _fold(
     return joined
 
 
-def _fold_torn(
+def _merge_torn_copies(
     placement: JointPlacement, entries: Sequence[tuple[Ints, tuple[npt.NDArray[Any], ...]]], what: str
 ) -> _Joined:
     """Merge copies, also where they differ. A key is `row * boxes + box`; each rank gives its keys and columns.
@@ -303,7 +303,7 @@ def join_fingerprint(placement: JointPlacement, ranks: Sequence[FingerprintRank]
     """The sums of all live weights. A tensor whose copies differ gets the sum 0, which no version has: so the engine is
     at no version, and a load repairs it."""
     entries = [(local, (sums,)) for local, sums in _box_sums(placement, ranks)]
-    joined = _fold_torn(placement, entries, "fingerprint")
+    joined = _merge_torn_copies(placement, entries, "fingerprint")
     vector = np.zeros(len(placement.layout), dtype=np.uint64)
     np.add.at(vector, placement.tensor[joined.key], joined.columns[0])
     vector[placement.tensor[joined.torn]] = 0

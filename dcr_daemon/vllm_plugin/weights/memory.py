@@ -70,7 +70,7 @@ class WeightMemory(Protocol):
         """Sum over given bits at canonical places of a row, for values that live memory does not hold (yet)."""
         ...
 
-    def load_groups(self, groups: Sequence[Group]) -> None:
+    def set_groups(self, groups: Sequence[Group]) -> None:
         """Set the groups that `scatter` and `group_sums` work on. On a host these then allocate only one number per
         group."""
         ...
@@ -209,7 +209,7 @@ class HostMemory(HostTables):
             int(line[self._kernels.ADDRESS]), out.itemsize, _address(targets), targets.size, _address(out)
         )
 
-    def load_groups(self, groups: Sequence[Group]) -> None:
+    def set_groups(self, groups: Sequence[Group]) -> None:
         k = self._kernels
         table = np.zeros((len(groups), k.GROUP_COLUMNS), dtype=np.int64)
         for line, group in zip(table, groups, strict=True):

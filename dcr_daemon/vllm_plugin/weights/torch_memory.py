@@ -1,7 +1,7 @@
 """Live weights on any torch device: the same results as `HostMemory`, from torch operations.
 
 Runs in the worker process. Positions are computed on the host; old values are copied from the device once, at prepare.
-`load_groups` copies targets, both values and the constant part of every summand to the device, so that the pause has
+`set_groups` copies targets, both values and the constant part of every summand to the device, so that the pause has
 one indexed write per parameter and one pass of integer arithmetic, and transfers only the sums.
 
 Torch has no unsigned 64-bit arithmetic on devices. int64 wraps in the same way; only right shifts need their sign bits
@@ -118,7 +118,7 @@ class TorchMemory(HostTables):
             values = self._views[place.parameter][index].cpu().numpy()
             out[:] = values.view(out.dtype)
 
-    def load_groups(self, groups: Sequence[Group]) -> None:
+    def set_groups(self, groups: Sequence[Group]) -> None:
         by_parameter: dict[str, list[int]] = {}
         for number, group in enumerate(groups):
             by_parameter.setdefault(self._rows[group.row].parameter, []).append(number)

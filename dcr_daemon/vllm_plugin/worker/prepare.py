@@ -204,7 +204,7 @@ class Preparation:
         """Give the groups to the memory, and compute what apply and rollback have to return."""
         memory, groups = self._memory, self._groups
         self._require_equal_aliases()
-        memory.load_groups(groups)
+        memory.set_groups(groups)
         sums = [
             self._sums.get(id(g))
             or (memory.sum_bits(g.row, g.old, g.element), memory.sum_bits(g.row, g.new, g.element))

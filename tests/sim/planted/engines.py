@@ -148,7 +148,7 @@ def change_is_applied_as_a_difference(put: Put) -> None:
             memory.gather(group.row, group.target, lanes)
             keep = group.new.copy()
             group.new[:] = lanes + (keep - group.old)
-            memory.load_groups(self.groups)
+            memory.set_groups(self.groups)
             memory.scatter(ValueSet.NEW)
             group.new[:] = keep
         return self.answer.after

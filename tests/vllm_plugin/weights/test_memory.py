@@ -73,7 +73,7 @@ def test_locate_gather_scatter_and_sums_agree_with_the_rows(which: int) -> None:
         assert (values == old[row.tensor][changed[picked]]).all()
         assert (element.astype(np.int64) + row.region.dst == changed[picked]).all()
         groups.append(Group(number, 0, element, target, values, new[row.tensor][changed[picked]]))
-    memory.load_groups(groups)
+    memory.set_groups(groups)
     for side, wanted in (
         (ValueSet.NEW, loaded(new, 1, 2).state()),
         (ValueSet.OLD, before),
