@@ -78,7 +78,7 @@ _KINDS = (
 class _Rank:
     """A worker that does nothing but be asked."""
 
-    rank, generation, dirty = 0, 0, False
+    rank, external_writes, dirty = 0, 0, False
 
     def fence(self, token: int) -> None:
         if token < 2:

@@ -51,7 +51,7 @@ class WorkerTransport(Protocol):
 
 
 class WorkerGroup:
-    """Calls all ranks; keeps each rank's last weights generation, and the owner token that calls carry.
+    """Calls all ranks; keeps each rank's last count of external writes, and the owner token that calls carry.
 
     `ask` raises the error kind that a rank's code stands for, and names the ranks; `replies` returns every reply.
     """

@@ -33,12 +33,12 @@ from dcr_daemon.wording import shorten
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """`memory` is None exactly if the model was refused. `generation`: external writes counted when it was made."""
+    """`memory` is None exactly if the model was refused. `external_writes`: the worker's count when it was made."""
 
     layout: Layout
     placement: Placement
     memory: WeightMemory | None
-    generation: int
+    external_writes: int
     computed_loader: ComputedLoader | None = None
 
     @property
@@ -165,7 +165,7 @@ def attach(
     *,
     platform: str,
     device: torch.device,
-    generation: int,
+    external_writes: int,
     before: Attachment | None,
 ) -> Attachment:
     """Record where a layout lies, or use the recording of an earlier attachment (`before`) again.
@@ -179,19 +179,23 @@ def attach(
         and before.layout == layout
         and before.memory.moved_parameter() is None
     ):
-        return Attachment(layout, before.placement, before.memory, generation, before.computed_loader)
+        return Attachment(layout, before.placement, before.memory, external_writes, before.computed_loader)
     placement, live = place_model.attach_model(model, config, layout, platform)
     if placement.refusals:
-        return Attachment(layout, placement, None, generation)
+        return Attachment(layout, placement, None, external_writes)
     try:
         memory = open_memory(placement, LiveTensors(live, holders_of(model)), layout=layout, device=device)
     except ValueError as error:
         refused = Placement(held=[TensorHandling.REFUSED] * len(layout), refusals={"": str(error)})
-        return Attachment(layout, refused, None, generation)
+        return Attachment(layout, refused, None, external_writes)
     compile_kernels(spec.width for spec in layout)
     dtype = config.model_config.dtype if config is not None else None
     return Attachment(
-        layout, placement, memory, generation, ComputedLoader(model, placement, live=live, layout=layout, dtype=dtype)
+        layout,
+        placement,
+        memory,
+        external_writes,
+        ComputedLoader(model, placement, live=live, layout=layout, dtype=dtype),
     )
 
 

@@ -74,7 +74,7 @@ def answer(session: WorkerSession, env: dict[str, Any], call: str) -> dict[str, 
             code=code,
             error=error,
             hint=hint,
-            generation=session.generation,
+            generation=session.external_writes,
             dirty=session.dirty,
             result=result,
         )

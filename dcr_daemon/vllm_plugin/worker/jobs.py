@@ -32,7 +32,9 @@ class Cancelled(Exception):
 
 @dataclass(slots=True)
 class Job:
-    """`stamp`: the worker's (generation, epoch) when the job started; a result that is joined under another is void."""
+    """`stamp`: what the worker had counted when the job started (`external_writes`, `_invalidations`); a result that is
+    joined under another stamp is void.
+    """
 
     id: str
     kind: JobKind

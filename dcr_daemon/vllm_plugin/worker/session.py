@@ -53,9 +53,9 @@ class WorkerSession:
         self.rank = rank
         self._model, self._config, self._platform, self._device = model, config, platform, device
         self.dirty = False
-        self.generation = 0
+        self.external_writes = 0  # on the wire: `generation`
         self._changed_by = ""
-        self._epoch = 0  # rises with each write of our own, and when a prepared transaction is dropped
+        self._invalidations = 0  # rises with each begun write of our own, and when a transaction is forgotten
         self._token = 0
         self._attachment: Attachment | None = None
         self._arena: Arena | None = None
@@ -80,7 +80,7 @@ class WorkerSession:
             kind=self._kind,
             state=self._state,
             dirty=self.dirty,
-            generation=self.generation,
+            generation=self.external_writes,
             changed_by=self._changed_by,
             job=job.status if job is not None else None,
             outcomes=dict(self._outcomes),
@@ -112,7 +112,7 @@ class WorkerSession:
         """An external writer (`name`) is about to change weights: all that is known about them becomes void (must
         F1)."""
         self._background.quiesce()
-        self.generation += 1
+        self.external_writes += 1
         self._changed_by = name
         if self._state not in BEGUN_STATES:
             self._forget()
@@ -137,7 +137,7 @@ class WorkerSession:
         self._background.quiesce()
         self._token = token
         self._forget()
-        placement = self._record(read_layout(arg.layout, arg.layout_digest)).placement
+        placement = self._place(read_layout(arg.layout, arg.layout_digest)).placement
         if not placement.refusals:
             self._reserve(arg.cap)
             self._background.use_cpus(arg.cpus)
@@ -150,7 +150,7 @@ class WorkerSession:
             parameters=len({row.parameter for row in placement.rows}),
         )
 
-    def _record(self, layout: Layout) -> Attachment:
+    def _place(self, layout: Layout) -> Attachment:
         """Find out where the layout's tensors lie in memory now."""
         self._attachment = attach(
             self._model,
@@ -158,7 +158,7 @@ class WorkerSession:
             layout,
             platform=self._platform,
             device=self._device,
-            generation=self.generation,
+            external_writes=self.external_writes,
             before=self._attachment,
         )
         return self._attachment
@@ -176,7 +176,7 @@ class WorkerSession:
                 Code.EXHAUSTED, f"cannot reserve {cap} bytes for a transaction", hint="lower DCR_STAGE_CAP"
             ) from None
 
-    def _recorded(self) -> Attachment:
+    def _placed(self) -> Attachment:
         """The attachment, even if an external writer has written since."""
         if self._attachment is None:
             raise Refusal(Code.REFUSED, "no layout is attached", hint="attach first")
@@ -186,8 +186,8 @@ class WorkerSession:
 
     def _attached(self) -> Attachment:
         """The attachment. Refuses if an external writer may have written since."""
-        attachment = self._recorded()
-        if attachment.generation != self.generation:
+        attachment = self._placed()
+        if attachment.external_writes != self.external_writes:
             raise Refusal(Code.UNPROVED, f"{self._changed_by} may have changed the weights", hint="attach again")
         return attachment
 
@@ -196,7 +196,7 @@ class WorkerSession:
     def start(self, arg: calls.Start) -> calls.JobStatus:
         """Start a job on the background thread; its result is taken over by `join`."""
         # Files may be checked in any state: the check reads no weight.
-        attachment = self._recorded() if arg.kind is JobKind.CHECK else self._attached()
+        attachment = self._placed() if arg.kind is JobKind.CHECK else self._attached()
         job = self._background.job
         if job is not None and (job.kind is JobKind.SCRUB or arg.kind is JobKind.CHECK):
             # A scrub may be cancelled at any time; a load is checked first, and by then no other job has an owner.
@@ -214,7 +214,8 @@ class WorkerSession:
             raise Refusal(Code.REFUSED, "a load job needs a begun load", hint="send begin with kind=load first")
         if arg.kind is JobKind.PREPARE:
             self._forget()
-        self._background.start(Job(arg.id, arg.kind, self._work(arg, attachment), (self.generation, self._epoch)))
+        stamp = (self.external_writes, self._invalidations)
+        self._background.start(Job(arg.id, arg.kind, self._work(arg, attachment), stamp))
         return self._job(arg.id).status
 
     def _work(self, arg: calls.Start, attachment: Attachment) -> Callable[[Job], Any]:
@@ -254,7 +255,7 @@ class WorkerSession:
             raise Refusal(Code(job.code), job.error)
         if job.state is not JobState.DONE:
             raise Refusal(Code.REFUSED, f"job {job.id} was cancelled")
-        if job.stamp != (self.generation, self._epoch):
+        if job.stamp != (self.external_writes, self._invalidations):
             raise Refusal(
                 Code.UNPROVED, f"job {job.id} is void: weights changed while it ran or since", hint="start again"
             )
@@ -303,14 +304,14 @@ class WorkerSession:
             self._background.quiesce()
         else:
             self._background.quiesce()
-            attachment = self._recorded()
-            if attachment.generation != self.generation or attachment.live.moved_parameter() is not None:
-                self._record(attachment.layout)
-                self._recorded()
+            attachment = self._placed()
+            if attachment.external_writes != self.external_writes or attachment.live.moved_parameter() is not None:
+                self._place(attachment.layout)
+                self._placed()
             self._forget()
             self._txn_id, self._kind = arg.txn, "load"
         self.dirty = True
-        self._epoch += 1
+        self._invalidations += 1
         self._state, self._applied = TxnState.BEGUN, False
         return self.status()
 
@@ -367,8 +368,8 @@ class WorkerSession:
         return self.status()
 
     def _forget(self) -> None:
-        """Forget the transaction; the new epoch voids the results of jobs that are running or finished."""
-        self._epoch += 1
+        """Forget the transaction; the results of jobs that are running or finished become void."""
+        self._invalidations += 1
         self._txn, self._txn_id, self._kind, self._applied = None, None, "", False
         self._state = TxnState.NONE
 
