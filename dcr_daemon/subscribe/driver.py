@@ -49,11 +49,11 @@ class Driver:
         self._backoff = FailureBackoff(context.options.poll)
         self._monitor = EngineMonitor(engine, context.scrub, heartbeat=self._heartbeat, notice=self._note_serving)
         self.version: int | None = None
-        self._goal = 0  #: the newest version known when the driver last began to attach
+        self._newest_at_attach = 0  #: `_newest()` when `run` last began to attach
         # What the last attach found, and what has become of it since.
         self._incarnation = ""
         self._attached = False  #: it is known what the engine holds
-        self._released = False  #: it was told to serve since the attach: if it is paused now, somebody else did it
+        self._told_to_serve = False  #: it was told to serve since the attach: if it is paused now, somebody else did it
         self._blank = False  #: its weights are all zero
         self._stuck = ""  #: why a begun transaction can be neither committed nor rolled back
         self._computed_lost: DcrError | None = None  #: why the loader-computed tensors' bytes are not known
@@ -75,7 +75,7 @@ class Driver:
             With `once`, whatever prevents it; without, that is reported and retried.
         """
         began, absent, once = runtime.monotonic(), 0, self._context.options.once
-        self._goal = self._newest()
+        self._newest_at_attach = self._newest()
         while True:
             try:
                 await self._attach()
@@ -100,7 +100,7 @@ class Driver:
             await runtime.sleep(pause)
             if not once:
                 await self._read_on()
-                self._goal = self._newest()
+                self._newest_at_attach = self._newest()
 
     async def _read_on(self) -> None:
         try:
@@ -116,8 +116,8 @@ class Driver:
     def _target(self) -> int:
         """The version to bring the engine to: a fixed one with `once`, else whatever is newest."""
         # A fixed version below the floor may be deleted: then the newest is taken with `once` too.
-        fixed = self._context.options.once and self._goal >= self._context.ledger.state.floor
-        return self._goal if fixed else max(self._newest(), self._goal)
+        fixed = self._context.options.once and self._newest_at_attach >= self._context.ledger.state.floor
+        return self._newest_at_attach if fixed else max(self._newest(), self._newest_at_attach)
 
     async def _follow_stream(self) -> None:
         """Bring the engine to the target whenever there is a newer one; with `once`, once."""
@@ -138,9 +138,9 @@ class Driver:
         """To the target, and serve."""
         while self.version is None or self.version < self._target():
             await self._advance(self._target())
-            if self.version is not None and self.version >= self._goal and not self._released:
+            if self.version is not None and self.version >= self._newest_at_attach and not self._told_to_serve:
                 await self._serve()
-        if not self._released:
+        if not self._told_to_serve:
             await self._serve()
         self._backoff.note_progress(self.version)
         self._status.report("serving" if self._status.serving else "paused")
@@ -155,7 +155,7 @@ class Driver:
                 hint="wait for a newer version, or pin this one",
             )
         await self._engine.serve()
-        self._released = True
+        self._told_to_serve = True
         runtime.failpoint("subscribe.serving")
         self._note_serving(True)
 
@@ -169,7 +169,7 @@ class Driver:
 
     def _note_serving(self, serving: bool) -> None:
         """The engine says whether it generates. If it was told to serve and does not, somebody else has paused it."""
-        if self.version is None or not self._released:
+        if self.version is None or not self._told_to_serve:
             return
         if serving:
             self._status.serves(self.version)
@@ -189,7 +189,7 @@ class Driver:
 
     def _detach(self) -> None:
         """From here on, only an attach says what the engine holds."""
-        self.version, self._attached, self._released = None, False, False
+        self.version, self._attached, self._told_to_serve = None, False, False
         self._context.scrub.suspend()
 
     async def _attach(self) -> None:
@@ -212,7 +212,7 @@ class Driver:
         if self.version is not None:
             self._backoff.forget_up_to(self.version)
             context.scrub.resume()
-            self._released = attached.serving
+            self._told_to_serve = attached.serving
             self._note_serving(attached.serving)
 
     async def _take_over(self, facts: StreamFacts) -> EngineAttached:
@@ -426,7 +426,7 @@ class Driver:
         self._backoff.note_progress(self.version)
         self._context.scrub.resume()
         await self._status.committed(base, ended, runtime.monotonic() - began, route=route)
-        self._released = self._released or ended.serving
+        self._told_to_serve = self._told_to_serve or ended.serving
         self._note_serving(ended.serving)
 
     def _delete_old(self) -> None:

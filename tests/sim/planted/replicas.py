@@ -20,7 +20,7 @@ def ready_at_any_version(put: Put) -> None:
     right = Driver._step
 
     async def step(self: Driver) -> None:
-        if self.version is not None and not self._released:
+        if self.version is not None and not self._told_to_serve:
             await self._serve()
         await right(self)
 
