@@ -64,7 +64,12 @@ def anchor(version: int, attempt_: int) -> str:
     return f"{ANCHORS}{version}/{attempt_}/"
 
 
-def anchor_share(version: int, attempt_: int, group: str, rank: int, nonce: str) -> str:
+def anchor_file(version: int, attempt_: int, *, group: str, rank: int, nonce: str, n: int) -> str:
+    """The n-th file of what a rank holds."""
+    return f"{anchor(version, attempt_)}{group}-{rank}-{nonce}-{n:05d}.safetensors"
+
+
+def anchor_share(version: int, attempt_: int, *, group: str, rank: int, nonce: str) -> str:
     """What a rank put into an anchor."""
     return f"{anchor(version, attempt_)}{group}-{rank}-{nonce}.share.json"
 

@@ -134,9 +134,10 @@ async def write_anchor(
     ledger.check_held()  # its number would pass for one of the new owner's (must L5), and the upload is long
     # The seq of the newest record: never repeated by another process, since each claims first (must L0). One anchor is
     # written at a time, so retention knows by the number which ones have ended (must L5).
-    writer = _Writer(resources, source, names.anchor(version, ledger.tip.seq))
+    prefix = names.anchor(version, ledger.tip.seq)
+    writer = _Writer(resources, source, prefix)
     plan = plan_files(source.layout, FILE_BYTES)
-    files, found = await writer.put_files(plan, lambda n: _file_name(n, len(plan)))
+    files, found = await writer.put_files(plan, lambda n: prefix + _file_name(n, len(plan)))
     await writer.put_hf_index(plan)
     table = await resources.workers.run(_contents, plan)
     check_vector(vector, found, source.layout, f"anchor of version {version} in {ledger.store.url}", _REBUILDS)
@@ -152,22 +153,25 @@ async def write_share(context: RankContext, seal: Seal) -> AnchorShare:
     """
     rank, baseline = context.rank, context.baseline
     writer = _Writer(context.resources, baseline, names.anchor(seal.version, seal.seq))
-    address = f"{rank.group}-{rank.number}-{rank.nonce}"
+
+    def key(name: Callable[..., str], **more: int) -> str:
+        return name(seal.version, seal.seq, group=rank.group, rank=rank.number, nonce=rank.nonce, **more)
+
     boxes = [(block.tensor, block.box) for block in baseline.blocks]
     plan = plan_boxes(baseline.layout, boxes, limit=FILE_BYTES)
     if rank.leads:  # nobody has an element of an empty tensor
         plan.append([Piece(t, None, spec) for t, spec in enumerate(baseline.layout) if not spec.elements])
     plan = [pieces for pieces in plan if pieces]
-    files, vector = await writer.put_files(plan, lambda n: f"{address}-{n:05d}.safetensors")
+    files, vector = await writer.put_files(plan, lambda n: key(names.anchor_file, n=n))
     what = f"share of {rank} in the anchor of version {seal.version}"
     check_vector(baseline.vector, vector, baseline.layout, what, _REBUILDS)
-    sums = await writer.put(f"{address}.sums", vector.astype("<u8").tobytes())
+    sums = await writer.put(key(names.anchor_sums), vector.astype("<u8").tobytes())
     share = AnchorShare(
         stream=seal.stream, group=rank.group, version=seal.version, rank=rank.number, nonce=rank.nonce, files=files,
         sums=sums, contents=await context.workers.run(_contents, plan),
     )  # fmt: skip
     runtime.failpoint("publish.anchor.shared")
-    await writer.put(f"{address}.share.json", records.encode(share))
+    await writer.put(key(names.anchor_share), records.encode(share))
     return share
 
 
@@ -250,15 +254,15 @@ class _Writer:
             tables: say what is in the files; if one is None, none is put.
         """
         fit = [name for name in sorted(side_files) if is_key(name) and name not in (INDEX_NAME, CONTENTS_NAME)]
-        side = [await self.put(name, side_files[name]) for name in fit]
+        side = [await self.put(self._prefix + name, side_files[name]) for name in fit]
         known = [table for table in tables if table is not None]
         contents = None
         if len(known) == len(tables) and sum(map(len, known)) + 4 * len(known) <= CONTENTS_LIMIT:
-            contents = await self.put(CONTENTS_NAME, join_tables(known))
+            contents = await self.put(self._prefix + CONTENTS_NAME, join_tables(known))
             runtime.failpoint("publish.anchor.contents")
         stream = self._ledger.stream.stream
         index = AnchorIndex(stream=stream, version=version, files=files, extras=side, contents=contents)
-        place = await self.put(INDEX_NAME, records.encode(index))
+        place = await self.put(self._prefix + INDEX_NAME, records.encode(index))
         runtime.failpoint("publish.anchor.put")
         size = sum(file.size for file in [*files, *side])
         record = await self._ledger.append(
@@ -269,21 +273,18 @@ class _Writer:
         self._emit(AnchorPut(version=version, bytes=size, seconds=runtime.monotonic() - self._began))
         return record
 
-    async def put(self, name: str, body: bytes | bytearray) -> ObjectRef:
-        key = f"{self._prefix}{name}"
+    async def put(self, key: str, body: bytes | bytearray) -> ObjectRef:
         await put_if_absent(self._store, key, memoryview(body), patience=self._patience)
         return ObjectRef(key, len(body), await self._workers.run(records.digest, memoryview(body)))
 
-    async def put_files(
-        self, plan: Sequence[list[Piece]], name: Callable[[int], str]
-    ) -> tuple[list[ObjectRef], Vector]:
-        """The references of the planned files, and the fingerprint of what was put."""
+    async def put_files(self, plan: Sequence[list[Piece]], key: Callable[[int], str]) -> tuple[list[ObjectRef], Vector]:
+        """The references of the planned files, and the fingerprint of what was put. `key` gives the key of the n-th."""
 
         async def put_file(n: int, pieces: list[Piece]) -> ObjectRef:
             body, sums = await self._workers.run(_pack, self._source, pieces)
             for tensor, value in sums:
                 self._sums[tensor] = (self._sums[tensor] + value) & MASK
-            file = await self.put(name(n), body)
+            file = await self.put(key(n), body)
             runtime.failpoint("publish.anchor.file")
             return file
 
@@ -296,7 +297,7 @@ class _Writer:
         if len(plan) > 1 and all(piece.whole(layout) for pieces in plan for piece in pieces):
             homes = {p.entry.name: _file_name(n, len(plan)) for n, pieces in enumerate(plan) for p in pieces}
             table = {"metadata": {"total_size": layout.nbytes}, "weight_map": homes}
-            await self.put(INDEX, json.dumps(table, sort_keys=True).encode())
+            await self.put(self._prefix + INDEX, json.dumps(table, sort_keys=True).encode())
 
 
 def _file_name(n: int, count: int) -> str:
