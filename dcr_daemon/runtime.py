@@ -134,7 +134,8 @@ async def wait_event(event: asyncio.Event, seconds: float) -> bool:
 async def run_until_first(*works: Coroutine[Any, Any, Any]) -> Any:
     """Run coroutines side by side until one of them ends or fails; the others are cancelled and have ended then.
 
-    Returns what the one that ended returned, or raises what it raised; of several, the first in the order given.
+    Returns what the one that ended returned, or raises what it raised. Of several that ended at once, one that failed
+    goes before one that returned, then the first in the order given.
     """
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
@@ -143,7 +144,9 @@ async def run_until_first(*works: Coroutine[Any, Any, Any]) -> Any:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    return next(task for task in tasks if task in done).result()
+    ended = [task for task in tasks if task in done]
+    failed = [task for task in ended if task.cancelled() or task.exception()]
+    return (failed or ended)[0].result()
 
 
 def nonce(size: int = 8) -> str:

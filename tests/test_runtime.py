@@ -1,4 +1,4 @@
-"""Failpoints: what a crash test asks for is what happens, and nothing else."""
+"""Failpoints: what a crash test asks for is what happens, and nothing else. Work side by side: no failure is lost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from dcr_daemon.runtime import Failpoints
+from dcr_daemon.runtime import Failpoints, run_until_first
 
 SCRIPT = "from dcr_daemon import runtime\nfor n in range(3): runtime.failpoint('here'); print(n, flush=True)"
 
@@ -53,3 +53,15 @@ def test_the_second_pass_kills_or_stops():
     stopped.send_signal(signal.SIGCONT)
     assert stopped.communicate(timeout=60)[0] == "0\n1\n2\n"
     assert stopped.returncode == 0
+
+
+async def ends(result: object) -> object:
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+async def test_a_failure_is_not_hidden_by_work_that_ends_in_the_same_tick():
+    with pytest.raises(ValueError, match="second"):
+        await run_until_first(ends("first"), ends(ValueError("second")), ends(KeyError("third")))
+    assert await run_until_first(ends("first"), ends("second")) == "first"
