@@ -9,7 +9,8 @@ from the base or an anchor and the chain, for these tensors alone. An engine wit
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing
 from pathlib import Path
 
 import msgspec
@@ -240,10 +241,11 @@ class LoaderComputed:
     async def _apply_chain(self, values: Values, hops: Sequence[int], routes: Routes) -> None:
         seals = await self._ledger.history.between(hops[0], hops[-1]) if hops else []
         for seal in seals:
-            async for chunk in self._chunks(seal, routes):
-                await self._workers.run(self._change, values, [chunk], (seal.attempt, seal.base, seal.version))
+            async with aclosing(self._chunks(seal, routes)) as chunks:
+                async for chunk in chunks:
+                    await self._workers.run(self._change, values, [chunk], (seal.attempt, seal.base, seal.version))
 
-    async def _chunks(self, seal: Seal, routes: Routes) -> AsyncIterator[bytes]:
+    async def _chunks(self, seal: Seal, routes: Routes) -> AsyncGenerator[bytes]:
         """The chunks of a version, one in memory at a time."""
         try:
             for part in await self._objects.read_parts(seal):
