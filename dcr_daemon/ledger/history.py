@@ -126,30 +126,38 @@ class History:
         *,
         avoid_anchors: Collection[int] = (),
         avoid_deltas: Collection[int] = (),
+        anchor_limit: int | None = None,
     ) -> Route:
         """The cheapest route from `have` (None: from nothing) to `target`, reading no more history than decides it.
 
         Args:
             avoid_anchors: versions whose anchor is not used.
             avoid_deltas: versions whose delta (the one that leads to the version) is not used.
+            anchor_limit: only so many of the newest anchors that may be used are considered, and no older record of
+                an anchor is read. None: all.
 
         Raises:
             NotFound: `target` is not sealed.
             NoRoute: nothing leads there, with the reason.
+            Corrupt: a record that has to be read is damaged.
         """
         floor = self._tip().state.floor
         if target > self._tip().state.seal.version:
             raise self._unsealed(target)
         seals = self.seals_back(target)
-        anchors = (a async for a in self.anchors_back() if a.version <= target and a.version not in avoid_anchors)
-        anchor = await anext(anchors, None)
+        usable = (a async for a in self.anchors_back() if a.version <= target and a.version not in avoid_anchors)
+
+        async def next_anchor() -> Anchor | None:
+            return None if len(sizes) == anchor_limit else await anext(usable, None)
+
         hops: dict[int, int] = {}
-        sizes: dict[int, int] = {}
+        sizes: dict[int, int] = {}  # of the anchors that the way back has met
+        anchor = await next_anchor()
         version, cost, best = target, 0, math.inf
         while True:
             if anchor is not None and anchor.version == version:
                 sizes[version], best = anchor.bytes, min(best, cost + anchor.bytes)
-                anchor = await anext(anchors, None)
+                anchor = await next_anchor()
             # Every other route passes the deltas read so far: once they cost more than a whole route, none is cheaper.
             end = have if have is not None else anchor.version if anchor else version
             if version <= end or version < max(floor, 1) or cost > best or version in avoid_deltas:

@@ -134,6 +134,7 @@ class _Builder:
         self._anchors = AnchorFiles(shop, self._objects, workers=workers)
         self._transactions = 0
         self._reached: int | None = None  # the version that the engine holds by now
+        self._failed: DcrError | None = None  # the first damage met
         # set by `build`
         self._stage: Stage
         self._routes: Routes
@@ -152,6 +153,7 @@ class _Builder:
             workers=self._workers,
             emit=self._emit,
         )
+        self._failed = None
         found = None if base is None else await self._version_of(base, layout)
         start = found if found is not None and found <= target else None
         self._base, self._routes = base, Routes(self._ledger.history, target, base=start)
@@ -160,20 +162,22 @@ class _Builder:
         except NoRoute as error:
             hint = "give --base with the checkpoint that the stream was created from"
             below = target < self._ledger.state.floor
+            if self._failed and not below:
+                raise self._failed from error
             raise NotFound(error.message, hint=error.hint if below else hint) from error
 
     async def _try_routes(self, target: int) -> None:
-        failed: DcrError | None = None
         async for route in self._routes:
-            if failed:
-                self._emit(Retrying(what=f"{failed.message}; trying {route}"))
+            self._failed = self._failed or self._routes.damage
+            if self._failed:
+                self._emit(Retrying(what=f"{self._failed.message}; trying {route}"))
             try:
                 await self._try(route, target)
                 return
             except (Corrupt, NotFound, ObjectPending) as error:
-                failed = failed or error
-        assert failed is not None, "a route was tried"
-        raise failed
+                self._failed = self._failed or error
+        assert self._failed is not None, "a route was tried"
+        raise self._failed
 
     async def _try(self, route: Route, target: int) -> None:
         facts = await self._stage.stream_facts()
@@ -249,21 +253,26 @@ class _Builder:
         seconds = runtime.monotonic() - began
         self._emit(Committed(base=base, version=ended.version, route=route, pause_seconds=ended.pause, seconds=seconds))
 
-    async def _version_of(self, base: Path, layout: Layout) -> int:
-        """Which version of the stream `base` is, by content."""
+    async def _version_of(self, base: Path, layout: Layout) -> int | None:
+        """Which version of the stream `base` is, by content; None if a damaged record hides it."""
         with Checkpoint(base) as checkpoint:
             if difference := describe_difference(checkpoint.layout, layout):
                 raise Incompatible(f"{base} does not hold the stream's tensors: {difference}")
             vector = await CheckpointReader(checkpoint).fingerprint(self._workers.run)
-        found = await locate(
-            self._ledger,
-            LiveWeights(vector, [TensorClass.EXACT] * len(layout)),
-            objects=self._objects,
-            layout=layout,
-            highest=self._ledger.state.seal.version,
-            thorough=True,
-            emit=self._emit,
-        )
+        try:
+            found = await locate(
+                self._ledger,
+                LiveWeights(vector, [TensorClass.EXACT] * len(layout)),
+                objects=self._objects,
+                layout=layout,
+                highest=self._ledger.state.seal.version,
+                thorough=True,
+                emit=self._emit,
+            )
+        except Corrupt as error:
+            # No newer version is the base, so each chain from it would pass the record.
+            self._failed = error
+            return None
         if found is None:
             raise Incompatible(
                 f"{base} is no version of {self._ledger.store.url}",

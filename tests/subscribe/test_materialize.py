@@ -6,6 +6,7 @@ import pytest
 
 from dcr_daemon.errors import Corrupt, Incompatible, NotFound, UsageError
 from dcr_daemon.events import Committed, Retrying
+from dcr_daemon.ledger import names
 from dcr_daemon.subscribe.materialize import materialize
 
 
@@ -136,6 +137,30 @@ class TestDamage:
         await materialize(stream.store, version=target, out=out, base=base if with_base else None, emit=told.append)
         assert stream.versions.version_of(out) == target
         assert not left_over(out)
+
+    @pytest.mark.parametrize("base_version", [None, 0, 5])
+    async def test_a_damaged_seal_below_what_is_started_from_is_gone_round(self, make_stream, tmp_path, base_version):
+        stream, _ = await self.make(make_stream, tmp_path)
+        base = None if base_version is None else stream.versions.save(tmp_path / "from", base_version)
+        await self.damage_seal(stream, 4)
+        out, told = tmp_path / "out", []
+        await materialize(stream.store, out=out, base=base, emit=told.append)
+        assert stream.versions.version_of(out) == 6
+        assert any("trying the anchor of version 5" in e.what for e in told if isinstance(e, Retrying)) == (
+            base_version != 5
+        )
+
+    async def test_a_damaged_seal_on_every_route_is_the_news(self, make_stream, tmp_path):
+        stream = await make_stream(6)
+        await stream.publish(1, 2, 3, 4, 5, 6)
+        base = stream.versions.save(tmp_path / "base")
+        await self.damage_seal(stream, 3)
+        with pytest.raises(Corrupt, match="does not parse"):
+            await materialize(stream.store, out=tmp_path / "out", base=base)
+
+    async def damage_seal(self, stream, version):
+        seal = await stream.ledger.history.seal(version)
+        (stream.home / names.record(seal.seq)).write_bytes(b"no record")
 
     async def test_the_first_damage_met_is_the_news_if_nothing_leads_there(self, make_stream, tmp_path):
         stream, base = await self.make(make_stream, tmp_path)

@@ -67,8 +67,8 @@ class Restorer:
         failed: list[DcrError] = []
         try:
             async for route in routes:
-                if failed:
-                    self._emit(Retrying(what=f"the baseline: {failed[-1].message}; trying {route}"))
+                if reason := failed[-1] if failed else routes.damage:
+                    self._emit(Retrying(what=f"the baseline: {reason.message}; trying {route}"))
                 try:
                     await self._build(route, head)
                     return
@@ -78,7 +78,9 @@ class Restorer:
         except NoRoute as error:
             hint = "give --base with the checkpoint that the stream was created from"
             raise NotFound(error.message, hint="" if self._base else hint) from error
-        damage = next((error for error in failed if isinstance(error, Corrupt)), None)
+        except Corrupt as error:  # damaged records stop every plan
+            failed.append(error)
+        damage = next((error for error in failed if isinstance(error, Corrupt)), routes.damage)
         if damage is None:
             raise failed[0]
         await self._baseline.adopt_unverified(head, unverified_base=True)

@@ -20,8 +20,8 @@ from dcr_daemon.checkpoint.blocks import Block, BlockSet
 from dcr_daemon.checkpoint.contents import Contents, join_tables
 from dcr_daemon.codec.decode import Chunk
 from dcr_daemon.errors import Corrupt
-from dcr_daemon.events import Degraded, Rebuilding
-from dcr_daemon.ledger import records
+from dcr_daemon.events import Alarm, Degraded, Rebuilding, Retrying
+from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.audit.verify import verify
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import Objects
@@ -121,6 +121,10 @@ class Rig:
         parts[rank] = ObjectRef(parts[rank].key, len(body), records.digest(body))
         self.forge(seal, parts=parts)
 
+    def damage_seal(self, version: int) -> None:
+        seal = next(one for one in self.world.reader.records() if isinstance(one, Seal) and one.version == version)
+        (self.bucket / names.record(seal.seq)).write_bytes(b"no record")
+
     def forge(self, record: Any, **change: Any) -> None:
         """Another record in the slot of one, and all after it chained anew."""
         prev = None
@@ -157,13 +161,13 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable
 def write(world: PublishWorld, written: Any) -> Callable[..., Rig]:
     """`write(versions)`: a stream of that many from four ranks, with an anchor of every second version."""
 
-    def make(versions: int = 3, anchor_every: int | None = 2) -> Rig:
+    def make(versions: int = 3, anchor_every: int | None = 2, *, anchor_share: float | None = 1.0) -> Rig:
         weights = [world.weights]
         for n in range(versions):
             weights.append(step_weights(weights[-1], seed=n))
         options = PublishOptions(
             state=world.state, base=world.base, create=True, patience=5.0, workers=1, name="trainer", chunk_bytes=200,
-            upload_base=False, anchor_every=anchor_every,
+            upload_base=False, anchor_every=anchor_every, anchor_share=anchor_share,
         )  # fmt: skip
 
         async def run() -> None:
@@ -172,7 +176,7 @@ def write(world: PublishWorld, written: Any) -> Callable[..., Rig]:
                 await group.publish(one)
             await group.close()
 
-        written(f"{versions}-{anchor_every}", lambda: asyncio.run(run()), world.root / "bucket")
+        written(f"{versions}-{anchor_every}-{anchor_share}", lambda: asyncio.run(run()), world.root / "bucket")
         world.events.clear()
         return Rig(world, weights)
 
@@ -353,6 +357,31 @@ def test_a_rebuild_that_is_interrupted_leaves_nothing_to_believe(write: Any) -> 
     rig.store.read.clear()
     rig.check(asyncio.run(rig.restore(rig.share(1))))
     assert rig.store.of(".safetensors")
+
+
+def test_a_damaged_seal_below_the_newest_anchor_is_not_needed(write: Any) -> None:
+    rig = write(5)
+    rig.damage_seal(3)
+    rig.check(asyncio.run(rig.restore(rig.share(0, 1), base=rig.world.base)))
+    assert [event.what for event in rig.world.events.of(Retrying) if "trying the anchor of version 4" in event.what]
+
+
+def test_a_damaged_seal_on_every_route_that_is_left_leaves_an_unverified_base(write: Any) -> None:
+    rig = write(5)
+    index, _, _ = rig.anchor()
+    rig.damage_seal(3)
+    index.write_bytes(b"")
+    baseline = asyncio.run(rig.restore(rig.share(0, 1), base=rig.world.base))
+    assert (baseline.version, baseline.unverified_base) == (5, True)
+    assert [alarm.must for alarm in rig.world.events.of(Alarm)] == ["P4"]
+
+
+def test_damaged_seals_that_stop_every_plan_leave_an_unverified_base(write: Any) -> None:
+    rig = write(5, anchor_every=None, anchor_share=None)
+    rig.damage_seal(3)
+    baseline = asyncio.run(rig.restore(rig.share(0, 1), base=rig.world.base))
+    assert (baseline.version, baseline.unverified_base) == (5, True)
+    assert [alarm.must for alarm in rig.world.events.of(Alarm)] == ["P4"]
 
 
 # What a rank finds in its state directory.
