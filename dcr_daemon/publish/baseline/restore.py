@@ -126,10 +126,14 @@ class Restorer:
         return self._baseline.version
 
     async def _plausible(self, version: int, vector: Vector) -> bool:
-        """Whether a hint does not contradict the ledger."""
+        """Whether the ledger can be asked about a hint and does not contradict it."""
         if not self._baseline.blocks.complete:
             return True
-        return show_u64(total(vector)) == total_of(await self._ledger.version_record(version))
+        try:
+            record = await self._ledger.version_record(version)
+        except Corrupt:  # on the way to it, so most likely on the chain from it too
+            return False
+        return show_u64(total(vector)) == total_of(record)
 
     async def load_base(self) -> None:
         """Version 0 from the base checkpoint, which must have its fingerprint."""

@@ -456,6 +456,15 @@ def test_a_cache_that_does_not_prove_itself_is_built_anew(write: Any, spoil: Cal
     assert rig.store.of(".safetensors")
 
 
+def test_a_hint_that_a_damaged_record_hides_is_passed_over(write: Any) -> None:
+    rig = write(5)
+    whole = rig.share(0, 1)
+    asyncio.run(rig.restore(whole)).close()
+    rewritten(version=2)(rig.world.root / "fresh")
+    rig.damage_seal(3)
+    rig.check(asyncio.run(rig.restore(whole)))
+
+
 def test_a_cache_of_another_share_is_not_taken_for_this_one(write: Any) -> None:
     """Two ranks with shares of one size: the map fits, and its elements are others."""
     halves = [[Block(2, Box.flat(at, 768))] for at in (0, 768)]
