@@ -120,10 +120,10 @@ def minus_zero_equals_zero(put: Put) -> None:
     """Old and new are compared as numbers: a sign that a zero gains is not sent."""
     right = ChunkEncoder.add
 
-    def add(self: ChunkEncoder, tensor: int, box: Any, base: Any, new: Any) -> Any:
+    def add(self: ChunkEncoder, tensor: int, box: Any, base: Any, new: Any, codec: Any = None) -> Any:
         top = np.array(1 << (8 * new.itemsize - 1), np.uint64).astype(new.dtype)
         both = ((base & ~top) == 0) & ((new & ~top) == 0)
-        return right(self, tensor, box, base, np.where(both, base, new))
+        return right(self, tensor, box, base, np.where(both, base, new), codec)
 
     put(ChunkEncoder, "add", add)
 

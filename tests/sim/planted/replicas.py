@@ -7,7 +7,7 @@ from typing import Any
 from sim.planted.bug import Put, bug
 
 from dcr_daemon.checkpoint import safetensors
-from dcr_daemon.engine.directory import checkout
+from dcr_daemon.engine.directory import checkout, transactions
 from dcr_daemon.engine.directory.checkout import Checkout
 from dcr_daemon.subscribe import driver
 from dcr_daemon.subscribe.driver import Driver
@@ -57,6 +57,7 @@ def a_chunk_is_left_out(put: Put) -> None:
 
     put(Stage, "_stage_delta", hop)
     put(deltas, "check_chain", lambda *_, **__: None)
+    put(transactions, "check_chain", lambda *_, **__: None)
     put(verify_sums, "verify_composed", lambda *_: 0)
     put(verify_sums, "compare_written", lambda *_: "")
 
@@ -65,7 +66,7 @@ def _fields(record: Any) -> dict[str, Any]:
     return {name: getattr(record, name) for name in record.__struct_fields__}
 
 
-@bug("E8", "subscriber_dies", "power_cut")
+@bug("E8", "power_cut", "subscriber_dies")
 def directory_without_a_mark(put: Put) -> None:
     """Files are changed in place, and nothing tells a loader meanwhile."""
     right = Checkout._replace
@@ -84,7 +85,7 @@ def data_is_not_synced(put: Put) -> None:
     put(safetensors, "sync_file", lambda *_, **__: None)
 
 
-@bug("E8", "subscriber_dies", "power_cut")
+@bug("E8", "power_cut", "subscriber_dies")
 def version_before_its_data(put: Put) -> None:
     """The directory says the new version first, and is then changed."""
     right = Checkout.redo
@@ -98,7 +99,7 @@ def version_before_its_data(put: Put) -> None:
                 txn=head.txn,
             ),
         )  # fmt: skip
-        self._show()
+        self._show_config()
         self._dirty.unlink(missing_ok=True)
         right(self, found, layout)
 
