@@ -209,11 +209,7 @@ class Publisher:
         """The weights on their way into an attempt. They have to be projected if there are several ranks, or if their
         names are not the checkpoint's."""
         layout, options = self._coordinator.layout, self._options
-        if (
-            self._rank.world == 1
-            and not (self._trainer.says or self._projection)
-            and not needs_projection(weights, layout)
-        ):
+        if self._rank.alone and not (self._trainer.says or self._projection) and not needs_projection(weights, layout):
             subject = f"step {step}" if step is not None else "the update"
             return whole_tensors(weights, layout, subject=subject, ignore=options.ignore)
         self._projection = self._projection or RankProjection(

@@ -36,6 +36,11 @@ class Rank:
     def leads(self) -> bool:
         return self.number == 0
 
+    @property
+    def alone(self) -> bool:
+        """Whether this is the only process: a group of one."""
+        return self.world == 1
+
     def __str__(self) -> str:
         return f"rank {self.number} of {self.world}"
 

@@ -55,7 +55,7 @@ async def open_leader(options: PublishOptions, store: Store, *, emit: Emit, rank
     """
     rank = rank or Rank()
     async with _Opening(options, store, emit=emit, rank=rank) as opening:
-        start = _StartAlone(opening) if rank.world == 1 else _StartOfMany(opening)
+        start = _StartAlone(opening) if rank.alone else _StartOfMany(opening)
         for warning in await probe(store):
             emit(Alarm(must="L6", what=warning))
         try:

@@ -83,7 +83,7 @@ class Peers(Protocol):
 
 def peers_of(context: RankContext, since_anchor: SinceAnchor, *, emit: Emit) -> Peers:
     """For the group that `context.rank` leads."""
-    if context.rank.world == 1:
+    if context.rank.alone:
         return Alone(context, since_anchor)
     return OtherRanks(context, since_anchor, emit=emit)
 

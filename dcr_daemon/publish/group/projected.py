@@ -185,7 +185,7 @@ class FirstRound(_Round):
 
         self._read(verdict)
         projection, live, probed = self._projection, self._live, dict(self._probed)
-        if distributed() and projection.rank.world > 1:
+        if distributed() and not projection.rank.alone:
             probed |= probe_meshes(live.inputs, live.map, layout=projection.layout).residual
         if projection.trainer.export is not None:
             reader, names = Reader(live, projection.layout), asked(projection.layout)
@@ -234,7 +234,7 @@ class AgreedProjection:
         self._live = live.without(verdict.residual)
         self._reader = Reader(self._live, layout)
         self._residual = Residual(verdict, layout, rank=rank.number, exporter=projection.exporter(lambda: self._live))
-        if rank.world == 1:  # all of it, and as every other process that publishes alone keeps it
+        if rank.alone:  # all of it, and as every other process that publishes alone keeps it
             self.owned = BlockSet.whole(layout, limit)
         else:
             whole = [layout.index(name) for name in self._residual.owned]
@@ -266,7 +266,7 @@ class AgreedProjection:
     @property
     def exports(self) -> bool:
         """Whether several ranks together construct the residual tensors."""
-        return self._rank.world > 1 and bool(self._residual.names)
+        return not self._rank.alone and bool(self._residual.names)
 
     def residual(self) -> Generator[tuple[int, Any, bool], None, None]:
         """Residual tensors that this rank owns: layout index, tensor, whether it travels as an overwrite (collective).
