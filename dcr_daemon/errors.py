@@ -21,6 +21,7 @@ exist.
 
 from __future__ import annotations
 
+import warnings
 from typing import ClassVar
 
 
@@ -98,3 +99,15 @@ class KeyNotFound(Exception):
     def __init__(self, key: str) -> None:
         super().__init__(key)
         self.key = key
+
+
+_OLD_NAMES = {"Misuse": UsageError, "Exhausted": ResourceExhausted, "Given": UpdateAborted, "Missing": KeyNotFound}
+
+
+def __getattr__(name: str) -> type[Exception]:
+    """The names that errors had in 0.1.0: aliases for this version, with a `DeprecationWarning`."""
+    if name not in _OLD_NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    present = _OLD_NAMES[name]
+    warnings.warn(f"dcr_daemon.errors.{name} is {present.__name__} now", DeprecationWarning, stacklevel=2)
+    return present
