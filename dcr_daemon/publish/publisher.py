@@ -235,8 +235,8 @@ class Publisher:
         patience = CLOSE_PATIENCE if silent or not isinstance(error, Exception) else None
         try:
             self._running.call(self._coordinator.abort_unless_sealed(error, patience=patience))
-        except Fenced:
-            if isinstance(error, DcrError):
+        except Fenced:  # it explains the error, such as a collective call whose peers have been replaced (must P6)
+            if isinstance(error, Exception):
                 raise
         except DcrError as later:
             self._emit(Retrying(what=f"the abort, before the next update begins: {later.message}"))

@@ -123,7 +123,7 @@ def test_what_are_no_weights_is_refused_on_the_rank_that_gives_it(world: Publish
     odd = ["norm.weight"]
     results = ranks.all(publish(lambda rank: odd if rank == 1 else local(tensors, rows(layout, rank)), 1))
     assert isinstance(results[1], UsageError)
-    assert all(isinstance(one, UpdateAborted) and "UsageError" in str(one) for one in (results[0], results[2]))
+    assert all(isinstance(one, UpdateAborted) and "Misuse" in str(one) for one in (results[0], results[2]))
     pairs = ranks.all(publish(lambda rank: list(local(tensors, rows(layout, rank)).items()), 2))
     assert pairs == [1] * WORLD
     ranks.close()
