@@ -68,7 +68,7 @@ class Endpoint:
 
         app.add_api_route("/health", health, methods=["GET"])
 
-    async def init_state(self, engine_client: Any, state: Any, *, args: Namespace) -> None:
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:  # vLLM passes them by position
         """Open the socket, then wait until the engine serves (unless `DCR_GATE=health`).
 
         Raises `UnsupportedVllm` if the socket cannot be opened safely, or the general plugin was not loaded.

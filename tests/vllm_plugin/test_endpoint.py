@@ -447,7 +447,7 @@ class Health:
             raise exceptions.EngineDeadError
 
     async def init(self) -> None:
-        await self.endpoint.init_state(self.client, self.app.state, args=SimpleNamespace())
+        await self.endpoint.init_state(self.client, self.app.state, SimpleNamespace())
 
     async def status(self) -> int:
         (route,) = [route for route in self.app.routes if getattr(route, "path", "") == "/health"]
@@ -532,5 +532,5 @@ async def test_without_a_socket_or_an_engine_the_plugin_does_nothing(tmp_path: P
     await off.init()
     assert not [route for route in off.app.routes if getattr(route, "path", "") == "/health"]
     render = Endpoint(Settings(socket=tmp_path / "run" / "e.sock"))
-    await render.init_state(None, SimpleNamespace(), args=SimpleNamespace())
+    await render.init_state(None, SimpleNamespace(), SimpleNamespace())
     assert not (tmp_path / "run").exists()
