@@ -33,6 +33,7 @@ from dcr_daemon.publish.inputs.tensors import check_kind, needs_projection
 from dcr_daemon.publish.options import KEEP_VERSIONS, SCRUB_RATE, PublishOptions, default_state, parse_codec
 from dcr_daemon.publish.rank import find_rank
 from dcr_daemon.publish.version.attempt import Attempt
+from dcr_daemon.publish.version.fate import reason_of
 from dcr_daemon.publish.version.update import Update
 from dcr_daemon.publish.version.versions import checked_metadata, checked_step
 from dcr_daemon.runtime import LoopThread
@@ -203,7 +204,7 @@ class Publisher:
     def _skip(self, error: Exception) -> None:
         """This call has failed before it opened an attempt: other ranks must not wait for it (must P2)."""
         with contextlib.suppress(DcrError):
-            self._running.call(self._coordinator.skip(call=self._calls, reason=f"{type(error).__name__}: {error}"))
+            self._running.call(self._coordinator.skip(call=self._calls, reason=reason_of(error)))
 
     def _input(self, weights: Any, step: int | None) -> UpdateInput:
         """The weights on their way into an attempt. They have to be projected if there are several ranks, or if their
