@@ -32,7 +32,7 @@ from dcr_daemon.ledger.records import (
 )
 from dcr_daemon.ledger.slot import pause_before
 from dcr_daemon.store.port import Store
-from dcr_daemon.store.task_limiter import run_limited
+from dcr_daemon.task_limiter import run_limited
 
 LAYOUT_LIMIT = 256 << 20  #: bytes
 FILE_LIMIT = (1 << 30) + (128 << 20)  #: bytes of one anchor file: 1 GiB of tensors and a header

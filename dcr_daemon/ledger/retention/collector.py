@@ -29,7 +29,7 @@ from dcr_daemon.ledger.retention.plan import (
     plan_retention,
 )
 from dcr_daemon.store.port import Entry
-from dcr_daemon.store.task_limiter import run_limited
+from dcr_daemon.task_limiter import run_limited
 
 BATCH = 500  #: objects per delete; after each the caller is asked whether to go on
 AT_ONCE = 8  #: files of an anchor checked at a time

@@ -38,7 +38,7 @@ from dcr_daemon.disk import disk_error, write_atomically
 from dcr_daemon.errors import Corrupt, Incompatible
 from dcr_daemon.publish.inputs.validator import differences
 from dcr_daemon.runtime import Workers
-from dcr_daemon.store.task_limiter import TaskLimiter
+from dcr_daemon.task_limiter import TaskLimiter
 from dcr_daemon.untrusted import decode_json
 from dcr_daemon.wording import shorten
 

@@ -26,7 +26,7 @@ from dcr_daemon.ledger.records import Anchor, AnchorIndex, ChunkRef, ObjectRef, 
 from dcr_daemon.publish.baseline.baseline import Baseline
 from dcr_daemon.runtime import Workers
 from dcr_daemon.store.poller import REPORT_EVERY
-from dcr_daemon.store.task_limiter import TaskLimiter
+from dcr_daemon.task_limiter import TaskLimiter
 from dcr_daemon.wording import shorten
 
 AT_ONCE = 16  #: objects read at a time

@@ -37,7 +37,7 @@ from dcr_daemon.publish.resources import RankResources
 from dcr_daemon.store.keys import is_key
 from dcr_daemon.store.put_if_absent import put_if_absent
 from dcr_daemon.store.retry import RetryPolicy
-from dcr_daemon.store.task_limiter import run_limited
+from dcr_daemon.task_limiter import run_limited
 
 FILE_BYTES = 256 << 20  #: of tensors in one file: what `CONCURRENCY` of them may cost in memory
 CONCURRENCY = 2

@@ -19,7 +19,7 @@ from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.records import PART_LIMIT, ObjectRef, Open, Part
 from dcr_daemon.publish.group.collect import read_listed
 from dcr_daemon.publish.version.attempt import Contribution
-from dcr_daemon.store.task_limiter import run_limited
+from dcr_daemon.task_limiter import run_limited
 
 CONCURRENCY = 16  #: parts read at a time
 

@@ -26,7 +26,7 @@ from dcr_daemon.publish.group.context import RankContext
 from dcr_daemon.publish.group.coordinator import Judge
 from dcr_daemon.publish.group.join import CONCURRENCY, Joined, join, solo
 from dcr_daemon.publish.version.attempt import Contribution, put
-from dcr_daemon.store.task_limiter import run_limited
+from dcr_daemon.task_limiter import run_limited
 from dcr_daemon.wording import shorten
 
 

@@ -16,7 +16,7 @@ from dcr_daemon.ledger.records import ChunkRef
 from dcr_daemon.store.port import Store
 from dcr_daemon.store.put_if_absent import put_if_absent
 from dcr_daemon.store.retry import RetryPolicy
-from dcr_daemon.store.task_limiter import TaskLimiter
+from dcr_daemon.task_limiter import TaskLimiter
 
 
 class Uploads:

@@ -19,8 +19,8 @@ from dcr_daemon.events import ChunkFetched, Degraded, Emit, Retrying
 from dcr_daemon.ledger import names
 from dcr_daemon.ledger.records import OpenRef
 from dcr_daemon.store.port import Entry, Store
-from dcr_daemon.store.task_limiter import TaskLimiter
 from dcr_daemon.subscribe.fetch.stage import CONCURRENCY, Stage
+from dcr_daemon.task_limiter import TaskLimiter
 
 
 class Prefetch:

@@ -24,8 +24,8 @@ from dcr_daemon.errors import Corrupt, DcrError, Incompatible, ResourceExhausted
 from dcr_daemon.events import ChunkFetched, Emit, Staged
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.records import ChunkRef, Part, Seal, Stream
-from dcr_daemon.store.task_limiter import run_limited
 from dcr_daemon.subscribe.fetch.files import file_digest, write_staged
+from dcr_daemon.task_limiter import run_limited
 
 CONCURRENCY = 8  #: objects fetched at a time
 SHARED = Path("/dev/shm")  #: Linux's tmpfs for everybody

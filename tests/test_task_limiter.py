@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from dcr_daemon.errors import Corrupt
-from dcr_daemon.store.task_limiter import TaskLimiter, run_limited
+from dcr_daemon.task_limiter import TaskLimiter, run_limited
 
 
 class Work:
