@@ -158,7 +158,7 @@ def test_without_the_checkout_the_demo_says_where_it_is(arguments: list[str]) ->
 def test_kinds_of_errors_keep_the_names_that_programs_read() -> None:
     """A class may be renamed; `kind` in the output of `--json` and on the engine's socket may not."""
     from dcr_daemon.ledger.objects import ObjectPending
-    from dcr_daemon.publish.watch.piece_reader import ContentMismatch
+    from dcr_daemon.publish.watch.pieces.reader import ContentMismatch
 
     errors = (UsageError, ResourceExhausted, UpdateAborted, ObjectPending, ContentMismatch)
     assert [error.kind for error in errors] == ["Misuse", "Exhausted", "Given", "NotYet", "NotAsPromised"]

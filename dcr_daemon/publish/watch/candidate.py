@@ -11,8 +11,8 @@ from dcr_daemon.checkpoint.safetensors import Header
 from dcr_daemon.errors import Incompatible
 from dcr_daemon.projection.files.piece_map import METADATA, SHARDING_INFO
 from dcr_daemon.publish.watch.file_identity import FileIdentity, checkpoint_identity, number_in
-from dcr_daemon.publish.watch.piece_fit import PieceFit
-from dcr_daemon.publish.watch.piece_reader import PieceFiles
+from dcr_daemon.publish.watch.pieces.fit import PieceFit
+from dcr_daemon.publish.watch.pieces.reader import PieceFiles
 from dcr_daemon.wording import shorten
 
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")

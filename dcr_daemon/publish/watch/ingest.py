@@ -22,7 +22,7 @@ from dcr_daemon.publish.version.attempt import Attempt
 from dcr_daemon.publish.version.versions import SealedVersion
 from dcr_daemon.publish.watch.candidate import CheckpointCandidate, CompleteFile, CompletePieces
 from dcr_daemon.publish.watch.file_identity import FileIdentity, checkpoint_identity, identify
-from dcr_daemon.publish.watch.piece_reader import PiecedSource
+from dcr_daemon.publish.watch.pieces.reader import PiecedSource
 from dcr_daemon.publish.watch.published import PublishedCheckpoint
 
 

@@ -24,9 +24,9 @@ from dcr_daemon.projection.files.piece_map import METADATA
 from dcr_daemon.publish.watch.candidate import CheckpointCandidate, CompleteFile, CompletePieces
 from dcr_daemon.publish.watch.file_identity import FileIdentity, checkpoint_identity, identify
 from dcr_daemon.publish.watch.file_stability import FileStability
-from dcr_daemon.publish.watch.piece_fit import PieceFit
-from dcr_daemon.publish.watch.piece_reader import PieceFiles
-from dcr_daemon.publish.watch.piece_tables import PieceTables
+from dcr_daemon.publish.watch.pieces.fit import PieceFit
+from dcr_daemon.publish.watch.pieces.reader import PieceFiles
+from dcr_daemon.publish.watch.pieces.tables import PieceTables
 from dcr_daemon.publish.watch.published import PublishedFiles
 from dcr_daemon.wording import shorten
 

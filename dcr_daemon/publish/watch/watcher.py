@@ -32,7 +32,7 @@ from dcr_daemon.publish.watch.candidate import CheckpointCandidate
 from dcr_daemon.publish.watch.file_identity import FileIdentity
 from dcr_daemon.publish.watch.ingest import CheckpointIngest, check_headers
 from dcr_daemon.publish.watch.inotify import InotifyWatcher
-from dcr_daemon.publish.watch.piece_reader import ContentMismatch
+from dcr_daemon.publish.watch.pieces.reader import ContentMismatch
 from dcr_daemon.publish.watch.published import read_published
 from dcr_daemon.publish.watch.scanner import CheckpointScanner
 from dcr_daemon.publish.watch.selection import Candidates, CheckpointSelection

@@ -28,9 +28,9 @@ from dcr_daemon.publish.watch.file_identity import (
     identify,
     is_digest,
 )
-from dcr_daemon.publish.watch.piece_fit import Part, PiecedTensor, PieceFit
-from dcr_daemon.publish.watch.piece_names import PieceNames
-from dcr_daemon.publish.watch.piece_reader import ContentMismatch, PiecedSource, PieceFiles
+from dcr_daemon.publish.watch.pieces.fit import Part, PiecedTensor, PieceFit
+from dcr_daemon.publish.watch.pieces.names import PieceNames
+from dcr_daemon.publish.watch.pieces.reader import ContentMismatch, PiecedSource, PieceFiles
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

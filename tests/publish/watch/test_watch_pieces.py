@@ -31,8 +31,8 @@ from dcr_daemon.checkpoint.directory import Checkpoint
 from dcr_daemon.errors import Incompatible
 from dcr_daemon.events import Aborted, Notice, Opened, Sealed
 from dcr_daemon.projection.files.piece_map import SHARDING_INFO
-from dcr_daemon.publish.watch import piece_tables
-from dcr_daemon.publish.watch.piece_reader import PiecedSource
+from dcr_daemon.publish.watch.pieces import tables
+from dcr_daemon.publish.watch.pieces.reader import PiecedSource
 from dcr_daemon.publish.watch.watcher import WatchOptions, run_watch
 from dcr_daemon.store.file import FileStore
 from dcr_daemon.subscribe.materialize import materialize
@@ -365,7 +365,7 @@ def test_files_rewritten_under_the_table_of_a_version_wait_for_their_own(place: 
 def test_a_copy_that_lost_its_times_is_taken_when_it_has_lain_still(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(piece_tables, "STALLED", 4)
+    monkeypatch.setattr(tables, "STALLED", 4)
     write(place.root / "made", 5)
     shutil.copytree(place.root / "made", place.watch / "step_1", copy_function=shutil.copy)
     for file in (place.watch / "step_1").glob("*.distcp"):

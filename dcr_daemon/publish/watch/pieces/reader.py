@@ -26,7 +26,7 @@ from dcr_daemon.projection.files.storage import StoredPiece, archived, plain, re
 from dcr_daemon.publish.inputs.cast import cast_bits
 from dcr_daemon.publish.inputs.sources import SourceChanged
 from dcr_daemon.publish.watch.file_identity import FileIdentity, identity_of
-from dcr_daemon.publish.watch.piece_fit import Part, PiecedTensor
+from dcr_daemon.publish.watch.pieces.fit import Part, PiecedTensor
 
 
 class ContentMismatch(SourceChanged):

@@ -13,8 +13,8 @@ from dcr_daemon.checkpoint.safetensors import Header
 from dcr_daemon.errors import Corrupt, Incompatible, NotFound
 from dcr_daemon.projection.files.piece_map import METADATA, Piece, dcp_pieces, pieces_of
 from dcr_daemon.publish.watch.file_identity import FileIdentity, identity_of
-from dcr_daemon.publish.watch.piece_fit import PieceFit
-from dcr_daemon.publish.watch.piece_names import PieceNames
+from dcr_daemon.publish.watch.pieces.fit import PieceFit
+from dcr_daemon.publish.watch.pieces.names import PieceNames
 
 STALLED = 30  #: timed scans after which files that are newer than their table count as copied, not as being rewritten
 

@@ -2,7 +2,7 @@
 
 The names are the layout's, or they have a prefix (`model.` of a state dict inside a state dict), or they are those of
 the transformers library's own modules, whose conversion leads to the layout's. Everything beside the model (another
-top-level key, optimizer states) is left out. Whether the pieces then make the stream's tensors, `piece_fit` judges.
+top-level key, optimizer states) is left out. Whether the pieces then make the stream's tensors, `fit` judges.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dcr_daemon.errors import Incompatible
 from dcr_daemon.projection.files.piece_map import Piece
 from dcr_daemon.projection.frameworks.library import library
 from dcr_daemon.projection.sharding.named import plain
-from dcr_daemon.publish.watch.piece_fit import PieceFit, PieceJudge, Target
+from dcr_daemon.publish.watch.pieces.fit import PieceFit, PieceJudge, Target
 from dcr_daemon.wording import shorten
 
 OPTIMIZERS = ("optim", "opt_state")  #: how the top-level keys of optimizer states begin, in all trainers that we know

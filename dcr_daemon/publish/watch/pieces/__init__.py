@@ -1,0 +1,1 @@
+"""Checkpoints whose tensors are stored in pieces: torch's distributed checkpoints, and files of a sharded writer."""
