@@ -1,4 +1,4 @@
-"""Object stores: one port (`port.Store`), implemented by a directory (`file`) and by S3-compatible buckets (`s3*`).
+"""Object stores: one port (`port.Store`), implemented by a directory (`file`) and by S3-compatible buckets (`s3`).
 
 `open_store` makes one from a URL, `probe` proves at start-up that it honours create-if-absent. `put_if_absent`,
 `retry` and `poller` are the loops that everything above the store uses.

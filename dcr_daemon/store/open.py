@@ -13,7 +13,7 @@ from dcr_daemon.store.keys import is_key
 from dcr_daemon.store.port import Store
 
 if TYPE_CHECKING:
-    from dcr_daemon.store.s3_client import Addressing
+    from dcr_daemon.store.s3.client import Addressing
 
 _EXAMPLES = "a stream is file:///absolute/directory or s3://bucket/prefix"
 
@@ -49,7 +49,7 @@ async def open_store(
     if parts.scheme == "s3":
         bucket, prefix = _bucket_and_prefix(url, parts)
         # Imported here: a file:// stream must not pay for the AWS SDK.
-        from dcr_daemon.store.s3 import S3Store
+        from dcr_daemon.store.s3.store import S3Store
 
         return await S3Store.open(
             bucket,

@@ -15,7 +15,7 @@ from support.streams.trainer import Gate, Trainer, until
 
 from dcr_daemon.events import Event, Serving, Waiting
 from dcr_daemon.observe import logs
-from dcr_daemon.store.s3 import S3Store
+from dcr_daemon.store.s3.store import S3Store
 
 
 class Way:

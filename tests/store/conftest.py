@@ -17,7 +17,7 @@ import pytest
 
 from dcr_daemon import runtime
 from dcr_daemon.store.retry import RetryPolicy
-from dcr_daemon.store.s3 import S3Store
+from dcr_daemon.store.s3.store import S3Store
 
 ERRORS = {
     "internal": (500, "InternalError"),

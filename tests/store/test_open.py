@@ -9,7 +9,7 @@ import pytest
 from dcr_daemon.errors import UsageError
 from dcr_daemon.store import open_store
 from dcr_daemon.store.file import FileStore
-from dcr_daemon.store.s3_client import _is_aws
+from dcr_daemon.store.s3.client import _is_aws
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import pytest
 from dcr_daemon.errors import Corrupt, Incompatible, KeyNotFound, StoreUnavailable
 from dcr_daemon.store import Entry, Outcome, put_if_absent
 from dcr_daemon.store.retry import RetryPolicy
-from dcr_daemon.store.s3 import LARGE_BYTES, S3Store
+from dcr_daemon.store.s3.store import LARGE_BYTES, S3Store
 
 BRIEF = RetryPolicy(seconds=0.3, first=0.001, longest=0.01)
 REFUSALS = ["denied", "bad-key", "expired", "archived", "no-bucket", "not-implemented", "moved", "invalid"]

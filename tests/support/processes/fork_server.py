@@ -37,7 +37,7 @@ WARM = (
     "dcr_daemon.engine.directory.engine",
     "dcr_daemon.ledger.audit.verify",
     "dcr_daemon.store.file",
-    "dcr_daemon.store.s3",
+    "dcr_daemon.store.s3.store",
     "aioboto3",
     "uvloop",
 )

@@ -14,7 +14,7 @@ from typing import Any
 from dcr_daemon.errors import Corrupt
 from dcr_daemon.store.instrumented import Request
 from dcr_daemon.store.retry import PROGRESS_BYTES, Transient
-from dcr_daemon.store.s3_faults import SDK_ERRORS, Unranged, translate
+from dcr_daemon.store.s3.faults import SDK_ERRORS, Unranged, translate
 
 PIECE = 256 << 10  #: bytes read at once from an answer
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dcr_daemon.store.s3_faults import SDK_ERRORS
+from dcr_daemon.store.s3.faults import SDK_ERRORS
 
 
 async def versioning_warnings(client: Any, bucket: str) -> list[str]:

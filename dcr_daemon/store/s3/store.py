@@ -22,10 +22,10 @@ from dcr_daemon.store.instrumented import instrumented
 from dcr_daemon.store.keys import check_key, check_prefix, is_key
 from dcr_daemon.store.port import Entry, Outcome
 from dcr_daemon.store.retry import RetryPolicy, Transient, retry
-from dcr_daemon.store.s3_client import Addressing, open_client
-from dcr_daemon.store.s3_download import Download, Try
-from dcr_daemon.store.s3_faults import SDK_ERRORS, Occupied, Unranged, refused_keys, translate
-from dcr_daemon.store.s3_rules import lifecycle_warnings, versioning_warnings
+from dcr_daemon.store.s3.client import Addressing, open_client
+from dcr_daemon.store.s3.download import Download, Try
+from dcr_daemon.store.s3.faults import SDK_ERRORS, Occupied, Unranged, refused_keys, translate
+from dcr_daemon.store.s3.rules import lifecycle_warnings, versioning_warnings
 
 T = TypeVar("T")
 
