@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dcr_daemon.cli.options import EndpointUrl, Json, Profile, Region, StoreOptions, StreamArgument, run_async
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from dcr_daemon.store.port import Store
 
 _REPLICA_LIMIT = 1 << 16  #: bytes of a status object
+_AT_ONCE = 32  #: status objects read at a time
 
 
 def command(
@@ -88,13 +90,18 @@ async def _read_replicas(store: Store) -> list[dict[str, Any]]:
     """Status objects by replica id; an unreadable one counts as absent (must L7)."""
     import msgspec
 
+    from dcr_daemon.task_limiter import run_limited
     from dcr_daemon.untrusted import decode_json
 
-    found, decoder = [], msgspec.json.Decoder(dict[str, Any])
-    async for entry in store.list("replicas/"):
+    decoder = msgspec.json.Decoder(dict[str, Any])
+
+    async def read(key: str) -> dict[str, Any] | None:
         try:
-            report = decode_json(decoder, await store.get(entry.key, limit=_REPLICA_LIMIT))
+            report = decode_json(decoder, await store.get(key, limit=_REPLICA_LIMIT))
         except (KeyNotFound, Corrupt, ValueError):
-            continue
-        found.append(report | {"id": entry.key.removeprefix("replicas/").removesuffix(".json")})
-    return sorted(found, key=lambda report: str(report["id"]))
+            return None
+        return report | {"id": key.removeprefix("replicas/").removesuffix(".json")}
+
+    keys = [entry.key async for entry in store.list("replicas/")]
+    reports = await run_limited((partial(read, key) for key in keys), _AT_ONCE)
+    return sorted(filter(None, reports), key=lambda report: str(report["id"]))
