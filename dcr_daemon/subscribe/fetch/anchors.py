@@ -7,6 +7,7 @@ with the files that are there.
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 from dcr_daemon import runtime
@@ -16,6 +17,10 @@ from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.records import Anchor, ObjectRef
 from dcr_daemon.runtime import Workers
 from dcr_daemon.subscribe.fetch.files import file_digest, write_staged
+from dcr_daemon.subscribe.fetch.stage import CONCURRENCY
+from dcr_daemon.task_limiter import TaskLimiter
+
+BUDGET_BYTES = 1 << 30  #: bytes of the files that are in memory together; a single file may have more
 
 
 class AnchorFiles:
@@ -41,12 +46,17 @@ class AnchorFiles:
         if len(wanted) != len(index.files) + len(index.extras):
             raise Corrupt(f"the index of anchor {anchor.version} names a file twice")
         self._check_room(place, wanted)
-        for path, ref in wanted.items():
-            if await self._workers.run(file_digest, path) != ref.sha256:
-                body = await self._objects.read_file(ref, anchor.version)
-                await self._workers.run(write_staged, path, body)
-                runtime.failpoint("subscribe.anchor.file")
+        async with TaskLimiter(CONCURRENCY, BUDGET_BYTES) as group:
+            for path, ref in wanted.items():
+                await group.start(partial(self._fetch_file, path, ref, anchor.version), ref.size)
         return [str(place / _file_name(ref)) for ref in index.files]
+
+    async def _fetch_file(self, path: Path, ref: ObjectRef, version: int) -> None:
+        if await self._workers.run(file_digest, path) == ref.sha256:
+            return
+        body = await self._objects.read_file(ref, version)
+        await self._workers.run(write_staged, path, body)
+        runtime.failpoint("subscribe.anchor.file")
 
     def _check_room(self, place: Path, wanted: dict[Path, ObjectRef]) -> None:
         try:
