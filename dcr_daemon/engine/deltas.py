@@ -173,7 +173,7 @@ def _names(layout: Layout, which: npt.NDArray[np.bool_]) -> str:
 
 
 class Group(Protocol):
-    """`hop`: the number of the hop that made it. `element` [k] ascending integers; `new` [k] unsigned lanes, in the
+    """`hop`: the number of the hop that made it. `element` [k] ascending integers; `new` [k] unsigned integers, in the
     same order."""
 
     @property

@@ -43,7 +43,7 @@ class OpenHop:
 
 @dataclass(frozen=True, slots=True)
 class AbsoluteChanges:
-    """Changes of one tensor: `positions` int64 [k], ascending canonical elements; `new` and `old` lanes [k]."""
+    """Changes of one tensor: `positions` int64 [k], ascending canonical elements; `new` and `old` [k] unsigned."""
 
     tensor: int
     positions: Ints
@@ -94,7 +94,7 @@ def compose(layout: Layout, hops: Sequence[OpenHop], *, live: Callable[[str], Bi
     in their files.
 
     Args:
-        live: the present bits of a tensor by name, unsigned lanes [elements].
+        live: the present bits of a tensor by name, unsigned integers [elements].
 
     Raises:
         CorruptChunk: a segment does not decode.

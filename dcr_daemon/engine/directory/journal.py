@@ -133,11 +133,11 @@ class Journal:
             at += _ENTRY.itemsize
             if tensor >= len(layout) or width not in (4, 8):
                 raise _corrupt(f"it names tensor {tensor} of {len(layout)}, positions of {width} bytes")
-            lane = np.dtype(bits_dtype(layout[tensor].width))
-            if not 1 <= k <= (end - at) // (width + 2 * lane.itemsize):
+            bits = np.dtype(bits_dtype(layout[tensor].width))
+            if not 1 <= k <= (end - at) // (width + 2 * bits.itemsize):
                 raise _corrupt(f"it does not hold the {k} changes of {layout[tensor].name}")
             columns = []
-            for dtype in (np.dtype("<u4" if width == 4 else "<i8"), lane, lane):
+            for dtype in (np.dtype("<u4" if width == 4 else "<i8"), bits, bits):
                 columns.append(np.frombuffer(self._data[at : at + k * dtype.itemsize], dtype=dtype))
                 at += k * dtype.itemsize
             where = columns[0].astype(np.int64)

@@ -36,7 +36,7 @@ from dcr_daemon.wording import shorten
 
 FILES_LIMIT = 64 << 20  #: bytes of files written for one transaction, from which on it takes no more versions
 
-Values = dict[int, Bits]  #: whole tensors by layout index, as unsigned lanes
+Values = dict[int, Bits]  #: whole tensors by layout index, as unsigned integers
 
 
 class LoaderComputed:

@@ -145,13 +145,13 @@ class Preparation:
         picked, element, target = self._memory.locate(row, elements)
         if not picked.size:
             return None
-        lane = bits_dtype(self._layout[changes.segment.tensor].width)
-        old = np.empty(picked.size, dtype=lane)
+        dtype = bits_dtype(self._layout[changes.segment.tensor].width)
+        old = np.empty(picked.size, dtype=dtype)
         self._memory.gather(row, target, old)
         held = overlay(self._by_row.get(row, ()), hop, element=element, bits=old)
         if picked.size < elements.size:
             changes = Changes(changes.segment, changes.positions[picked], changes.operands[picked])
-        new = changes.resolve(old).astype(lane, copy=False)
+        new = changes.resolve(old).astype(dtype, copy=False)
         before = self._memory.sum_bits(row, old, element)
         after = self._memory.sum_bits(row, new, element)
         fresh = replace(held, new)
