@@ -9,11 +9,10 @@ checkpoint.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -24,10 +23,13 @@ from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.checkpoint.contents import Boxes, Outlines
 from dcr_daemon.codec.chunk import SEGMENT_BYTES
 from dcr_daemon.codec.decode import Chunk
+from dcr_daemon.task_limiter import run_limited
 
+AT_ONCE = 32  #: batches of blocks that are summed at a time: twice as many as `runtime.Workers` has threads
+BATCH_BLOCKS = 1024  #: blocks of one batch at most
 _STEP = 1 << 20  #: elements whose places are held at a time
 
-Run = Callable[[Callable[[Any], Any], Any], Awaitable[Any]]
+Run = Callable[[Callable[[Any], Any], Any], Coroutine[Any, Any, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +58,24 @@ def sum_block(layout: Layout, block: Block, *, bits: Bits) -> int:
     return sum_box(bits, block.box, key=int(layout.keys[block.tensor]))
 
 
-async def fingerprint(blocks: BlockSet, sum_of: Callable[[Block], int], run: Run) -> Vector:
-    """The vector of the blocks, a pass over all of them.
+async def sum_blocks(blocks: BlockSet, sum_of: Callable[[int], int], run: Run) -> list[int]:
+    """The fingerprint sums of the blocks, by their number: a pass over all of them, a bounded number at a time.
 
     Args:
-        sum_of: reads a block and sums it (`sum_block`); called on any thread.
-        run: calls a function on a thread, as `Workers.run` does; it bounds how many run at a time.
+        sum_of: reads the block with this number and sums it (`sum_block`); called on any thread.
+        run: calls a function on a thread, as `Workers.run` does.
     """
-    return blocks.vector(await asyncio.gather(*(run(sum_of, block) for block in blocks)))
+
+    def sum_batch(numbers: range) -> list[int]:
+        return [sum_of(number) for number in numbers]
+
+    sums = await run_limited((partial(run, sum_batch, numbers) for numbers in blocks.batches()), AT_ONCE)
+    return [value for batch in sums for value in batch]
+
+
+async def fingerprint(blocks: BlockSet, sum_of: Callable[[Block], int], run: Run) -> Vector:
+    """The vector of the blocks; `sum_of` reads a block and sums it, otherwise as `sum_blocks`."""
+    return blocks.vector(await sum_blocks(blocks, lambda number: sum_of(blocks[number]), run))
 
 
 class BlockSet:
@@ -94,6 +106,20 @@ class BlockSet:
 
     def __getitem__(self, number: int) -> Block:
         return self._blocks[number]
+
+    def batches(self) -> Iterator[range]:
+        """The numbers of all blocks in runs of at most `SEGMENT_BYTES` and `BATCH_BLOCKS`: work for one thread.
+
+        A model of a million small tensors then costs some thousand hops to a thread, not a million.
+        """
+        first, size = 0, 0
+        for number in range(len(self)):
+            size += self.nbytes(number)
+            if number > first and (size > SEGMENT_BYTES or number - first == BATCH_BLOCKS):
+                yield range(first, number)
+                first, size = number, self.nbytes(number)
+        if first < len(self):
+            yield range(first, len(self))
 
     def of(self, tensor: int) -> Sequence[int]:
         """Numbers of a tensor's blocks, in the order in which they were given."""

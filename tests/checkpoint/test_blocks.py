@@ -8,10 +8,22 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.measure.running_tasks import running_tasks
 
 from dcr_daemon.canonical.box import Box
 from dcr_daemon.canonical.layout import Layout, TensorSpec
-from dcr_daemon.checkpoint.blocks import Block, BlockSet, block_bytes, split_tensor, transfer
+from dcr_daemon.checkpoint.blocks import (
+    AT_ONCE,
+    BATCH_BLOCKS,
+    Block,
+    BlockSet,
+    block_bytes,
+    split_tensor,
+    sum_blocks,
+    transfer,
+)
+from dcr_daemon.codec.chunk import SEGMENT_BYTES
+from dcr_daemon.runtime import Workers
 
 SHAPE = (6, 4, 10)
 SPEC = TensorSpec("x", "BF16", SHAPE)
@@ -74,3 +86,25 @@ def test_two_sets_have_one_digest_exactly_if_their_blocks_are_equal() -> None:
     assert whole.digest == BlockSet(layout, [Block(0, Box.flat(0, 240))]).digest
     assert whole.digest != BlockSet.whole(layout, 64).digest
     assert whole.elements(0) == BlockSet.whole(layout, 64).elements(0) == 240
+
+
+def test_batches_hold_every_block_once_within_bytes_and_number() -> None:
+    sizes = [1, 9 << 20, 9 << 20, 0, *[8] * (2 * BATCH_BLOCKS), 16 << 20, 16 << 20, 1]
+    layout = Layout([TensorSpec(f"t{n:05}", "U8", (size,)) for n, size in enumerate(sizes)])
+    blocks = BlockSet.whole(layout)
+    batches = list(blocks.batches())
+    assert [number for batch in batches for number in batch] == list(range(len(blocks)))
+    assert max(map(len, batches)) == BATCH_BLOCKS
+    assert all(len(batch) == 1 or sum(map(blocks.nbytes, batch)) <= SEGMENT_BYTES for batch in batches)
+    assert not list(BlockSet(layout, []).batches())
+
+
+async def test_a_sum_of_many_small_tensors_is_few_tasks() -> None:
+    layout = Layout([TensorSpec(f"t{n:06}", "U8", (1,)) for n in range(100 * BATCH_BLOCKS)])
+    workers = Workers(2)
+    with running_tasks() as tasks:
+        sums = await sum_blocks(BlockSet.whole(layout), lambda number: number, workers.run)
+    workers.close()
+    assert sums == list(range(len(layout)))
+    assert 2 < tasks.most <= AT_ONCE
+    assert tasks.started == 100

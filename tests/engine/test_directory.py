@@ -8,9 +8,11 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from support.measure.running_tasks import running_tasks
 
 from dcr_daemon import runtime
 from dcr_daemon.canonical.layout import Layout, TensorSpec
+from dcr_daemon.checkpoint.blocks import BATCH_BLOCKS
 from dcr_daemon.checkpoint.directory import Checkpoint, write_checkpoint
 from dcr_daemon.checkpoint.pieces import piece_metadata, plan_files
 from dcr_daemon.checkpoint.safetensors import SafetensorsFile, write_safetensors
@@ -531,3 +533,12 @@ def test_engines_are_named_by_url(tmp_path):
     for url in ("dir://host/x", "dir:///", "ftp:///x", "/models", "vllm://sock", "dir:///x?y=1"):
         with pytest.raises(UsageError):
             open_engine(url, state=tmp_path)
+
+
+async def test_an_attach_to_many_small_tensors_is_few_tasks(make_versions, here):
+    layout = Layout([TensorSpec(f"t{n:06}", "U8", (1,)) for n in range(3 * BATCH_BLOCKS)])
+    versions = make_versions(layout=layout)
+    with running_tasks() as tasks:
+        engine = await proved(versions, here)
+    await engine.close()
+    assert tasks.started < 20

@@ -12,7 +12,6 @@ fingerprint is known, so the next version can still be diffed from them, and bri
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import mmap
 import os
@@ -29,7 +28,7 @@ from dcr_daemon.canonical.box import Box
 from dcr_daemon.canonical.dtypes import bits_dtype
 from dcr_daemon.canonical.fingerprint import MASK, Bits, Vector, advance
 from dcr_daemon.canonical.layout import Layout
-from dcr_daemon.checkpoint.blocks import Block, BlockSet, transfer
+from dcr_daemon.checkpoint.blocks import Block, BlockSet, sum_blocks, transfer
 from dcr_daemon.checkpoint.directory import Checkpoint
 from dcr_daemon.checkpoint.reader import CheckpointReader
 from dcr_daemon.codec.chunk import Segment
@@ -205,7 +204,7 @@ class Baseline:
         return self.blocks.vector(await self._measure())
 
     async def _measure(self) -> list[int]:
-        return await asyncio.gather(*(self._workers.run(self._sum, number) for number in range(len(self.blocks))))
+        return await sum_blocks(self.blocks, self._sum, self._workers.run)
 
     def _sum(self, number: int) -> int:
         return self.blocks.sum(number, self._bits[number])

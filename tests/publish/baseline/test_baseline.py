@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.measure.running_tasks import running_tasks
 from support.streams.publish_world import PublishWorld
 
 from dcr_daemon.canonical.fingerprint import fingerprint
-from dcr_daemon.canonical.layout import Layout
-from dcr_daemon.checkpoint.blocks import BlockSet
+from dcr_daemon.canonical.layout import Layout, TensorSpec
+from dcr_daemon.checkpoint.blocks import BATCH_BLOCKS, BlockSet
 from dcr_daemon.checkpoint.directory import Checkpoint
 from dcr_daemon.errors import ResourceExhausted
 from dcr_daemon.publish.baseline.baseline import Baseline
@@ -73,3 +74,14 @@ def test_a_disk_that_cannot_hold_the_model_is_said_at_the_start(
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(ResourceExhausted, match=r"baseline\.bin"):
         Baseline(tmp_path, BlockSet.whole(world.layout), "s", workers)
+
+
+async def test_a_baseline_of_many_small_tensors_is_summed_in_few_tasks(workers: Workers, tmp_path: Path) -> None:
+    layout = Layout([TensorSpec(f"t{n:06}", "U8", (1,)) for n in range(3 * BATCH_BLOCKS)])
+    baseline = Baseline(tmp_path, BlockSet.whole(layout), "s", workers)
+    with running_tasks() as tasks:
+        vector = await baseline.fingerprint()
+        await baseline.prove((1, vector))
+        assert await baseline.restored()
+    baseline.close()
+    assert tasks.started == 9

@@ -141,10 +141,10 @@ def make_versions(tmp_path: Path) -> Callable[..., Versions]:
     """A `Versions` per call, each below its own directory; `count` versions after version 0."""
     number = itertools.count()
 
-    def make(count: int = 0, *, rate: float = 0.03, seed: int = 0) -> Versions:
+    def make(count: int = 0, *, rate: float = 0.03, seed: int = 0, layout: Layout | None = None) -> Versions:
         home = tmp_path / f"versions-{next(number)}"
         home.mkdir()
-        versions = Versions(home, seed)
+        versions = Versions(home, seed, layout)
         for _ in range(count):
             versions.step(rate)
         return versions
