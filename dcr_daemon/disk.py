@@ -49,6 +49,20 @@ def write_atomically(path: Path, body: bytes | memoryview, *, site: str, durable
         sync_directory(path.parent, site=site)
 
 
+def reserve(descriptor: int, size: int | None = None) -> None:
+    """Reserve the disk space of a file's first `size` bytes (default: all), so that no later write of them lacks it.
+
+    A file without holes is left alone: where a file system cannot reserve, the C library writes to every block instead.
+
+    Raises:
+        OSError: the disk is full, or cannot reserve.
+    """
+    have = os.fstat(descriptor).st_size
+    size = have if size is None else size
+    if size and (have < size or os.lseek(descriptor, 0, os.SEEK_HOLE) < size):
+        os.posix_fallocate(descriptor, 0, size)
+
+
 def sync_file(descriptor: int, path: Path, *, site: str) -> None:
     """Make the content of a file durable (fsync). Its name may not be durable yet."""
     runtime.failpoint(f"disk.{site}.sync")

@@ -16,11 +16,13 @@ import reprlib
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from dcr_daemon import runtime
 from dcr_daemon.canonical.dtypes import bits_dtype, item_size
@@ -32,6 +34,9 @@ from dcr_daemon.untrusted import load_json
 
 HEADER_LIMIT = 100 << 20  #: bytes of JSON, as in the reference implementation
 _BLOCK = 16 << 20
+_GAP = 16 << 10  #: bytes between two changed elements up to which they are written together
+
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,12 +194,11 @@ class SafetensorsFile:
 
     Args:
         path: the file.
-        writable: views write through to the file (shared map).
+        writable: open it for `write_elements` too.
     """
 
     def __init__(self, path: Path | str, *, writable: bool = False) -> None:
         self.path = Path(path)
-        self._writable = writable
         self._fd = open_plain(self.path, os.O_RDWR if writable else os.O_RDONLY)
         self._map: mmap.mmap | None = None
         try:
@@ -214,15 +218,14 @@ class SafetensorsFile:
             raise NotFound(f"{self.path} holds no tensor {name}") from None
 
     def bits(self, name: str) -> Bits:
-        """The tensor's bits as unsigned integers [elements]: a view over the map (a copy if the file is not aligned and
-        was opened for reading)."""
+        """The tensor's bits as unsigned integers [elements]: a view over the map, or a copy if the file is not
+        aligned."""
         spec = self.spec(name)
         if self._map is None:
-            access = mmap.ACCESS_WRITE if self._writable else mmap.ACCESS_READ
-            self._map = mmap.mmap(self._fd, 0, access=access)
+            self._map = mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ)
         begin, _ = self.header.spans[name]
         view = np.frombuffer(self._map, dtype=bits_dtype(spec.width), count=spec.elements, offset=begin)
-        return view if self._writable or view.flags.aligned else view.copy()
+        return view if view.flags.aligned else view.copy()
 
     def read(self, name: str, start: int = 0, count: int | None = None) -> Bits:
         """Copy `count` elements from number `start` (default: all). Raises `Corrupt` if the file has shrunk."""
@@ -240,10 +243,25 @@ class SafetensorsFile:
         except EOFError:
             raise Corrupt(f"{self.path} was truncated while it was read", hint="write the file again") from None
 
+    def write_elements(self, name: str, positions: Ints, *, values: Bits) -> None:
+        """Write elements of a tensor in place: `positions` int64 [k], ascending, and their new `values` [k].
+
+        The parts of the file that they lie in are read, changed and written back. Through a map, a disk that fills up
+        would end the process by SIGBUS.
+
+        Raises:
+            Corrupt: the file has shrunk.
+            OSError: the disk is full, or fails.
+        """
+        begin, width = self.header.spans[name][0], values.itemsize
+        for first, end in _runs(positions, width):
+            start = int(positions[first])
+            part = self.read(name, start, int(positions[end - 1]) + 1 - start)
+            part[positions[first:end] - start] = values[first:end]
+            _write_at(self._fd, part, place=begin + start * width)
+
     def sync(self) -> None:
-        """Make what was written through views durable."""
-        if self._map is not None:
-            self._map.flush()
+        """Make what was written durable."""
         sync_file(self._fd, self.path, site="tensors")
 
     def close(self) -> None:
@@ -261,6 +279,23 @@ class SafetensorsFile:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+def _runs(positions: Ints, width: int) -> list[tuple[int, int]]:
+    """Cut ascending positions of elements into runs, as ranges of their indexes: each run is written at once."""
+    if not positions.size:
+        return []
+    place = positions * width
+    cuts = (np.diff(place) > _GAP) | (np.diff(place // _BLOCK) > 0)
+    edges = [0, *(np.flatnonzero(cuts) + 1).tolist(), positions.size]
+    return list(pairwise(edges))
+
+
+def _write_at(descriptor: int, data: Bits, *, place: int) -> None:
+    left = data.view("u1").data
+    while left:
+        size = os.pwrite(descriptor, left, place)
+        left, place = left[size:], place + size
 
 
 class SafetensorsBytes:

@@ -152,7 +152,7 @@ def command(
     place = StoreOptions(source, endpoint_url, region, profile)
 
     async def main(emit: Emit) -> None:
-        served = open_engine(engine, state=root)
+        served = open_engine(engine, state=root, emit=emit)
         try:
             async with place.open(emit) as store:
                 await run_subscribe(options, store, engine=served, emit=emit)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from dcr_daemon.errors import UsageError
+from dcr_daemon.events import Emit, discard
 
 if TYPE_CHECKING:
     from dcr_daemon.engine.port import Engine
@@ -19,12 +20,12 @@ if TYPE_CHECKING:
 __all__ = ["open_engine"]
 
 
-def open_engine(url: str, *, state: Path) -> Engine:
+def open_engine(url: str, *, state: Path, emit: Emit = discard) -> Engine:
     """The engine that `url` names: `vllm:///run/dcr/vllm.sock` or `dir:///models/current`.
 
     Nothing is opened yet: the first call is `attach`. `state` is the daemon's state directory, for engines whose
     clients must remember something between runs. These two do not use it: the directory engine keeps what it needs in
-    the directory, and a server is asked.
+    the directory, and a server is asked. `emit` takes the progress of what an engine does in this process.
 
     Raises:
         UsageError: the URL names no engine DCR knows, or no absolute path.
@@ -40,7 +41,7 @@ def open_engine(url: str, *, state: Path) -> Engine:
     if parts.scheme == "dir":
         from dcr_daemon.engine.directory.engine import DirectoryEngine
 
-        return DirectoryEngine(Path(path))
+        return DirectoryEngine(Path(path), emit=emit)
     from dcr_daemon.engine.vllm_client import VllmEngine
 
     return VllmEngine(Path(path))

@@ -70,16 +70,31 @@ def test_the_reference_implementation_agrees_in_both_directions(tmp_path: Path) 
         assert file.bits("x").tobytes() == tensors["x"].view(torch.int16).numpy().tobytes()
 
 
-def test_a_writable_view_changes_the_file(tmp_path: Path) -> None:
+def test_elements_are_written_in_place_and_seen_through_maps_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     write_safetensors(path, specimens())
-    with SafetensorsFile(path, writable=True) as file:
-        file.bits("bf16")[2] = 0xBEEF
+    with SafetensorsFile(path) as reader, SafetensorsFile(path, writable=True) as file:
+        seen = reader.bits("bf16")
+        file.write_elements("bf16", np.array([2]), values=np.array([0xBEEF], "<u2"))
         file.sync()
-    with SafetensorsFile(path) as file:
-        assert file.bits("bf16")[2] == 0xBEEF
+        assert seen[2] == 0xBEEF
         with pytest.raises(ValueError, match="read-only"):
             file.bits("bf16")[2] = 0
+
+
+@pytest.mark.parametrize("apart", [1, 2, 8191, 8192, 8193, 8194, 100_000])
+def test_positions_that_are_near_or_far_from_each_other_are_all_written_and_nothing_else(tmp_path, apart) -> None:
+    """Around the gap up to which elements are written together, and over the limit of one write."""
+    path, size = tmp_path / "a.safetensors", (17 << 20) // 2
+    before = np.arange(size, dtype="<u4").astype("<u2")
+    write_safetensors(path, [(TensorSpec("x", "BF16", (size,)), before)])
+    positions = np.arange(5, size, apart)
+    after = before.copy()
+    after[positions] ^= 0x8001
+    with SafetensorsFile(path, writable=True) as file:
+        file.write_elements("x", positions, values=after[positions])
+        file.write_elements("x", positions[:0], values=after[:0])
+        assert np.array_equal(file.bits("x"), after)
 
 
 def test_an_unaligned_file_still_gives_aligned_lanes(raw_file: Raw) -> None:

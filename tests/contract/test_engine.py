@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support.streams.versions import Versions
 from support.vllm.engine_contract import *  # noqa: F403  # the tests themselves
@@ -38,7 +39,8 @@ class Directory:
             for shard in self._path.glob("*.safetensors"):
                 file = opened.enter_context(SafetensorsFile(shard, writable=True))
                 if any(spec.name == tensor for spec in file.specs):
-                    file.bits(tensor)[-1] ^= 1
+                    last = file.spec(tensor).elements - 1
+                    file.write_elements(tensor, np.array([last]), values=file.bits(tensor)[-1:] ^ 1)
 
 
 @pytest.fixture

@@ -34,6 +34,8 @@ SITES = {
     "engine.dir.clean": True,
 }
 LOAD_SITES = {**{name: begun for name, begun in SITES.items() if name != "engine.dir.write"}, "engine.dir.move": True}
+#: failpoints of the replacement of links, which comes before any change; a file at a time, but for the last
+LINK_SITES = ["disk.shards.write", "disk.shards.sync", "engine.dir.copied", "engine.dir.owned", "disk.shards.synced"]
 
 
 class Case:
@@ -98,6 +100,42 @@ def test_a_kill_inside_a_swap_and_another_inside_the_repair(make_versions, tmp_p
         assert worker.returncode == -signal.SIGKILL or (attempt and worker.returncode == 0)
         case.check_loadable()
     assert case.repair() == (1 if SITES[site] else 0)
+
+
+@pytest.mark.parametrize("site", LINK_SITES)
+@pytest.mark.parametrize("after", [1, 2])
+def test_a_kill_while_links_are_replaced_by_copies(make_versions, tmp_path, site, after):
+    """What they lead to keeps its bytes, every file its content, and the next start goes on."""
+    case = Case(make_versions(1, rate=0.2), tmp_path)
+    cache = case.versions.save(tmp_path / "cache", 0, shard_bytes=30_000)
+    before = {path.name: path.read_bytes() for path in cache.iterdir()}
+    case.directory.mkdir()
+    for path in cache.iterdir():
+        (case.directory / path.name).symlink_to(f"../cache/{path.name}")
+    last = site.endswith(".synced")  # once, at the end
+    worker = case.worker(site if last else f"{site}:{after}")
+    worker.communicate(timeout=120)
+    assert worker.returncode == -signal.SIGKILL
+    case.check_loadable()
+    assert case.repair() == 0
+    assert case.worker().wait(timeout=120) == 0
+    assert case.repair() == 1
+    assert {path.name: path.read_bytes() for path in cache.iterdir()} == before
+
+
+@pytest.mark.parametrize("site", ["engine.dir.dirty", "engine.dir.write", "engine.dir.data"])
+def test_files_that_somebody_links_to_after_a_kill_are_replaced_before_the_repair_writes(make_versions, tmp_path, site):
+    case = Case(make_versions(1, rate=0.2), tmp_path)
+    case.versions.save(case.directory, 0, shard_bytes=30_000)
+    worker = case.worker(site)
+    worker.communicate(timeout=120)
+    links = tmp_path / "links"
+    links.mkdir()
+    for path in case.directory.glob("*.safetensors"):
+        (links / path.name).hardlink_to(path)
+    before = {path.name: path.read_bytes() for path in links.iterdir()}
+    assert case.repair() == 1
+    assert {path.name: path.read_bytes() for path in links.iterdir()} == before
 
 
 @pytest.mark.parametrize("site", LOAD_SITES)

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import os
 import shutil
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.faults.full_disk import FullDisk
+from support.faults.full_disk import FullDisk, Tmpfs
 from support.streams.replica import Replica
 from support.streams.writer import StreamWriter
 
@@ -130,38 +127,6 @@ async def test_a_status_object_that_cannot_be_written_is_no_reason_to_stop(
     await replica.once()
     assert stream.versions.version_of(replica.directory) == 1
     assert any("status object" in event.what for event in replica.events.of(Degraded))
-
-
-class Tmpfs:
-    """A real file system of `size` bytes, with nearly all of it taken by `ballast`."""
-
-    def __init__(self, path: Path, size: int) -> None:
-        self.path, self.ballast = path, path / "ballast"
-        path.mkdir()
-        options = ["-t", "tmpfs", "-o", f"size={size}", "none", str(path)]
-        made = subprocess.run(["mount", *options], check=False, capture_output=True)
-        if made.returncode:
-            pytest.skip(f"this user may not mount a tmpfs: {made.stderr.decode().strip()}")
-
-    def fill(self, leave: int) -> None:
-        """Take what is free, but for `leave` bytes."""
-        free = os.statvfs(self.path)
-        size = free.f_bavail * free.f_frsize - leave
-        with self.ballast.open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, size)
-
-    def relieve(self) -> None:
-        self.ballast.unlink()
-
-    def close(self) -> None:
-        subprocess.run(["umount", "-l", str(self.path)], check=True)
-
-
-@pytest.fixture
-def tmpfs(tmp_path: Path) -> Iterator[Tmpfs]:
-    mounted = Tmpfs(tmp_path / "tmpfs", 4 << 20)
-    yield mounted
-    mounted.close()
 
 
 @pytest.mark.parametrize("place", ["staging", "current", "state"])

@@ -143,7 +143,8 @@ async def test_weights_changed_by_somebody_else_leave_the_engine_unproved(make_v
     await engine.prepare(versions.transaction(1))
     shard = sorted(here.glob("*.safetensors"))[0]
     with SafetensorsFile(shard, writable=True) as file:
-        file.bits(file.specs[0].name)[0] ^= 1
+        name = file.specs[0].name
+        file.write_elements(name, np.array([0]), values=file.bits(name)[:1] ^ 1)
         file.sync()
     shard.touch()
     with pytest.raises(EngineRefused, match="changed by somebody else"):
@@ -374,7 +375,7 @@ async def test_an_owner_that_is_fenced_while_an_attach_sums_learns_it(make_versi
     versions = make_versions(1)
     second = TakeOver(versions, here)
     first = await proved(versions, here) if again else DirectoryEngine(versions.save(here))
-    do_before(monkeypatch, f"{DIRECTORY}.state.sum_mapped", second)
+    do_before(monkeypatch, f"{DIRECTORY}.state.sum_read", second)
     with pytest.raises(Fenced):
         await first.attach(versions.facts())
     assert second.left

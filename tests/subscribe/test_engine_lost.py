@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dcr_daemon.checkpoint.safetensors import SafetensorsFile
@@ -137,7 +138,8 @@ async def test_weights_that_somebody_changes_are_noticed_and_repaired_by_an_anch
     async with replica.serving() as task:
         shard = sorted(replica.directory.glob("*.safetensors"))[0]
         with SafetensorsFile(shard, writable=True) as file:
-            file.bits(file.specs[0].name)[3] ^= 1
+            name = file.specs[0].name
+            file.write_elements(name, np.array([3]), values=file.bits(name)[3:4] ^ 1)
             file.sync()
         shard.touch()
         await replica.until(lambda: replica.events.of(Repaired), task)

@@ -76,10 +76,13 @@ def _join(layout: Layout, tensor: int, pieces: Mapping[int, list[Piece]]) -> Bit
     return whole
 
 
-def sum_mapped(checkpoint: Checkpoint, layout: Layout, block: Block) -> int:
-    """The sum of a block of consecutive elements, read through the map of its file without a copy; any thread.
+def sum_read(checkpoint: Checkpoint, layout: Layout, block: Block) -> int:
+    """The sum of a block of consecutive elements; any thread.
 
-    For directories that no other process changes: touching the map of a file that shrank ends the process.
+    It is read and not mapped: the map of a file that shrank, or of a hole on a full tmpfs, ends the process.
+
+    Raises `Corrupt` if the file has shrunk.
     """
-    bits = checkpoint.bits(layout[block.tensor].name)
-    return sum_block(layout, block, bits=bits[block.box.dst : block.box.dst + block.box.elements])
+    name = layout[block.tensor].name
+    bits = checkpoint.file(name).read(name, block.box.dst, block.box.elements)
+    return sum_block(layout, block, bits=bits)

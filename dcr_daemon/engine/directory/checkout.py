@@ -18,20 +18,20 @@ import fcntl
 import os
 import shutil
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 
 from dcr_daemon import runtime
-from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.directory import DIRTY, Checkpoint, tensor_files
-from dcr_daemon.checkpoint.safetensors import SafetensorsFile
 from dcr_daemon.disk import disk_error, out_of_handles, sync_directory, write_atomically
 from dcr_daemon.engine.directory.journal import Install, Journal, Patch, read_journal
+from dcr_daemon.engine.directory.shards import Shards, own_files
 from dcr_daemon.engine.port import EngineGone
 from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, ResourceExhausted
+from dcr_daemon.events import Emit, discard
 from dcr_daemon.untrusted import decode_json
 from dcr_daemon.wording import shorten
 
@@ -145,7 +145,32 @@ class Checkout:
         except OSError as error:
             raise disk_error(error, path) from error
 
-    def recover(self, layout: Layout) -> str:
+    def check_links(self) -> None:
+        """Refuse to work through a link to a directory that DCR did not make: it may be used by its own name too.
+
+        Raises `EngineRefused`. Links to files are accepted: `own_files` replaces them.
+        """
+        if self.marks.is_symlink():
+            raise EngineRefused(f"{self.marks} is a link", hint="remove it: DCR makes a directory of this name")
+        if self.path.is_symlink() and self.marker() is None and self.dirty() is None and not self.empty:
+            target = self.path.resolve()
+            raise EngineRefused(
+                f"{self.path} is a link to {target}, which is not DCR's to change",
+                hint=f"name an empty directory, or a copy; or {target} itself, if nothing else uses it",
+            )
+
+    def own_files(self, emit: Emit = discard) -> bool:
+        """Before anything is written: replace every shard that has another name by a copy, and reserve disk space.
+
+        Returns:
+            Whether a file was replaced; what was opened before still shows the old one.
+
+        Raises:
+            ResourceExhausted: the disk has no room; the files have the same content as before.
+        """
+        return own_files(tensor_files(self.path), self.marks, emit=emit)
+
+    def recover(self, layout: Layout, emit: Emit = discard) -> str:
         """Finish a change that was begun, and remove files of changes that were not.
 
         Returns:
@@ -161,6 +186,8 @@ class Checkout:
                 if journal.head.layout != layout.digest:
                     return "a change was begun under another layout"
                 try:
+                    if isinstance(journal.head, Patch):
+                        self.own_files(emit)
                     self.redo(journal, layout)
                 except ResourceExhausted:
                     raise  # it can be finished when the disk has space again
@@ -204,15 +231,15 @@ class Checkout:
 
     def write(self, journal: Journal, layout: Layout, *, back: bool = False) -> None:
         """Scatter the new (or, `back`, the old) values into the shards, durably; then read them back."""
-        with _Shards(self.path) as shards:
+        with Shards(self.path) as shards:
             for entry in journal.entries(layout):
-                shards.bits(layout[entry.tensor].name)[entry.positions] = entry.old if back else entry.new
+                name, wanted = layout[entry.tensor].name, entry.old if back else entry.new
+                shards.home(name).write_elements(name, entry.positions, values=wanted)
                 runtime.failpoint("engine.dir.write")
             shards.sync()
             for entry in journal.entries(layout):
-                name = layout[entry.tensor].name
-                wanted = entry.old if back else entry.new
-                if not np.array_equal(shards.bits(name)[entry.positions], wanted):
+                name, wanted = layout[entry.tensor].name, entry.old if back else entry.new
+                if not np.array_equal(shards.home(name).bits(name)[entry.positions], wanted):
                     raise Corrupt(f"{self.path}: {name} does not read back as written", hint="check this disk")
 
     def _move(self, head: Install) -> None:
@@ -254,44 +281,15 @@ class Checkout:
             shutil.rmtree(path, ignore_errors=True)
 
     def _hide_config(self) -> None:
-        if (self.path / CONFIG).exists():
+        if os.path.lexists(self.path / CONFIG):  # it may be a link, which leads nowhere from another place
             (self.path / CONFIG).rename(self._hidden)
             sync_directory(self.path, site="engine")
             sync_directory(self.marks, site="engine")
 
     def _show_config(self) -> None:
-        if self._hidden.exists():
+        if os.path.lexists(self._hidden):
             self._hidden.rename(self.path / CONFIG)
             sync_directory(self.path, site="engine")
-
-
-class _Shards:
-    """Every shard of a checkpoint, open for writing."""
-
-    def __init__(self, path: Path) -> None:
-        self._files: list[SafetensorsFile] = []
-        self._home: dict[str, SafetensorsFile] = {}
-        with contextlib.ExitStack() as opened:
-            for shard in tensor_files(path):
-                file = opened.enter_context(SafetensorsFile(shard, writable=True))
-                self._files.append(file)
-                self._home.update({spec.name: file for spec in file.specs})
-            self._opened = opened.pop_all()
-
-    def bits(self, name: str) -> Bits:
-        if name not in self._home:
-            raise Corrupt(f"tensor {name} is no longer in the directory", hint="empty it, then start again")
-        return self._home[name].bits(name)
-
-    def sync(self) -> None:
-        for file in self._files:
-            file.sync()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._opened.close()
 
 
 def describe_difference(found: Layout, wanted: Layout) -> str:

@@ -24,7 +24,7 @@ import numpy as np
 
 from dcr_daemon import runtime
 from dcr_daemon.checkpoint.directory import Checkpoint
-from dcr_daemon.disk import disk_error, out_of_handles
+from dcr_daemon.disk import disk_error, disk_full, out_of_handles
 from dcr_daemon.engine.directory.checkout import Marker, open_checkpoint
 from dcr_daemon.engine.directory.install import build_fresh, install_fresh
 from dcr_daemon.engine.directory.scrub import scrub
@@ -43,6 +43,7 @@ from dcr_daemon.engine.port import (
 )
 from dcr_daemon.engine.staged import read_layout, read_vector
 from dcr_daemon.errors import DcrError, EngineRefused, ResourceExhausted
+from dcr_daemon.events import Emit, discard
 
 BUDGET = 2 << 30  #: encoded bytes of the hops in one transaction; one hop is always taken
 SHARD_BYTES = 4 << 30
@@ -55,11 +56,14 @@ class DirectoryEngine:
         path: the directory; it may be absent. Its file system must have `flock`, `rename` and shared maps.
         budget: bytes of chunks composed into one transaction at most.
         shard_bytes: size of the files that `load` writes.
+        emit: takes the progress of a long copy of linked files.
     """
 
-    def __init__(self, path: Path | str, *, budget: int = BUDGET, shard_bytes: int = SHARD_BYTES) -> None:
+    def __init__(
+        self, path: Path | str, *, budget: int = BUDGET, shard_bytes: int = SHARD_BYTES, emit: Emit = discard
+    ) -> None:
         self.path = Path(path)
-        self._state = DirectoryState(self.path)
+        self._state = DirectoryState(self.path, emit)
         self._budget, self._shard_bytes = budget, shard_bytes
 
     async def attach(self, facts: StreamFacts) -> Attached:
@@ -80,7 +84,7 @@ class DirectoryEngine:
                         state.vector = await state.sum(state.checkpoint)
                 state.check_owner()  # else the next owner may have written while the sums were taken
             except OSError as error:
-                if out_of_handles(error):
+                if out_of_handles(error) or disk_full(error):
                     raise disk_error(error, self.path) from error
                 raise EngineRefused(
                     f"{self.path} cannot be used: {error.strerror or error}", hint="check its path and permissions"
@@ -104,6 +108,7 @@ class DirectoryEngine:
         untouched. The marker, unless the directory is still between versions."""
         state, checkout = self._state, self._state.checkout
         state.check_not_overtaken()
+        checkout.check_links()
         marks = [mark for mark in (checkout.marker(), checkout.dirty()) if mark is not None]
         for mark in marks:
             if mark.stream != facts.stream:
@@ -111,7 +116,7 @@ class DirectoryEngine:
                     f"{self.path} follows stream {mark.stream}, not {facts.stream}",
                     hint="give each stream a directory of its own",
                 )
-        unrepaired = checkout.recover(state.layout)
+        unrepaired = checkout.recover(state.layout, state.emit)
         state.unverified = not marks and not checkout.empty
         if not checkout.empty and not unrepaired:
             try:
@@ -152,7 +157,10 @@ class DirectoryEngine:
         async with state.owned(locked=False):
             if state.version is None or state.version != txn.base:
                 raise EngineRefused(f"{self.path} is at version {state.version}, the change begins at {txn.base}")
-            state.check_stamp()
+            async with state.locked():  # what the change needs of the disk is had before it begins
+                state.check_owner()
+                state.check_stamp()
+                await state.run(state.own_files)
             state.discard()
             hops = hops_within(txn.hops, self._budget)
             changed = await state.run(draft_changes, state, txn, hops)

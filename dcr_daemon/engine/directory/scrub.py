@@ -9,7 +9,7 @@ from __future__ import annotations
 from dcr_daemon import runtime
 from dcr_daemon.canonical.fingerprint import MASK
 from dcr_daemon.checkpoint.blocks import split_tensor
-from dcr_daemon.engine.directory.assemble import sum_mapped
+from dcr_daemon.engine.directory.assemble import sum_read
 from dcr_daemon.engine.directory.state import DirectoryState
 from dcr_daemon.engine.port import Difference, Scrubbed
 
@@ -58,7 +58,7 @@ async def _is_same(state: DirectoryState, tensor: int, *, rate: float, call: int
             return None
         async with state.turn:
             _scrubbable(state)
-            total += await state.run(sum_mapped, state.open, layout, block)
+            total += await state.run(sum_read, state.open, layout, block)
         await _rest(state, block.box.elements * layout[tensor].width / rate if rate else 0, call)
     if total & MASK == int(state.vector[tensor]):
         return True
@@ -66,7 +66,7 @@ async def _is_same(state: DirectoryState, tensor: int, *, rate: float, call: int
         return None
     async with state.turn, state.locked():
         _scrubbable(state)
-        sums = [await state.run(sum_mapped, state.open, layout, block) for block in blocks]
+        sums = [await state.run(sum_read, state.open, layout, block) for block in blocks]
         if sum(sums) & MASK == int(state.vector[tensor]):
             return True
         state.version, state.serving = None, False

@@ -24,11 +24,12 @@ from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.blocks import BlockSet, fingerprint
 from dcr_daemon.checkpoint.directory import Checkpoint
 from dcr_daemon.disk import disk_error
-from dcr_daemon.engine.directory.assemble import sum_mapped
-from dcr_daemon.engine.directory.checkout import Checkout, Marker
+from dcr_daemon.engine.directory.assemble import sum_read
+from dcr_daemon.engine.directory.checkout import Checkout, Marker, open_checkpoint
 from dcr_daemon.engine.directory.journal import Patch
 from dcr_daemon.engine.port import EngineGone, StreamFacts, Swapped, Verdict
 from dcr_daemon.errors import DcrError, EngineRefused, Fenced, UsageError
+from dcr_daemon.events import Emit, discard
 from dcr_daemon.wording import shorten
 
 LOCK_TIMEOUT = 120.0  #: seconds that another process may hold the directory
@@ -45,8 +46,9 @@ class DirectoryState:
     `unverified`: the directory holds a checkpoint that nobody has proved to be of this stream.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, emit: Emit = discard) -> None:
         self.path = path
+        self.emit = emit
         self.checkout = Checkout(path)
         self.workers = runtime.Workers()
         self.turn = asyncio.Lock()
@@ -99,6 +101,13 @@ class DirectoryState:
             vector=vector_digest(vector),
             txn=txn,
         )
+
+    def own_files(self) -> None:
+        """As `Checkout.own_files`; what is open is then the copies. Hold the lock, and check the stamp before."""
+        if self.checkout.own_files(self.emit):
+            self.open.close()
+            self.checkpoint = open_checkpoint(self.path, self.layout)
+        self.stamp = self.stamp_now()
 
     def names_differing(self, one: Vector, other: Vector) -> str:
         return shorten(self.layout[int(tensor)].name for tensor in np.flatnonzero(one != other))
@@ -252,7 +261,7 @@ class DirectoryState:
     async def sum(self, checkpoint: Checkpoint) -> Vector:
         """The fingerprint vector of a checkpoint, its blocks in parallel."""
         blocks = BlockSet.whole(self.layout)
-        return await fingerprint(blocks, partial(sum_mapped, checkpoint, self.layout), self.run)
+        return await fingerprint(blocks, partial(sum_read, checkpoint, self.layout), self.run)
 
 
 def vector_digest(vector: Vector) -> str:

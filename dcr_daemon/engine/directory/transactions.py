@@ -9,6 +9,7 @@ import contextlib
 from pathlib import Path
 
 from dcr_daemon import runtime
+from dcr_daemon.disk import disk_error, disk_full
 from dcr_daemon.engine.deltas import check_chain
 from dcr_daemon.engine.directory.checkout import Checkout
 from dcr_daemon.engine.directory.compose import compose, open_hop
@@ -59,16 +60,18 @@ def apply_changes(state: DirectoryState, head: Patch) -> tuple[int, str]:
         How often it was tried, and why it failed, if it did.
 
     Raises:
+        ResourceExhausted: the disk is full; the old values are back.
         Corrupt, OSError: it could not begin, or the old values could not be written either; then the mark stays.
     """
-    checkout, reasons = state.checkout, list[str]()
+    checkout, errors = state.checkout, list[Exception]()
+    state.own_files()  # as `prepare` did; somebody may have made a link since
     checkout.begin(state.draft, head.stream, head.txn)
     with contextlib.closing(good_journal(checkout)) as journal:
         for tries in range(1, TRIES + 1):
             try:
                 checkout.redo(journal, state.layout)
             except (OSError, DcrError) as error:
-                reasons.append(str(error))
+                errors.append(error)
                 continue
             state.version, state.vector = head.version, state.after
             return tries, ""
@@ -78,7 +81,11 @@ def apply_changes(state: DirectoryState, head: Patch) -> tuple[int, str]:
         checkout.write(journal, state.layout, back=True)
         checkout.clear()
         state.serving, state.version = serving, version
-    return TRIES, "; ".join(reasons)
+        state.stamp = state.stamp_now()
+    full = next((error for error in errors if isinstance(error, OSError) and disk_full(error)), None)
+    if full is not None:
+        raise disk_error(full, state.path) from full
+    return TRIES, "; ".join(map(str, errors))
 
 
 def good_journal(checkout: Checkout) -> Journal:

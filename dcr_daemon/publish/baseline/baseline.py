@@ -33,7 +33,7 @@ from dcr_daemon.checkpoint.directory import Checkpoint
 from dcr_daemon.checkpoint.reader import CheckpointReader
 from dcr_daemon.codec.chunk import Segment
 from dcr_daemon.codec.decode import Chunk
-from dcr_daemon.disk import disk_error, write_atomically
+from dcr_daemon.disk import disk_error, reserve, write_atomically
 from dcr_daemon.errors import Corrupt, Incompatible
 from dcr_daemon.publish.inputs.validator import differences
 from dcr_daemon.runtime import Workers
@@ -287,7 +287,7 @@ def _map_file(path: Path, size: int) -> tuple[bool, mmap.mmap]:
         new = os.fstat(descriptor).st_size != size
         if new:
             os.ftruncate(descriptor, 0)
-        os.posix_fallocate(descriptor, 0, size)
+        reserve(descriptor, size)
         return new, mmap.mmap(descriptor, size)
     except OSError as error:
         raise disk_error(error, path) from error

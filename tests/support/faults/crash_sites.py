@@ -135,9 +135,13 @@ publish.declared publish.verdict.put publish.joined publish.anchor.shared publis
 publish.failed
 """
 
-#: named instants that no scene passes, and the tests of what does: an engine that is not a directory, ranks of a group
+_OF_LINKS = "disk.shards.write disk.shards.sync engine.dir.copied engine.dir.owned disk.shards.synced"
+
+#: named instants that no scene passes, and the tests of what does: an engine that is not a directory, a directory of
+#: links, ranks of a group
 ELSEWHERE = {
     "subscribe.loaded.kept": "tests/subscribe/test_loaded.py",
+    **dict.fromkeys(_OF_LINKS.split(), "tests/crash/test_directory_engine.py"),
     **dict.fromkeys(_OF_GROUPS.split(), "tests/shards/test_killed_ranks.py"),
 }
 

@@ -1,11 +1,13 @@
-"""A disk that takes nothing any more, at chosen doors, until it is relieved."""
+"""A disk that takes nothing any more until it is relieved: at chosen doors, or a real file system."""
 
 from __future__ import annotations
 
 import errno
 import os
+import subprocess
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -45,3 +47,35 @@ def full_disk() -> Iterator[FullDisk]:
     runtime.install(disk)
     yield disk
     runtime.install(before)
+
+
+class Tmpfs:
+    """A real file system of `size` bytes, with nearly all of it taken by `ballast`."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        self.path, self.ballast = path, path / "ballast"
+        path.mkdir()
+        options = ["-t", "tmpfs", "-o", f"size={size}", "none", str(path)]
+        made = subprocess.run(["mount", *options], check=False, capture_output=True)
+        if made.returncode:
+            pytest.skip(f"this user may not mount a tmpfs: {made.stderr.decode().strip()}")
+
+    def fill(self, leave: int) -> None:
+        """Take what is free, but for `leave` bytes."""
+        free = os.statvfs(self.path)
+        size = free.f_bavail * free.f_frsize - leave
+        with self.ballast.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+
+    def relieve(self) -> None:
+        self.ballast.unlink()
+
+    def close(self) -> None:
+        subprocess.run(["umount", "-l", str(self.path)], check=True)
+
+
+@pytest.fixture
+def tmpfs(tmp_path: Path) -> Iterator[Tmpfs]:
+    mounted = Tmpfs(tmp_path / "tmpfs", 4 << 20)
+    yield mounted
+    mounted.close()
