@@ -78,7 +78,7 @@ def command(
             async with StoreOptions(stream, endpoint_url, region, profile).watched() as store:
                 ledger = Ledger(store)
                 if dry_run:
-                    await ledger.read()
+                    await ledger.read_whole()
                     plan = await Collector(ledger, progress=progress).plan(policy)
                 else:
                     plan, _ = await collect(ledger, policy, name=name, take_over=take_over, progress=progress)

@@ -67,7 +67,7 @@ async def read_rows(ledger: Ledger, limit: int | None) -> list[Row]:
     """One row per attempt of the newest `limit` versions (None: all), oldest first."""
     from dcr_daemon.ledger.records import Stream
 
-    state = await ledger.read()
+    state = await ledger.read_whole()
     first = 0 if limit is None else max(0, state.seal.version - limit + 1)
     rows = [] if first else [_stream_row(ledger.stream)]
     start = (await ledger.history.seal(first)).previous if first else 0
@@ -81,13 +81,13 @@ async def read_rows(ledger: Ledger, limit: int | None) -> list[Row]:
 async def valid_records(ledger: Ledger, start: int) -> Any:
     """The valid records in the slots after `start`, in order. `start` itself must hold a valid record."""
     from dcr_daemon.ledger.fold import begin, fold, tip_before
+    from dcr_daemon.ledger.holes import missing_records
     from dcr_daemon.ledger.slot import read_slot
-    from dcr_daemon.ledger.tail import missing_record
 
     async def body(seq: int) -> bytes:
         found = await read_slot(ledger.store, seq)
         if found is None:
-            raise missing_record(ledger.store.url, seq)
+            raise missing_records(ledger.store.url, [seq])
         return found
 
     first = await body(start)

@@ -72,7 +72,7 @@ async def read_status(store: Store) -> dict[str, Any]:
     from dcr_daemon.ledger.ledger import Ledger
 
     ledger = Ledger(store)
-    state = await ledger.read()
+    state = await ledger.read_whole()
     version = state.seal.version
     head: Any = await ledger.history.seal(version) if version else ledger.stream
     return {

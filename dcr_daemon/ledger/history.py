@@ -13,12 +13,12 @@ from typing import TypeVar
 from dcr_daemon.errors import Corrupt, NotFound
 from dcr_daemon.ledger import records
 from dcr_daemon.ledger.fold import Tip
+from dcr_daemon.ledger.holes import missing_records
 from dcr_daemon.ledger.objects import BelowFloor
 from dcr_daemon.ledger.records import Anchor, AnyRecord, Seal
 from dcr_daemon.ledger.route import Route, plan_route
 from dcr_daemon.ledger.search import SealPosition, find_seal
 from dcr_daemon.ledger.slot import read_slot
-from dcr_daemon.ledger.tail import missing_record
 from dcr_daemon.store.port import Store
 
 T = TypeVar("T")
@@ -52,7 +52,7 @@ class History:
         """The record in slot `seq`, which is known to count. Raises `Corrupt` if it is gone or another."""
         body = await read_slot(self._store, seq)
         if body is None:
-            raise missing_record(self._store.url, seq)
+            raise missing_records(self._store.url, [seq])
         try:
             record = records.decode_record(body)
         except ValueError as error:

@@ -26,9 +26,10 @@ from dcr_daemon.ledger.fold import Step, Tip, begin, fold, judge
 from dcr_daemon.ledger.follow import Follower, Polling
 from dcr_daemon.ledger.high_water_mark import HighWaterMark
 from dcr_daemon.ledger.history import History
+from dcr_daemon.ledger.holes import find_above, find_holes, missing_records
 from dcr_daemon.ledger.records import Epoch, Record, Release, Seal, State, Stream
 from dcr_daemon.ledger.slot import TRIES, judge_slot, occupy, read_slot
-from dcr_daemon.ledger.tail import Tail, find_gap, missing_record
+from dcr_daemon.ledger.tail import Tail
 from dcr_daemon.store.port import Store
 
 R = TypeVar("R", bound=Record)
@@ -83,6 +84,8 @@ class Ledger:
         self._resolved: Record | None = None
         self._unpublished: list[Step] = []
         self._followers: weakref.WeakSet[Follower] = weakref.WeakSet()
+        self._found_empty = False
+        self._looked_above = False
 
     @property
     def tip(self) -> Tip:
@@ -136,7 +139,7 @@ class Ledger:
             except NotFound:
                 await create_stream(self.store, layout, vector=vector, model=model, emit=self._emit)
                 await self._open()
-            await self._read_on()
+            await self._read_to_tail()
         return self.stream
 
     async def read(self) -> State:
@@ -144,12 +147,22 @@ class Ledger:
 
         Raises:
             NotFound: there is no stream.
-            Corrupt: the ledger does not extend what was seen, or has a gap.
+            Corrupt: the ledger does not extend what was seen, or has a hole.
             Incompatible: it is another stream than the remembered one, or of a newer format.
         """
         async with self._lock:
             await self._open()
-            await self._read_on()
+            await self._read_to_tail()
+        return self.state
+
+    async def read_whole(self) -> State:
+        """The same as `read`, and raise `Corrupt` if any record below the newest is missing (must L2).
+
+        Whoever is about to claim or to delete calls it: it lists all records, one request per thousand.
+        """
+        await self.read()
+        if holes := await find_holes(self.store, self.tip.seq):
+            raise missing_records(self.store.url, holes)
         return self.state
 
     async def append(self, make: Callable[[Header], R]) -> R:
@@ -192,13 +205,14 @@ class Ledger:
 
         Raises:
             Fenced: another name holds the stream and has not released it (must P6).
+            Corrupt: a record is missing; the claim might stand in its place.
             UsageError: `name` may not stand in a record.
         """
         if not records.is_name(name):
             raise UsageError(
                 f"not a publisher's name: {name!r}", hint="at most 64 ASCII letters, digits, '.', '_' and '-'"
             )
-        await self.read()
+        await self.read_whole()
 
         def make(header: Header) -> Epoch:
             return Epoch(**{**header.fields, "epoch": header.seq}, name=name, take_over=take_over)
@@ -244,12 +258,7 @@ class Ledger:
     async def check_gap(self) -> None:
         """Raise `Corrupt` if records exist above a free slot at the tail: something deleted one (must L2)."""
         async with self._lock:
-            tail = self.tip.seq
-            if await find_gap(self.store, tail) is None:
-                return
-            # The higher record became durable after this one, so this one may have arrived since it was read.
-            if await read_slot(self.store, tail + 1) is None:
-                raise missing_record(self.store.url, tail + 1)
+            await self._check_above(by_list=False)
 
     def _busy(self) -> bool:
         return self._tip is not None and self._tip.state.open is not None
@@ -269,6 +278,9 @@ class Ledger:
         if body is None:
             if mark:
                 raise self._not_extended(mark.seq, "its first record is gone")
+            if not self._found_empty and await find_above(self.store, -1) and await read_slot(self.store, 0) is None:
+                raise missing_records(self.store.url, [0])
+            self._found_empty = True
             raise NotFound(f"there is no stream at {self.store.url}", hint="a publisher makes one with --create")
         tip, stream = begin(body)
         if mark and mark.stream != tip.stream:
@@ -299,6 +311,24 @@ class Ledger:
         for step in steps:
             self._take(step)
         self._publish()
+
+    async def _read_to_tail(self) -> None:
+        """Read on, and the first time see that what looks like the tail is not the edge of a hole."""
+        await self._read_on()
+        while not self._looked_above:
+            if await self._check_above():
+                await self._read_on()
+            else:
+                self._looked_above = True
+
+    async def _check_above(self, *, by_list: bool = True) -> bool:
+        """Whether records appeared above the tip meanwhile. Raises `Corrupt` if the slot after the tip is a hole."""
+        if await find_above(self.store, self.tip.seq, by_list=by_list) is None:
+            return False
+        # The higher record became durable after this one, so this one may have arrived since it was read.
+        if await read_slot(self.store, self.tip.seq + 1) is None:
+            raise missing_records(self.store.url, [self.tip.seq + 1])
+        return True
 
     async def _read_on(self) -> None:
         while await self._read_next():

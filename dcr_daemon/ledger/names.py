@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+LEDGER = "ledger/"  #: the records
+LAYOUTS = "layouts/"
 DATA = "data/"  #: what attempts upload
 ROUNDS = 2  #: number of rounds in which ranks agree on what each holds
 ANCHORS = "anchors/"  #: complete versions
@@ -9,11 +11,16 @@ PROBES = "probe/"  #: objects of a start-up probe that was not allowed to delete
 
 
 def record(seq: int) -> str:
-    return f"ledger/{seq:016d}.json"
+    return f"{LEDGER}{seq:016d}.json"
+
+
+def record_page(number: int, digits: int) -> str:
+    """What the names of the records from `number * 10**digits` on begin with, as far as that number reaches."""
+    return f"{LEDGER}{number:0{16 - digits}d}"
 
 
 def layout(digest: str) -> str:
-    return f"layouts/{digest}.json"
+    return f"{LAYOUTS}{digest}.json"
 
 
 def attempt(version: int, attempt: int) -> str:

@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from dcr_daemon.ledger.fold import fold, tip_before
+from dcr_daemon.ledger.holes import missing_records
 from dcr_daemon.ledger.records import Seal, SealRef
 from dcr_daemon.ledger.slot import read_slot
-from dcr_daemon.ledger.tail import missing_record
 from dcr_daemon.store.port import Store
 
 
@@ -74,5 +74,5 @@ async def _proved(store: Store, stream: str, *, version: int, seq: int) -> Seal 
 async def _body(store: Store, seq: int) -> bytes:
     body = await read_slot(store, seq)
     if body is None:
-        raise missing_record(store.url, seq)
+        raise missing_records(store.url, [seq])
     return body

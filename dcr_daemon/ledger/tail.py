@@ -1,18 +1,17 @@
 """Finds the end of a ledger without reading all of it (must L2, L5).
 
-Records are never deleted and never leave a gap, so the occupied slots are one run from 0: doubling strides find a free
-slot and bisection finds the last occupied one, in about 2·log2(n) requests. The state there is taken from the records
+Records are never deleted, so the occupied slots are one run from 0: doubling strides find a free slot and bisection
+finds the last occupied one, in about 2·log2(n) requests. Where a record is missing nevertheless, that one may be below
+the hole: `holes` looks above it. The state there is taken from the records
 themselves, at the newest slot where two neighbours agree on it; one record alone proves nothing.
 """
 
 from __future__ import annotations
 
-from dcr_daemon.errors import Corrupt
 from dcr_daemon.ledger.fold import Step, Tip, fold, tip_before
+from dcr_daemon.ledger.holes import missing_records
 from dcr_daemon.ledger.slot import judge_slot, read_slot
 from dcr_daemon.store.port import Store
-
-PROBE_REACH = 10  #: doublings that `find_gap` looks beyond a free slot: 512 records
 
 
 class Tail:
@@ -33,7 +32,7 @@ class Tail:
     async def body(self, seq: int) -> bytes:
         """Raises `Corrupt` if the slot is free: it is below an occupied one."""
         if not await self.occupied(seq):
-            raise missing_record(self._store.url, seq)
+            raise missing_records(self._store.url, [seq])
         return self._bodies[seq]
 
     async def find(self, low: int) -> int:
@@ -71,19 +70,3 @@ class Tail:
             steps.append(step)
             tip = step.tip
         return steps
-
-
-async def find_gap(store: Store, tail: int) -> int | None:
-    """A record above the free slot `tail + 1`, if doubling strides ahead show one: then a record is gone."""
-    for n in range(PROBE_REACH):
-        seq = tail + 1 + (1 << n)
-        if await read_slot(store, seq) is not None:
-            return seq
-    return None
-
-
-def missing_record(url: str, seq: int) -> Corrupt:
-    return Corrupt(
-        f"record {seq} of {url} is missing although later ones exist",
-        hint="ledger records are never deleted: look for lifecycle rules, restore the object, or start a new stream",
-    )

@@ -16,6 +16,7 @@ from support.virtual_time import VirtualTimeRuntime
 from dcr_daemon.errors import Corrupt, Fenced, Incompatible, NotFound, ResourceExhausted, StoreUnavailable, UsageError
 from dcr_daemon.events import Alarm, Claimed, FencedOut, Retrying
 from dcr_daemon.ledger import names, records
+from dcr_daemon.ledger.holes import REACH
 from dcr_daemon.ledger.ledger import Header, Ledger
 from dcr_daemon.ledger.records import Open, Seal
 from dcr_daemon.ledger.slot import TRIES, Undecided
@@ -471,7 +472,7 @@ class TestReading:
                 await reader.read()
             store.requests.clear()
             assert await reader.read() == writer.ledger.state
-            assert store.requests["get"] < 30
+            assert store.requests["get"] < 30 + REACH
 
         run(check())
 

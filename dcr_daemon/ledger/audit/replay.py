@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 
 from dcr_daemon.errors import NotFound
 from dcr_daemon.ledger.fold import Step, begin, fold
+from dcr_daemon.ledger.holes import find_above, missing_records
 from dcr_daemon.ledger.slot import read_slot
-from dcr_daemon.ledger.tail import find_gap, missing_record
 from dcr_daemon.store.port import Store
 
 AHEAD = 16  #: slots read at once
@@ -38,6 +38,6 @@ async def replay(store: Store, *, ahead: int = AHEAD) -> AsyncIterator[Step]:
             yield step
         if free < ahead and await read_slot(store, tip.seq + 1) is None:
             # A writer may have filled both slots between our two reads of them; in this order of reads it cannot have.
-            if await find_gap(store, tip.seq) is not None and await read_slot(store, tip.seq + 1) is None:
-                raise missing_record(store.url, tip.seq + 1)
+            if await find_above(store, tip.seq) is not None and await read_slot(store, tip.seq + 1) is None:
+                raise missing_records(store.url, [tip.seq + 1])
             return

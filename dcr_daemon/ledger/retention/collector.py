@@ -225,10 +225,11 @@ async def collect(
 
     Raises:
         Fenced: a publisher holds the stream; only it may raise the floor.
+        Corrupt: a record is missing: nothing is deleted.
         NotFound: there is no stream.
     """
     collector = Collector(ledger, progress=progress)
-    await ledger.read()
+    await ledger.read_whole()
     plan = await collector.plan(policy)
     if plan.rises:
         await ledger.claim(_claimant(ledger, name, take_over=take_over), take_over=take_over)
