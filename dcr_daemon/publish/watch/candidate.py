@@ -53,7 +53,8 @@ class CheckpointCandidate:
         files: complete files by name.
         unfinished: the other files by name, each with what it lacks.
         index: the weight map of the index file; None without one.
-        has_marker: whether the marker file is there, or none is asked for.
+        has_marker: whether the marker file is there and new enough, or none is asked for.
+        rewritten: whether its files replace older ones.
         completed_as: the candidate's position among those that became complete, in order of completion.
         undetermined: whether a file may be complete, but has not been scanned often enough to tell.
         in_pieces: whether its tensors are stored in pieces.
@@ -67,6 +68,7 @@ class CheckpointCandidate:
     unfinished: dict[str, str] = field(default_factory=dict)
     index: dict[str, str] | None = None
     has_marker: bool = True
+    rewritten: bool = False
     completed_as: int = 0
     undetermined: bool = False
     in_pieces: bool = False
@@ -92,9 +94,12 @@ class CheckpointCandidate:
         if self.refusal:
             return self.refusal
         if self.unfinished:
-            return "; ".join(f"{name}: {why}" for name, why in sorted(self.unfinished.items()))
+            reasons: dict[str, list[str]] = {}
+            for name, why in sorted(self.unfinished.items()):
+                reasons.setdefault(why, []).append(name)
+            return "; ".join(f"{shorten(names)}: {why}" for why, names in reasons.items())
         if not self.has_marker:
-            return "its marker file"
+            return "its marker file" + ", made after the last write: it is being rewritten in place" * self.rewritten
         if self.in_pieces:
             return self.pieces.fit.incomplete if self.pieces else "its pieces"
         if missing := self.missing_tensors(layout):

@@ -68,6 +68,14 @@ def only_attributes_changed(known: FileIdentity, now: FileIdentity) -> bool:
     return (known.inode, known.size) == (now.inode, now.size) and now.mtime_ns <= known.mtime_ns
 
 
+def is_same_content(known: FileIdentity | None, now: FileIdentity | None) -> bool:
+    """Whether nobody wrote to a file between two looks at its name: moved to another disk, it has another inode.
+
+    An older time is no proof of that: tools that copy over a file set the time of the source.
+    """
+    return known is not None and now is not None and (known.size, known.mtime_ns) == (now.size, now.mtime_ns)
+
+
 def number_in(relative: str) -> int | None:
     """The step number in a path: its last integer, as in `checkpoint-40` or `global_step_7/actor/huggingface`.
 

@@ -1,7 +1,9 @@
-"""Which files are completely written, as far as file events and repeated scans tell.
+"""Which files are completely written, as far as file events, repeated scans and the kernel tell.
 
 A file is stable when its writer was seen closing it (or it was moved in), or when `STABLE_SCANS` timed scans in a row
-found it unchanged and nobody was seen writing to it. Events come from any thread; everything else is for the scanner's.
+found it unchanged and nobody was seen writing to it; and when the kernel says that nobody has it open for writing.
+Where the kernel cannot tell, one that nobody was seen closing must be unchanged for `STABLE_SCANS_UNCLOSED` scans.
+Events come from any thread; everything else is for the scanner's.
 """
 
 from __future__ import annotations
@@ -11,15 +13,27 @@ from collections.abc import Container
 from pathlib import Path
 
 from dcr_daemon.publish.watch.file_identity import FileIdentity, identify, only_attributes_changed
+from dcr_daemon.publish.watch.write_state import Writers, WriteState
 
 STABLE_SCANS = 2  #: timed scans that must find a file unchanged, if nobody was seen writing to it
 STABLE_SCANS_UNCLOSED = 30  #: the same for one that was written to and not closed: a stalled writer, or a lost event
+OPEN = "somebody has it open for writing"
 
 
 class FileStability:
-    """Remembers file events and what earlier scans found, by path."""
+    """Remembers file events and what earlier scans found, by path.
 
-    def __init__(self) -> None:
+    Args:
+        kernel: is asked who writes to a file.
+        unknown_scans: timed scans that must find a file unchanged of which the kernel cannot tell who writes to it.
+
+    Attributes:
+        unknown: the first file of which the kernel could not tell.
+    """
+
+    def __init__(self, kernel: WriteState, *, unknown_scans: int = STABLE_SCANS_UNCLOSED) -> None:
+        self.unknown: Path | None = None
+        self._kernel, self._unknown_scans = kernel, unknown_scans
         self._events: deque[tuple[Path, str]] = deque()
         self._closed: dict[Path, FileIdentity] = {}
         self._unclosed: dict[Path, None] = {}
@@ -53,25 +67,47 @@ class FileStability:
             elif event == "written":
                 self._unclosed[path] = None
 
-    def is_stable(self, path: Path, identity: FileIdentity, *, timed: bool) -> bool:
-        """Whether the file that has this identity now is completely written. To be asked once a scan.
+    def why_unstable(self, path: Path, identity: FileIdentity, *, timed: bool) -> str:
+        """Why the file that has this identity now may not be complete; empty if it is. To be asked once a scan.
 
         Args:
             timed: the scan counts for files that nobody was seen closing.
         """
-        if identity not in (self._closed.get(path), self._stable.get(path)):
-            before, scans = self._unchanged.get(path, (None, 0))
-            scans = timed + (scans if before == identity else 0)
-            self._unchanged[path] = (identity, scans)
-            if scans < (STABLE_SCANS_UNCLOSED if path in self._unclosed else STABLE_SCANS):
-                return False
+        if self._stable.get(path) == identity:
+            return ""
+        closed = self._closed.get(path) == identity
+        scans = 0 if closed else self._count_scans(path, identity, timed=timed)
+        if not closed and scans < (STABLE_SCANS_UNCLOSED if path in self._unclosed else STABLE_SCANS):
+            return "still being written"
+        writers = self._kernel.writers(path)
+        if writers is Writers.SOME:
+            return OPEN
+        if writers is Writers.UNKNOWN:
+            self.unknown = self.unknown or path
+            if not closed and scans < self._unknown_scans:
+                return f"still being written, or unchanged for less than {self._unknown_scans} scans"
         self._stable[path] = identity
-        return True
+        return ""
+
+    def is_open(self, path: Path, identity: FileIdentity) -> bool:
+        """Whether somebody has the file that has this identity now open for writing. Once nobody had, it is not asked
+        again."""
+        if self._stable.get(path) != identity and self._kernel.writers(path) is Writers.SOME:
+            return True
+        self._stable[path] = identity
+        return False
+
+    def _count_scans(self, path: Path, identity: FileIdentity, *, timed: bool) -> int:
+        """For how many timed scans in a row, this one included, the file has been unchanged."""
+        before, scans = self._unchanged.get(path, (None, 0))
+        scans = timed + (scans if before == identity else 0)
+        self._unchanged[path] = (identity, scans)
+        return scans
 
     def may_be_complete(self, path: Path, identity: FileIdentity) -> bool:
         """Whether a file that is not stable yet may be complete: nobody was seen writing to it, and it does not change.
 
-        To be asked before `is_stable`.
+        To be asked before `why_unstable`.
         """
         return self._unchanged.get(path, (None, 0))[0] in (None, identity) and path not in self._unclosed
 

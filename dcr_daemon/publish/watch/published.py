@@ -7,6 +7,7 @@ is slower, never wrong. `PublishedFiles` answers the scanner whether files on di
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +39,13 @@ class PublishedFiles:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._paths: dict[frozenset[FileIdentity], set[str]] = {}
-        self._without_inodes: dict[str, frozenset[FileIdentity]] = {}
+        self._newest: dict[str, frozenset[FileIdentity]] = {}  # by path: the last version that lay there
         self._by_table: dict[FileIdentity, frozenset[FileIdentity]] = {}
 
     def add(self, relative: str, identity: frozenset[FileIdentity]) -> None:
         """The checkpoint at `relative` with these files is a version."""
         self._paths.setdefault(identity, set()).add(relative)
-        self._without_inodes[relative] = without_inodes(identity)
+        self._newest[relative] = identity
         table = next((file for file in identity if file.name == METADATA), None)
         if table and not any(map(is_digest, identity)):
             self._by_table[table] = identity
@@ -58,15 +59,20 @@ class PublishedFiles:
         paths = self._paths.get(identity)
         if not paths:
             # Moved to another disk with their times, as `rsync -a` does, files have other inodes and are the same.
-            return bool(identity) and self._without_inodes.get(relative) == without_inodes(identity)
+            return bool(identity) and without_inodes(self.newest_at(relative)) == without_inodes(identity)
         if relative not in paths and any((self._root / path).is_dir() for path in paths):
             return False
         paths.add(relative)
+        self._newest[relative] = identity
         return True
 
-    def is_at(self, relative: str) -> bool:
-        """Whether a version came from this path."""
-        return relative in self._without_inodes
+    def contains_part(self, relative: str, files: Collection[FileIdentity]) -> bool:
+        """Whether these are some files of the version at `relative`: the others were taken away."""
+        return without_inodes(frozenset(files)) < without_inodes(self.newest_at(relative))
+
+    def newest_at(self, relative: str) -> frozenset[FileIdentity]:
+        """The files of the last version that came from this path; empty if none did."""
+        return self._newest.get(relative, frozenset())
 
     def with_table(self, table: FileIdentity) -> frozenset[FileIdentity] | None:
         """The files of the version whose distributed checkpoint has this very `.metadata`."""

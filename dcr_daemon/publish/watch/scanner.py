@@ -2,10 +2,12 @@
 
 A *checkpoint* is a directory, 1 to 4 levels down, that directly holds `*.safetensors`, or a `.metadata` over `*.distcp`
 files, as torch's distributed checkpoints do. A *file is complete* when it is stable (`file_stability`), its header
-parses, and its length is exactly what the header says. A *checkpoint is complete* when its complete files hold every
-tensor of the layout once, its index, if it has one, agrees, and the marker, if one is asked for, is there. Files of a
-sharded writer hold pieces: together they must hold every element of every tensor once. A `.metadata` is written last:
-when it is there, and all files that it names are as long as it says and no newer, a distributed checkpoint is complete.
+parses, its length is exactly what the header says, and all of it was written (`write_state`). A *checkpoint is
+complete* when its complete files hold every tensor of the layout once, none of them is left over from what the
+directory held before (`rewrites`), its index, if it has one, agrees, and the marker, if one is asked for, is there.
+Files of a sharded writer hold pieces: together they must hold every element of every tensor once. A `.metadata` is
+written last: when it is there, and all files that it names are as long as it says and no newer, a distributed
+checkpoint is complete.
 """
 
 from __future__ import annotations
@@ -23,15 +25,19 @@ from dcr_daemon.errors import Corrupt, DcrError, Incompatible
 from dcr_daemon.projection.files.piece_map import METADATA
 from dcr_daemon.publish.watch.candidate import CheckpointCandidate, CompleteFile, CompletePieces
 from dcr_daemon.publish.watch.file_identity import FileIdentity, checkpoint_identity, identify
-from dcr_daemon.publish.watch.file_stability import FileStability
+from dcr_daemon.publish.watch.file_stability import OPEN, STABLE_SCANS_UNCLOSED, FileStability
 from dcr_daemon.publish.watch.pieces.fit import PieceFit
 from dcr_daemon.publish.watch.pieces.reader import PieceFiles
 from dcr_daemon.publish.watch.pieces.tables import PieceTables
 from dcr_daemon.publish.watch.published import PublishedFiles
+from dcr_daemon.publish.watch.rewrites import Rewrites
+from dcr_daemon.publish.watch.write_state import WriteState, file_system_of
 from dcr_daemon.wording import shorten
 
 DEPTH = 4  #: levels below the watched directory at which checkpoints are looked for
 SHARDED = "sharded"  #: where torch's writer leaves the pieces from which it makes the checkpoint one level up
+UNWRITTEN = "its bytes from {} on were never written: preallocated, or copied with holes (or give --marker)"
+LEFT_OVER = "not written again yet: the checkpoint is being rewritten in place (touch what stays as it is)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +58,8 @@ class CheckpointScanner:
         marker: name of the file that a complete checkpoint must hold.
         ignore: globs of names outside the layout that checkpoints in pieces may hold.
         config: the model's `config.json`, for checkpoints under a training framework's names.
+        kernel: is asked about files; by default about those on the file system of `root`.
+        unknown_scans: of `FileStability`.
 
     Attributes:
         files: is told of file events.
@@ -65,12 +73,17 @@ class CheckpointScanner:
         marker: str | None,
         ignore: Sequence[str] = (),
         config: Mapping[str, Any] | None = None,
+        kernel: WriteState | None = None,
+        unknown_scans: int = STABLE_SCANS_UNCLOSED,
     ) -> None:
-        self.files = FileStability()
+        self._kernel = kernel or WriteState(file_system_of(root))
+        self.files = FileStability(self._kernel, unknown_scans=unknown_scans)
         self._root, self._marker = root, marker
         self._exclude = {path.resolve() for path in exclude}
         self._tables = PieceTables(ignore, config)
         self._published = PublishedFiles(root)
+        self._rewrites = Rewrites(self._published)
+        self._unwritten: dict[tuple[Path, FileIdentity], str] = {}
         self._refused: dict[str, tuple[frozenset[FileIdentity], str]] = {}
         self._headers: dict[tuple[Path, FileIdentity], Header | str] = {}
         self._completed: dict[tuple[str, frozenset[FileIdentity]], int] = {}
@@ -82,6 +95,17 @@ class CheckpointScanner:
     def mark_published(self, relative: str, identity: frozenset[FileIdentity]) -> None:
         """A checkpoint is a version now: `scan` does not find it again."""
         self._published.add(relative, identity)
+        self._rewrites.forget(relative)
+
+    @property
+    def blind_spot(self) -> str:
+        """Why it cannot be found out who writes to a file; empty while it can."""
+        if not self._kernel.is_local:
+            kind = self._kernel.file_system or "unknown"
+            return f"{self._root} is on a file system ({kind}) that may have writers on other hosts"
+        if self.files.unknown:
+            return f"{self.files.unknown} belongs to another user"
+        return ""
 
     def scan(self, layout: Layout, timed: bool) -> dict[str, CheckpointCandidate]:
         """All checkpoints that are no versions yet, by relative path.
@@ -102,6 +126,7 @@ class CheckpointScanner:
                 found[candidate.relative] = candidate
         for name in superseded & found.keys():
             del found[name]  # the same weights, joined by the writer from pieces that are there already
+        self._rewrites.forget_except(found)
         self._forget_except(scan.seen)
         return found
 
@@ -117,13 +142,15 @@ class CheckpointScanner:
     def _forget_except(self, seen: set[Path]) -> None:
         self._tables.forget_except(seen)
         self.files.forget_except(seen)
-        self._headers = {key: header for key, header in self._headers.items() if key[0] in seen}
+        for table in (self._headers, self._unwritten):
+            for key in [key for key in table if key[0] not in seen]:
+                del table[key]
 
     def _supersedes_parent(self, directory: Path, candidate: CheckpointCandidate | None) -> bool:
         """Whether pieces lie here, new or published, from which a writer makes the checkpoint one level up."""
         if candidate is None:
-            published = self._published.is_at(directory.relative_to(self._root).as_posix())
-            return published and next(directory.glob("shard-*.safetensors"), None) is not None
+            published = self._published.newest_at(directory.relative_to(self._root).as_posix())
+            return bool(published) and next(directory.glob("shard-*.safetensors"), None) is not None
         return candidate.in_pieces
 
     def _directories(self, directory: Path, depth: int) -> Iterator[Path]:
@@ -179,35 +206,83 @@ class CheckpointScanner:
             named = set(candidate.index.values())
             paths = [path for path in paths if path.name in named]
             candidate.unfinished |= dict.fromkeys(named - {path.name for path in paths}, "not there yet")
-        if self._published.contains(candidate.relative, checkpoint_identity(filter(None, map(identify, paths)))):
+        present = {path.name: identity for path in paths if (identity := identify(path))}
+        if self._is_version(candidate.relative, present):
             return None
         for path in paths:
             scan.seen.add(path)
-            self._scan_file(scan, candidate, path)
+            if path.name in present:
+                self._scan_file(scan, candidate, path=path, identity=present[path.name])
+        if self._adds_nothing(candidate, present, layout=scan.layout):
+            return None
+        self._set_aside_left_over(candidate, present)
         if any(file.in_pieces for file in candidate.files.values()):
             self._judge_pieces(candidate, scan.layout)
         return candidate
 
-    def _scan_file(self, scan: _Scan, candidate: CheckpointCandidate, path: Path) -> None:
-        identity = identify(path)
-        if identity is None or not self._is_stable(scan, candidate, path=path, identity=identity):
+    def _is_version(self, relative: str, present: Mapping[str, FileIdentity]) -> bool:
+        """Whether these files are a version, or what is left of the one that lay there."""
+        if self._published.contains(relative, checkpoint_identity(present.values(), METADATA)):
+            self._rewrites.forget(relative)
+            return True
+        return self._published.contains_part(relative, present.values())
+
+    def _adds_nothing(
+        self, candidate: CheckpointCandidate, present: Mapping[str, FileIdentity], *, layout: Layout
+    ) -> bool:
+        """Whether a version lies there, and beside it only files without a tensor of the layout."""
+        version = self._published.newest_at(candidate.relative)
+        added = present.keys() - {file.name for file in version}
+        names = [candidate.files[name].names for name in added if name in candidate.files]
+        held = len(names) == len(added) and version <= set(present.values())
+        return bool(version) and held and not any(name in layout for file in names for name in file)
+
+    def _scan_file(self, scan: _Scan, candidate: CheckpointCandidate, *, path: Path, identity: FileIdentity) -> None:
+        if not self._is_stable(scan, candidate, path=path, identity=identity):
             return
-        key = (path, identity)
-        if key not in self._headers:
-            self._headers[key] = _read_header(path)
-        header = self._headers[key]
-        if isinstance(header, str):
-            candidate.unfinished[path.name] = header
+        if (path, identity) not in self._headers:
+            # Before the header is read: that reads ahead, and a hole that was read may look like written zeros.
+            self._why_unwritten(path, identity)
+            self._headers[path, identity] = _read_header(path)
+        header = self._headers[path, identity]
+        why = header if isinstance(header, str) else self._why_unwritten(path, identity)
+        if isinstance(header, str) or why:
+            candidate.unfinished[path.name] = why
         else:
             candidate.files[path.name] = CompleteFile(path, identity, header)
 
     def _is_stable(self, scan: _Scan, candidate: CheckpointCandidate, *, path: Path, identity: FileIdentity) -> bool:
         may_be_complete = self.files.may_be_complete(path, identity)
-        if self.files.is_stable(path, identity, timed=scan.timed):
-            return True
-        candidate.unfinished[path.name] = "still being written"
-        candidate.undetermined |= may_be_complete
-        return False
+        if why := self.files.why_unstable(path, identity, timed=scan.timed):
+            candidate.unfinished[path.name] = why
+            candidate.undetermined |= may_be_complete and why != OPEN
+        return not why
+
+    def _why_unwritten(self, path: Path, identity: FileIdentity) -> str:
+        """Why a file of full length is not complete; empty if it is. A marker file is believed instead."""
+        if self._marker is not None:
+            return ""
+        if (path, identity) not in self._unwritten:
+            first = self._kernel.first_unwritten(path)
+            self._unwritten[path, identity] = "" if first is None else UNWRITTEN.format(first)
+        return self._unwritten[path, identity]
+
+    def _set_aside_left_over(self, candidate: CheckpointCandidate, present: Mapping[str, FileIdentity]) -> None:
+        """A directory that is being rewritten is not complete while it holds files of what it held before, unless its
+        marker was made after the last write."""
+        left_over = self._rewrites.left_over(candidate.relative, present, complete=candidate.files)
+        if left_over is None:
+            return
+        candidate.rewritten = True
+        if self._marker is not None:
+            marker = identify(candidate.path / self._marker)
+            last = max((file.mtime_ns for file in present.values()), default=0)
+            candidate.has_marker = marker is not None and marker.mtime_ns >= last
+            if candidate.has_marker:
+                return
+        for name in left_over & candidate.files.keys():
+            del candidate.files[name]
+            candidate.unfinished[name] = LEFT_OVER
 
     def _judge_pieces(self, candidate: CheckpointCandidate, layout: Layout) -> None:
         """Files of a sharded writer, of which some are complete."""
@@ -253,10 +328,23 @@ class CheckpointScanner:
         present[METADATA] = identity
         candidate.files = {name: CompleteFile(candidate.path / name, file, None) for name, file in present.items()}
         if self._published.contains(candidate.relative, candidate.identity):
+            self._rewrites.forget(candidate.relative)
             return None
         candidate.unfinished |= unfinished
+        if not unfinished:
+            self._find_unwritten(scan, candidate)
+            self._set_aside_left_over(candidate, present)
         _set_pieces(candidate, PieceFiles(candidate.path, present, archives=True), table.fit)
         return candidate
+
+    def _find_unwritten(self, scan: _Scan, candidate: CheckpointCandidate) -> None:
+        """Files of full length that somebody still writes."""
+        for name, file in candidate.files.items():
+            scan.seen.add(file.path)
+            if self.files.is_open(file.path, file.identity):
+                candidate.unfinished[name] = OPEN
+            elif why := self._why_unwritten(file.path, file.identity):
+                candidate.unfinished[name] = why
 
 
 def _set_pieces(candidate: CheckpointCandidate, files: PieceFiles, fit: PieceFit) -> None:

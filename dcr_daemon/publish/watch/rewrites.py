@@ -1,0 +1,101 @@
+"""Checkpoints that are written again over old files, and which of their files are still the old ones.
+
+A trainer that resumes, or that has one directory `latest`, replaces file after file. In between the directory holds all
+tensors, of two states. So every directory has a *generation*: it begins when a file changes that this generation has
+written or found, and what the directory held then is *left over* until it is replaced or gone. A checkpoint with files
+left over is not complete. A directory that is a version begins with the files of that version.
+
+What this cannot see: a writer that died between two files, and another one that writes all the remaining files before
+it writes the first ones again. A marker file that is made last says it (`--marker`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from dcr_daemon.publish.watch.file_identity import FileIdentity, is_digest, is_same_content
+from dcr_daemon.publish.watch.published import PublishedFiles
+
+
+@dataclass(slots=True)
+class _Generation:
+    """What one directory holds.
+
+    Attributes:
+        files: complete files as the last scan found them, by name.
+        before: what the directory held when the generation began; empty for the first one.
+        horizon: a file that is not newer is left over (mtime, ns): all that is known of a version of very many files.
+        version: `files` are those of a version, to which none should be added.
+    """
+
+    files: dict[str, FileIdentity] = field(default_factory=dict)
+    before: dict[str, FileIdentity] = field(default_factory=dict)
+    horizon: int = -1
+    version: bool = False
+
+    @classmethod
+    def of_version(cls, identity: frozenset[FileIdentity]) -> _Generation:
+        summary = [file.mtime_ns for file in identity if is_digest(file)]
+        files = {file.name: file for file in identity if not is_digest(file)}
+        return cls(files, before=files if summary else {}, horizon=max(summary, default=-1), version=True)
+
+    def update(self, present: Mapping[str, FileIdentity], complete: Collection[str]) -> None:
+        """Another scan found the files `present`, of which some are complete."""
+        inodes = {(file.inode, file.size, file.mtime_ns) for file in present.values()}
+        changed = [
+            name
+            for name, file in self.files.items()
+            if not is_same_content(file, present.get(name))
+            and (name in present or (file.inode, file.size, file.mtime_ns) not in inodes)  # renamed is not changed
+        ]
+        added = self.version and not present.keys() <= self.files.keys()
+        if added or any(not self._precedes(name, self.files[name]) for name in changed):
+            self.before = dict(self.files)
+        self.version = self.version and not changed and not added
+        kept = {name for name in self.files if is_same_content(self.files[name], present.get(name))}
+        self.files = {name: present[name] for name in sorted(kept.union(complete)) if name in present}
+
+    def left_over(self, present: Mapping[str, FileIdentity]) -> set[str]:
+        return {name for name, file in present.items() if self._precedes(name, file)}
+
+    def _precedes(self, name: str, file: FileIdentity) -> bool:
+        """Whether the file was there before the generation began."""
+        return is_same_content(self.before.get(name), file) or file.mtime_ns <= self.horizon
+
+
+class Rewrites:
+    """Remembers the generation of every directory, by its path below the watched one."""
+
+    def __init__(self, published: PublishedFiles) -> None:
+        self._published = published
+        self._generations: dict[str, _Generation] = {}
+
+    def left_over(
+        self, relative: str, present: Mapping[str, FileIdentity], *, complete: Collection[str]
+    ) -> set[str] | None:
+        """Names of the files that are to be replaced, or to go, before the checkpoint is complete. To be asked once a
+        scan.
+
+        Args:
+            present: all files that the checkpoint needs, by name.
+            complete: names of those that are completely written.
+
+        Returns:
+            None if these are the first contents of the directory; an empty set if all old files are replaced.
+        """
+        if relative not in self._generations:
+            self._generations[relative] = _Generation.of_version(self._published.newest_at(relative))
+        generation = self._generations[relative]
+        generation.update(present, complete)
+        if not generation.before and generation.horizon < 0:
+            return None
+        return generation.left_over(present)
+
+    def forget(self, relative: str) -> None:
+        """The directory holds exactly a version: begin with that version at the next change."""
+        self._generations.pop(relative, None)
+
+    def forget_except(self, seen: Collection[str]) -> None:
+        """Forget directories that the last scan did not meet."""
+        self._generations = {name: known for name, known in self._generations.items() if name in seen}
