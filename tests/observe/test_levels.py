@@ -60,7 +60,7 @@ PLACES = {
     "dcr_daemon.publish.publisher": "Retrying Degraded Retrying Waiting",
     "dcr_daemon.publish.timeouts": "Waiting",
     "dcr_daemon.publish.version.uploads": "Waiting",
-    "dcr_daemon.publish.watch.watcher": "Degraded Waiting Retrying Degraded Waiting Degraded Waiting",
+    "dcr_daemon.publish.watch.watcher": "Degraded Waiting Retrying Degraded Degraded Waiting Degraded Waiting",
     "dcr_daemon.store.retry": "Retrying",
     "dcr_daemon.subscribe.daemon": "Waiting Retrying",
     "dcr_daemon.subscribe.driver": "Retrying Retrying Degraded Retrying Degraded Degraded",

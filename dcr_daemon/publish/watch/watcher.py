@@ -30,6 +30,7 @@ from dcr_daemon.publish.inputs.sources import SourceChanged
 from dcr_daemon.publish.options import PublishOptions
 from dcr_daemon.publish.watch.candidate import CheckpointCandidate
 from dcr_daemon.publish.watch.file_identity import FileIdentity
+from dcr_daemon.publish.watch.file_stability import STABLE_SCANS, STABLE_SCANS_UNCLOSED
 from dcr_daemon.publish.watch.ingest import CheckpointIngest, check_headers
 from dcr_daemon.publish.watch.inotify import InotifyWatcher
 from dcr_daemon.publish.watch.pieces.reader import ContentMismatch
@@ -100,13 +101,21 @@ class Watcher:
         self._damaged = False  #: the baseline is to be repaired
         self._failures: dict[str, int] = {}  #: number of failed tries, by checkpoint
         self._reported: dict[str, Notice] = {}
+        self._told_blind_spot = False
         self._inotify: InotifyWatcher | None = None
         self._watched_inode: tuple[int, int] | None = None
 
     def _new_scanner(self, config: Mapping[str, Any] | None) -> CheckpointScanner:
         options = self._options
         excluded = _excluded(options, self._leader.ledger.store.url)
-        return CheckpointScanner(options.watch, excluded, marker=options.marker, ignore=options.ignore, config=config)
+        return CheckpointScanner(
+            options.watch,
+            excluded,
+            marker=options.marker,
+            ignore=options.ignore,
+            config=config,
+            unknown_scans=STABLE_SCANS if options.once else STABLE_SCANS_UNCLOSED,
+        )
 
     async def run(self) -> None:
         """Publish until cancelled; with `once`, until what was complete at the start is published."""
@@ -172,7 +181,12 @@ class Watcher:
         timed = now - self._last_timed_scan >= self._interval
         if timed:
             self._last_timed_scan = now
-        return await self._leader.context.workers.run(self._scanner.scan, self._leader.layout, timed)
+        found = await self._leader.context.workers.run(self._scanner.scan, self._leader.layout, timed)
+        if self._options.marker is None and not self._told_blind_spot and (why := self._scanner.blind_spot):
+            self._told_blind_spot = True
+            unchanged = "a file that nobody is seen closing counts as complete when some scans find it unchanged"
+            self._emit(Degraded(what=f"{why}: {unchanged}; --marker NAME is safer"))
+        return found
 
     async def _advance(self, found: Candidates) -> bool:
         """Take the attempt under way, or a new one, one step further; False if everything waits for files."""
