@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from dcr_daemon.cli import Stopped
-from dcr_daemon.errors import UsageError
 
 if TYPE_CHECKING:
     from dcr_daemon.events import Emit
@@ -116,14 +114,6 @@ def state_root(given: Path | None) -> Path:
     from dcr_daemon.publish.options import default_state
 
     return default_state()
-
-
-def default_replica() -> str:
-    """This host's name, as the id of a replica: `[a-z0-9]{1,32}`."""
-    name = "".join(c for c in socket.gethostname().lower() if c.isascii() and c.isalnum())[:32]
-    if not name:
-        raise UsageError("this host has no usable name", hint="give --replica an id of a-z and 0-9")
-    return name
 
 
 def run_async(main: Coroutine[Any, Any, T]) -> T:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +19,6 @@ from dcr_daemon.cli.options import (
     Region,
     State,
     StoreOptions,
-    default_replica,
     state_root,
 )
 
@@ -43,7 +43,8 @@ Replica = Annotated[
     typer.Option(
         envvar="DCR_REPLICA",
         metavar="ID",
-        help="Id of this replica in `dcr status`, of a-z and 0-9; default: the host name.",
+        help="Id of this replica in `dcr status`, as the name of a pod: 1 to 63 of a-z, 0-9, - and .; default: the "
+        "host name.",
     ),
 ]
 Pin = Annotated[int | None, typer.Option(metavar="VERSION", min=0, help="Serve this version and never a newer one.")]
@@ -134,10 +135,11 @@ def command(
     from dcr_daemon.engine import open_engine
     from dcr_daemon.observe.health import Policy
     from dcr_daemon.subscribe.daemon import STAGING_LIMIT, SubscribeOptions, run_subscribe
+    from dcr_daemon.subscribe.options import replica_id
 
     root = state_root(state)
     options = SubscribeOptions(
-        replica=replica or default_replica(),
+        replica=replica or replica_id(socket.gethostname()),
         state=root,
         staging=staging,
         staging_limit=staging_limit or STAGING_LIMIT,

@@ -14,14 +14,16 @@ STAGING_LIMIT = 8 << 30
 #: takes 50; the sums themselves run at gigabytes a second, so they hardly use a core.
 SCRUB_EVERY = 3600.0
 SCRUB_RATE = float(64 << 20)
-_ID = re.compile(r"[a-z0-9]{1,32}")
+_ID_LENGTH = 63  #: as the name of a pod
+_ID = re.compile(rf"[a-z0-9]([a-z0-9.-]{{0,{_ID_LENGTH - 2}}}[a-z0-9])?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubscribeOptions:
     """What an operator may choose. Sizes are in bytes, times in seconds.
 
-    `replica`: the id of this replica, 1 to 32 of `a-z0-9`; it names an object and a directory.
+    `replica`: the id of this replica, 1 to 63 of `a-z0-9.-`, first and last no `.-`; it names an object and a
+    directory.
     `state`: the root directory of the state of all streams.
     `staging`: the directory of fetched chunks; None for one in `/dev/shm`, or in the state directory without that.
     `staging_limit`: bytes of chunks staged at most.
@@ -51,8 +53,32 @@ class SubscribeOptions:
         """Raises `UsageError` for an id that is none, before anything of that name is made."""
         if not _ID.fullmatch(self.replica):
             raise UsageError(
-                f"not the id of a replica: {self.replica!r}", hint="give --replica an id of 1 to 32 of a-z and 0-9"
+                f"not the id of a replica: {self.replica!r}",
+                hint="give --replica an id of 1 to 63 of a-z, 0-9, - and . that begins and ends with a-z or 0-9",
             )
+
+
+def replica_id(host: str) -> str:
+    """The id of the replica on a host: the host's name, as it is where it can be an id.
+
+    Any other name is shortened and gets a digest of the whole name, since names of pods may differ only at their end.
+
+    Example:
+        >>> replica_id("Rollout-7d9c5b6f4b-x2x9q")
+        'rollout-7d9c5b6f4b-x2x9q'
+        >>> replica_id("my_host")
+        'my-host-76d033e4'
+
+    Raises `UsageError` for an empty name.
+    """
+    name = host.lower()
+    if not name:
+        raise UsageError("this host has no name", hint="give --replica an id")
+    if _ID.fullmatch(name):
+        return name
+    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+    kept = re.sub(r"[^a-z0-9.-]+", "-", name)[: _ID_LENGTH - len(digest) - 1].strip(".-")
+    return f"{kept}-{digest}".lstrip("-")
 
 
 def subscriber_state(root: Path, url: str, *, replica: str) -> Path:
