@@ -27,7 +27,8 @@ from dcr_daemon.subscribe.context import SubscriberContext
 from dcr_daemon.subscribe.driver import Driver
 from dcr_daemon.subscribe.fetch.anchors import AnchorFiles
 from dcr_daemon.subscribe.fetch.loader_computed import LoaderComputed
-from dcr_daemon.subscribe.fetch.stage import Stage, default_staging, open_staging
+from dcr_daemon.subscribe.fetch.stage import Stage
+from dcr_daemon.subscribe.fetch.staging import default_staging, open_staging
 from dcr_daemon.subscribe.follower import LedgerFollower
 from dcr_daemon.subscribe.options import STAGING_LIMIT, SubscribeOptions, subscriber_state
 from dcr_daemon.subscribe.scrub import Scrub
@@ -55,18 +56,24 @@ async def run_subscribe(options: SubscribeOptions, store: Store, *, engine: Engi
     home = subscriber_state(options.state, store.url, replica=options.replica)
     workers = runtime.Workers()
     try:
-        with _only_one(home):
+        with _only_one(home), _staging(options, home) as staging:
             ledger = Ledger(store, mark=home / "seen.json", emit=emit, polling=_polling(options))
             await _wait_until_read(options, emit, ledger.read)
             emit(LedgerRead(head=ledger.state.seal.version))
             runtime.failpoint("subscribe.found")
-            await _run(options, home, ledger, engine, workers, emit)
+            await _run(options, home, staging / ledger.stream.stream, ledger, engine, workers, emit)
     finally:
         workers.close()
 
 
 async def _run(
-    options: SubscribeOptions, home: Path, ledger: Ledger, engine: Engine, workers: runtime.Workers, emit: Emit
+    options: SubscribeOptions,
+    home: Path,
+    staging: Path,
+    ledger: Ledger,
+    engine: Engine,
+    workers: runtime.Workers,
+    emit: Emit,
 ) -> None:
     objects = Objects(
         ledger.store,
@@ -77,9 +84,8 @@ async def _run(
         workers=workers,
     )
     layout = await _wait_until_read(options, emit, lambda: objects.read_layout(ledger.stream))
-    staging = open_staging((options.staging or default_staging(home)) / ledger.stream.stream)
     stage = Stage(
-        staging,
+        open_staging(staging),
         limit=options.staging_limit,
         objects=objects,
         stream=ledger.stream,
@@ -138,6 +144,11 @@ async def _wait_until_read(options: SubscribeOptions, emit: Emit, read: Callable
 
 def _polling(options: SubscribeOptions) -> Polling:
     return Polling(active=options.poll, idle=options.poll * IDLE)
+
+
+def _staging(options: SubscribeOptions, home: Path) -> contextlib.AbstractContextManager[Path]:
+    """The directory with the staging of each stream."""
+    return default_staging(home) if options.staging is None else contextlib.nullcontext(options.staging)
 
 
 @contextlib.contextmanager

@@ -7,10 +7,7 @@ left by an earlier run are used if their digest is right, so that a restart fetc
 
 from __future__ import annotations
 
-import hashlib
-import os
 import shutil
-import stat
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -20,7 +17,7 @@ from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.codec.chunk import ChunkId
 from dcr_daemon.codec.decode import read_id
 from dcr_daemon.engine.port import StreamFacts, VersionDelta
-from dcr_daemon.errors import Corrupt, DcrError, Incompatible, ResourceExhausted
+from dcr_daemon.errors import Corrupt, DcrError, ResourceExhausted
 from dcr_daemon.events import ChunkFetched, Emit, Staged
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.records import ChunkRef, Part, Seal, Stream
@@ -28,39 +25,13 @@ from dcr_daemon.subscribe.fetch.files import file_digest, write_staged
 from dcr_daemon.task_limiter import run_limited
 
 CONCURRENCY = 8  #: objects fetched at a time
-SHARED = Path("/dev/shm")  #: Linux's tmpfs for everybody
-
-
-def open_staging(path: Path) -> Path:
-    """Make the staging directory, for this user only.
-
-    Raises:
-        Incompatible: it is a link, or belongs to somebody else (`/dev/shm` is everybody's).
-        ResourceExhausted: it cannot be written.
-    """
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = path.lstat()
-    except OSError as error:
-        raise ResourceExhausted(
-            f"staging directory {path} cannot be made: {error.strerror}", hint="name one with --staging"
-        ) from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-        raise Incompatible(f"staging directory {path} belongs to somebody else", hint="name another with --staging")
-    return path
-
-
-def default_staging(state: Path) -> Path:
-    """A directory in tmpfs if there is one, since staged bytes need not be durable; one per state directory."""
-    name = hashlib.sha256(str(state.absolute()).encode()).hexdigest()[:12]
-    return SHARED / f"dcr-{state.name}-{name}" if os.access(SHARED, os.W_OK) else state / "staging"
 
 
 class Stage:
     """The staged versions of one stream below `path`.
 
     Args:
-        path: a directory from `open_staging`; only this stream's staging lies in it.
+        path: a directory from `staging.open_staging`; only this stream's staging lies in it.
         limit: bytes of chunks staged at most.
     """
 
