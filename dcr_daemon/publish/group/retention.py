@@ -26,6 +26,7 @@ class Retention:
         self._ledger, self._policy, self._emit, self._anchors = ledger, policy, emit, anchors
         self._round: asyncio.Task[None] | None = None
         self._seals = EVERY  # the first one is followed by a round
+        self._again = False  #: an anchor was recorded during the round under way, which may not have seen it
         self._over = False  #: fenced, or closed: no round begins any more
         self._said = ""
 
@@ -36,10 +37,10 @@ class Retention:
             self.anchored()
 
     def anchored(self) -> None:
-        """An anchor was recorded, so that the floor may rise: begin a round, unless one is under way."""
+        """An anchor was recorded, so that the floor may rise: begin a round, after the one that is under way."""
+        self._again = True
         if self._over or (self._round and not self._round.done()):
             return
-        self._seals = 0
         self._round = asyncio.create_task(self._run())
 
     async def ended(self) -> None:
@@ -57,6 +58,11 @@ class Retention:
             await self.ended()
 
     async def _run(self) -> None:
+        while self._again and not self._over:
+            self._again, self._seals = False, 0
+            await self._collect()
+
+    async def _collect(self) -> None:
         began = runtime.monotonic()
         try:
             plan = await self._plan()

@@ -158,6 +158,27 @@ def test_it_holds_no_update_up(world: PublishWorld) -> None:
     assert world.reader.kinds()[-1] == "Release"
 
 
+def test_an_anchor_that_comes_during_a_round_is_followed_by_another(world: PublishWorld) -> None:
+    class Holding(WrappedStore):
+        async def delete(self, keys: Iterable[str]) -> None:
+            await gate.wait()
+            await self.inner.delete(keys)
+
+    async def run() -> None:
+        session = await opened(world, keep_versions=1, anchor_every=1)
+        session.ledger.store = Holding(world.store())
+        for weights in chain(world, 3):
+            await publish(session, weights, world)
+        gate.set()
+        await session.retention.ended()
+        assert session.ledger.state.floor == 3
+        await session.close()
+
+    gate = asyncio.Event()
+    asyncio.run(run())
+    assert listed(world, "anchors") == {3}
+
+
 def test_errors_are_told_and_end_nothing(world: PublishWorld) -> None:
     class Broken(WrappedStore):
         broken = True
