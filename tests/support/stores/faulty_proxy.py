@@ -1,7 +1,8 @@
 """An HTTP proxy in front of a store that misbehaves as networks and stores do, by a seed.
 
 It lives in the loop of the test that made it and passes requests on byte for byte, Host and signature included.
-`weather` says what may happen to a request, and how often; it may change at any time.
+`weather` says what may happen to a request, and how often; it may change at any time. `plan` says what happens to
+one request, chosen by its method, its path and its number.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import random
 import socket
 import struct
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
 from enum import Enum
 from typing import Self
 
@@ -33,6 +35,35 @@ NAMES = {Fault.UNAVAILABLE: "ServiceUnavailable", Fault.SLOW_DOWN: "SlowDown"}
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
+@dataclass(kw_only=True)
+class Planned:
+    """What befalls requests `nth` to `nth + times - 1` of those whose method and path `matches` accepts.
+
+    `fault`: as in the weather. `before`, `after`: called before the store sees the request, and when it has answered
+    but the client does not know. `edit`: makes another body of the answer's, of the same length.
+    """
+
+    matches: Callable[[str, str], bool] = lambda method, path: True
+    nth: int = 1
+    times: int = 1
+    fault: Fault | None = None
+    before: Callable[[], None] = lambda: None
+    after: Callable[[], None] = lambda: None
+    edit: Callable[[bytes], bytes] = bytes
+    seen: int = 0
+
+    @property
+    def met(self) -> bool:
+        """Whether it has befallen a request."""
+        return self.seen >= self.nth
+
+    def takes(self, method: str, path: str) -> bool:
+        if not self.matches(method, path):
+            return False
+        self.seen += 1
+        return self.nth <= self.seen < self.nth + self.times
+
+
 class Closed(Exception):
     """One end of a connection has gone."""
 
@@ -47,6 +78,7 @@ class BadNetwork:
         self._weather: dict[Fault, float] = {}
         self._changed = asyncio.Event()
         self._connections: set[asyncio.Task[None]] = set()
+        self._planned: list[Planned] = []
         self.seen: Counter[Fault | None] = Counter()
         self.url = ""
 
@@ -67,6 +99,16 @@ class BadNetwork:
         self._changed.set()
         self._changed = asyncio.Event()
 
+    def plan(self, planned: Planned) -> Planned:
+        """From now on `planned` counts requests; the weather does not touch the ones that it takes."""
+        self._planned.append(planned)
+        return planned
+
+    def clear(self) -> None:
+        """Nothing is planned any more, the weather is good, and what was held up ends."""
+        self._planned.clear()
+        self.weather()
+
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
@@ -80,8 +122,11 @@ class BadNetwork:
             _reset(writer)
 
     async def _request(self, client: Streams, request: bytes) -> None:
-        fault = self._draw()
+        planned = self._taken(*request.split(b" ", 2)[:2])
+        fault = planned.fault if planned else self._draw()
         self.seen[fault] += 1
+        if planned:
+            planned.before()
         changed = self._changed
         if fault is Fault.RESET_BEFORE:
             raise Closed
@@ -94,9 +139,17 @@ class BadNetwork:
         async with self._upstream() as (reader, writer):
             writer.write(request)
             answer = await _read_message(reader, bodiless=request.startswith(b"HEAD "))
+        if planned:
+            planned.after()
+            answer = _edited(answer, planned.edit)
         if fault is Fault.RESET_AFTER:
             raise Closed
         await self._answer(client[1], answer, fault, changed)
+
+    def _taken(self, method: bytes, path: bytes) -> Planned | None:
+        """The first plan that takes this request; all of them count it."""
+        takers = [planned for planned in self._planned if planned.takes(method.decode(), path.decode())]
+        return takers[0] if takers else None
 
     def _draw(self) -> Fault | None:
         at = self._random.random()
@@ -155,6 +208,12 @@ async def _read_chunks(reader: asyncio.StreamReader) -> bytes:
             return body
 
 
+def _edited(answer: bytes, edit: Callable[[bytes], bytes]) -> bytes:
+    """The answer with another body, if it is a whole object."""
+    head, end, body = answer.partition(b"\r\n\r\n")
+    return head + end + edit(body) if body and head.startswith(b"HTTP/1.1 20") else answer
+
+
 def _refusal(code: str) -> bytes:
     body = f"<Error><Code>{code}</Code><Message>try again</Message></Error>".encode()
     head = f"HTTP/1.1 503 {code}\r\nContent-Type: application/xml\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -164,6 +223,6 @@ def _refusal(code: str) -> bytes:
 def _reset(writer: asyncio.StreamWriter) -> None:
     """Close with a RST where data may still be under way: no polite end."""
     connection = writer.get_extra_info("socket")
-    if connection is not None:
+    if connection is not None and connection.fileno() >= 0:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     writer.transport.abort()
