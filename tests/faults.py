@@ -1,8 +1,9 @@
 """Everything that can be broken on purpose, at a chosen length: `python tests/faults.py [--length short|full]`.
 
 1. the simulation, seed after seed; 2. real processes killed and stopped at every named instant, on real files and a
-real bucket, then real vLLM servers; 3. fuzzing of every parser. Prints what each part prints, and at the end a table.
-Exit code 1 if any part failed. `--json FILE` keeps the counts, `--page FILE` puts them between the marks of a page.
+real bucket, then real vLLM servers; 3. fuzzing of every parser; 4. a soak, rounds of random faults. Prints what each
+part prints, and at the end a table. Exit code 1 if any part failed. `--json FILE` keeps the counts, `--page FILE` puts
+them between the marks of a page.
 """
 
 from __future__ import annotations
@@ -31,14 +32,15 @@ MARKS = ("<!-- counts -->\n", "<!-- end of counts -->\n")
 @dataclass(frozen=True)
 class Length:
     """`seeds` of the simulation; `sweep`: distance of the instants at which scenes are killed; `fuzz`: seconds for
-    each parser."""
+    each parser; `rounds` of the soak."""
 
     seeds: int
     sweep: int
     fuzz: int
+    rounds: int
 
 
-LENGTHS = {"short": Length(300, 100, 5), "full": Length(3000, 10, 60)}
+LENGTHS = {"short": Length(300, 100, 5, 24), "full": Length(3000, 10, 60, 500)}
 
 
 @dataclass
@@ -87,17 +89,32 @@ def fuzz(length: Length, jobs: int) -> Part:
     return Part("hostile bytes", code == 0, counts=counts)
 
 
+def soak(length: Length, jobs: int) -> Part:
+    """Five daemons and a store need the cores: one soak at a time, whatever the length."""
+    code, said = run([sys.executable, TESTS / "soak" / "run.py", "--rounds", length.rounds])
+    return Part("soak", code == 0, counts=soaked(said))
+
+
+def soaked(said: str) -> dict[str, float]:
+    """The counts in the words of tests/soak/run.py."""
+    last = said.rstrip().rsplit("\n", 3)[-3:]
+    what = "rounds|failed|versions|comparisons|restarts|faults"
+    return {name: float(number) for number, name in re.findall(rf"(\d+) ({what})", last[0])} if last else {}
+
+
 PARTS: dict[str, Callable[[Length, int], Part]] = {
     "simulation": simulate,
     "processes": crash,
     "servers": servers,
     "bytes": fuzz,
+    "soak": soak,
 }
 ABOUT = {
     "simulation": "seed after seed; silent unless one fails",
     "processes": "daemons killed at every named instant; about a minute of collecting, then a dot per test",
     "servers": "real vLLM servers killed, one at a time; minutes per dot",
     "bytes": "every parser fuzzed, one line each",
+    "soak": "rounds of random faults against five daemons, one line each",
 }
 
 
@@ -168,10 +185,10 @@ def _number(count: float) -> str:
     return f"{count:,.0f}" if count == int(count) else f"{count:,.1f}"
 
 
-def put_on_page(page: Path, text: str) -> None:
+def put_on_page(page: Path, text: str, marks: tuple[str, str] = MARKS) -> None:
     """Replace what stands between the marks."""
-    before, rest = page.read_text().split(MARKS[0])
-    page.write_text(before + MARKS[0] + text + MARKS[1] + rest.split(MARKS[1])[1])
+    before, rest = page.read_text().split(marks[0])
+    page.write_text(before + marks[0] + text + marks[1] + rest.split(marks[1])[1])
 
 
 def main() -> int:

@@ -62,6 +62,22 @@ def test_what_the_simulation_says_is_understood(faults: ModuleType) -> None:
     }
 
 
+def test_what_the_soak_says_is_understood(faults: ModuleType) -> None:
+    said = (
+        "seed 7: 8 rounds in 40 s, 20 versions\n"
+        "24 rounds, 0 failed, 40 faults, 70 versions, 123 comparisons, 30 restarts\n"
+        "struck: full disk 7\nseconds of a round: median 5.0, most 9.0\n"
+    )
+    assert faults.soaked(said) == {
+        "rounds": 24,
+        "failed": 0,
+        "faults": 40,
+        "versions": 70,
+        "comparisons": 123,
+        "restarts": 30,
+    }
+
+
 def test_the_table_goes_between_the_marks(faults: ModuleType, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- counts -->\nold\n<!-- end of counts -->\nafter\n")

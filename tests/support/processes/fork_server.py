@@ -94,6 +94,7 @@ class ForkServer:
         self._server = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
+        self.pid = self._server.pid
         self._living: dict[int, Process] = {}
         assert self.ask(poll=0) is None
 
