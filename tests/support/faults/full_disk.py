@@ -49,6 +49,10 @@ def full_disk() -> Iterator[FullDisk]:
     runtime.install(before)
 
 
+class CannotMount(Exception):
+    """This user may not mount a file system."""
+
+
 class Tmpfs:
     """A real file system of `size` bytes, with nearly all of it taken by `ballast`."""
 
@@ -58,17 +62,18 @@ class Tmpfs:
         options = ["-t", "tmpfs", "-o", f"size={size}", "none", str(path)]
         made = subprocess.run(["mount", *options], check=False, capture_output=True)
         if made.returncode:
-            pytest.skip(f"this user may not mount a tmpfs: {made.stderr.decode().strip()}")
+            raise CannotMount(made.stderr.decode().strip())
 
     def fill(self, leave: int) -> None:
         """Take what is free, but for `leave` bytes."""
         free = os.statvfs(self.path)
         size = free.f_bavail * free.f_frsize - leave
-        with self.ballast.open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, size)
+        if size > 0:
+            with self.ballast.open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, size)
 
     def relieve(self) -> None:
-        self.ballast.unlink()
+        self.ballast.unlink(missing_ok=True)
 
     def close(self) -> None:
         subprocess.run(["umount", "-l", str(self.path)], check=True)
@@ -76,6 +81,9 @@ class Tmpfs:
 
 @pytest.fixture
 def tmpfs(tmp_path: Path) -> Iterator[Tmpfs]:
-    mounted = Tmpfs(tmp_path / "tmpfs", 4 << 20)
+    try:
+        mounted = Tmpfs(tmp_path / "tmpfs", 4 << 20)
+    except CannotMount as error:
+        pytest.skip(f"this user may not mount a tmpfs: {error}")
     yield mounted
     mounted.close()
