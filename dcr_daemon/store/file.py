@@ -33,7 +33,8 @@ from dcr_daemon.errors import (
 from dcr_daemon.events import Emit, discard
 from dcr_daemon.store.instrumented import instrumented
 from dcr_daemon.store.keys import check_key, check_prefix, is_key
-from dcr_daemon.store.port import Entry, Outcome
+from dcr_daemon.store.partial import PartialFile
+from dcr_daemon.store.port import Entry, Outcome, raise_refused
 from dcr_daemon.store.retry import RetryPolicy, Transient, retry
 
 T = TypeVar("T")
@@ -59,7 +60,7 @@ class FileStore:
         self._workers = runtime.Workers(THREADS)
         self._swept = False
 
-    async def get(self, key: str, *, limit: int) -> bytes:
+    async def get(self, key: str, *, limit: int, keep: PartialFile | None = None) -> bytes:
         path = self._path(key)
         with instrumented(self._emit, "get") as request:
             data = await self._retry("read", path, function=partial(self._read, key, path, limit))
@@ -98,10 +99,15 @@ class FileStore:
                 return
 
     async def delete(self, keys: Iterable[str]) -> None:
+        refused: dict[str, Incompatible] = {}
         for key in keys:
             path = self._path(key)
-            with instrumented(self._emit, "delete"):
-                await self._retry("delete", path, function=partial(self._unlink, path))
+            try:
+                with instrumented(self._emit, "delete"):
+                    await self._retry("delete", path, function=partial(self._unlink, path))
+            except Incompatible as error:
+                refused[key] = error
+        raise_refused(refused)
 
     async def close(self) -> None:
         self._workers.close()

@@ -6,10 +6,13 @@ hint (must L6). Every implementation passes `tests/contract/test_store.py`.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
+
+from dcr_daemon.errors import Incompatible
+from dcr_daemon.store.partial import PartialFile
 
 
 class Outcome(Enum):
@@ -18,6 +21,23 @@ class Outcome(Enum):
     WON = "won"  #: the object is ours and durable
     LOST = "lost"  #: the slot was occupied, perhaps by an earlier try of our own: read it
     UNKNOWN = "unknown"  #: no answer, or an answer that decides nothing: read the slot, or put the same bytes again
+
+
+class DeleteRefused(Incompatible):
+    """The store does not let us delete the objects `keys`; all others that were to be deleted are."""
+
+    kind = "Incompatible"
+
+    def __init__(self, message: str, *, keys: Iterable[str], hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.keys = frozenset(keys)
+
+
+def raise_refused(refused: Mapping[str, Incompatible]) -> None:
+    """Raise `DeleteRefused` for these keys, with the reason of the first; nothing if there are none."""
+    for error in refused.values():
+        others = f" ({len(refused)} objects in all)" if len(refused) > 1 else ""
+        raise DeleteRefused(error.message + others, keys=refused, hint=error.hint) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +57,12 @@ class Store(Protocol):
 
     url: str
 
-    async def get(self, key: str, *, limit: int) -> bytes:
-        """The whole object. Raises `KeyNotFound`, or `Corrupt` if it is larger than `limit` bytes (nothing is kept)."""
+    async def get(self, key: str, *, limit: int, keep: PartialFile | None = None) -> bytes:
+        """The whole object. Raises `KeyNotFound`, or `Corrupt` if it is larger than `limit` bytes.
+
+        `keep`: where to keep what has arrived, for an object that is never overwritten and that is as long as
+        `limit` or of unknown size. The caller verifies the digest, and clears it. A store may ignore it.
+        """
         ...
 
     async def create(self, key: str, body: bytes | memoryview) -> Outcome:
@@ -54,7 +78,10 @@ class Store(Protocol):
         ...
 
     async def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects; an absent one is no error. Only retention calls this."""
+        """Delete objects; an absent one is no error. Only retention calls this.
+
+        Raises `DeleteRefused` for those that may not be deleted, when all others are deleted.
+        """
         ...
 
     async def close(self) -> None: ...

@@ -13,6 +13,9 @@ from dcr_daemon.store.keys import check_key
 from dcr_daemon.store.port import Outcome, Store
 from dcr_daemon.store.retry import RetryPolicy, Transient, retry
 
+#: An upload cannot be continued, and a large one may move for longer than the patience before it breaks off.
+FEWEST_TRIES = 3
+
 
 async def put_if_absent(
     store: Store, key: str, body: bytes | memoryview, *, patience: RetryPolicy | None = None
@@ -39,6 +42,7 @@ async def put_if_absent(
         what=f"{store.url}/{key}",
         patience=patience or RetryPolicy(),
         gate=contextlib.nullcontext(),
+        fewest=FEWEST_TRIES,
         hint="the object may or may not exist; trying again with the same bytes is safe",
     )
 

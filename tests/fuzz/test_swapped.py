@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -246,7 +247,7 @@ class Noisy(FileStore):
         super().__init__(root)
         self.seen: set[str] = set()
 
-    async def get(self, key: str, *, limit: int) -> bytes:
+    async def get(self, key: str, *, limit: int, keep: Any = None) -> bytes:
         body = await super().get(key, limit=limit)
         if key in self.seen:
             return body

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.events import RecordedEvents
@@ -22,7 +23,7 @@ class Noisy(MemoryStore):
         super().__init__()
         self.spoil: Counter[str] = Counter()
 
-    async def get(self, key: str, *, limit: int) -> bytes:
+    async def get(self, key: str, *, limit: int, keep: Any = None) -> bytes:
         body = await super().get(key, limit=limit)
         if self.spoil[key] > 0:
             self.spoil[key] -= 1

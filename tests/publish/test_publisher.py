@@ -335,7 +335,7 @@ def test_a_failure_is_told_only_when_it_is_one(
                     await self.inner.create(key, body)
             return Outcome.UNKNOWN if self.down else await self.inner.create(key, body)
 
-        async def get(self, key: str, *, limit: int) -> bytes:
+        async def get(self, key: str, *, limit: int, keep: Any = None) -> bytes:
             if self.down:
                 raise StoreUnavailable("the bucket is silent")
             return await self.inner.get(key, limit=limit)  # type: ignore[no-any-return]
@@ -378,7 +378,7 @@ def test_a_seal_that_can_be_read_is_told_although_nothing_after_it_can(
             self.sealed = key
             raise StoreUnavailable("the answer is lost")
 
-        async def get(self, key: str, *, limit: int) -> bytes:
+        async def get(self, key: str, *, limit: int, keep: Any = None) -> bytes:
             if self.sealed and key > self.sealed:
                 raise StoreUnavailable("the bucket is silent")
             return await self.inner.get(key, limit=limit)  # type: ignore[no-any-return]
@@ -500,7 +500,7 @@ class Hole(FileStore):
         if self.down:
             await asyncio.sleep(3600)
         return await super().create(key, body)
-    async def get(self, key, *, limit):
+    async def get(self, key, *, limit, keep=None):
         if self.down:
             await asyncio.sleep(3600)
         return await super().get(key, limit=limit)

@@ -78,7 +78,7 @@ class SimStore:
         self.url = "sim://bucket/stream"
         self._world, self._process, self._emit, self._lag = world, process, emit, lag
 
-    async def get(self, key: str, *, limit: int) -> bytes:
+    async def get(self, key: str, *, limit: int, keep: Any = None) -> bytes:
         body = await self._persist("get", check_key(key))
         if body is None or self._not_here_yet(key):
             raise KeyNotFound(key)

@@ -53,7 +53,8 @@ class FakeS3:
     `ok`; `drop` (the request never arrives); `drop-after` (it takes effect, the answer is lost); `cut:N` (the answer
     breaks off after N bytes of body); `html` (a proxy's 404 page); `stall` (no answer at all);
     `no-range` (ignores Range); `no-size` (answers a range, but not of how much); `no-length` (chunked answer);
-    `trickle` (headers, then silence).
+    `trickle` (headers, then silence); `hang:N` (N bytes of body, then silence); `drip:N` (N bytes at once, then `drip`:
+    so many bytes, so many seconds apart).
     """
 
     objects: dict[str, bytes] = field(default_factory=dict)
@@ -62,6 +63,7 @@ class FakeS3:
     honest: bool = True  #: False: ignores If-None-Match
     atomic: bool = True  #: False: looks, waits, then writes
     page: int = 1000
+    bulk: str = ""  #: a name of `ERRORS`: the answer to every multi-object delete
     undeletable: dict[str, list[str]] = field(default_factory=dict)
     configuration: dict[str, str] = field(default_factory=dict)
     seen: list[Seen] = field(default_factory=list)
@@ -69,6 +71,10 @@ class FakeS3:
     busy: int = 0
     busiest: int = 0
     pause: float = 0.0
+    drip: tuple[int, float] = (100, 0.1)
+    sent: int = 0  #: bytes of bodies that were written
+    unread: int = 0  #: bodies of this many requests, from now on, are never read
+    slow_read: tuple[int, float] = (1 << 30, 0.0)  #: a body is read so many bytes at a time, so many seconds apart
     url: str = ""
     moved: asyncio.Condition = field(default_factory=asyncio.Condition)
 
@@ -95,7 +101,7 @@ class FakeS3:
         head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
         method, target, _ = head[0].split(" ")
         headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in head[1:] if line)}
-        body = await reader.readexactly(int(headers.get("content-length", 0)))
+        body = await self._body(reader, method, int(headers.get("content-length", 0)))
         parts = urlsplit(target)
         request = Seen(
             method, unquote(parts.path).removeprefix("/bucket").lstrip("/"), parse_qs(parts.query, True), headers, body
@@ -111,6 +117,16 @@ class FakeS3:
             self.busy -= 1
             await self._tell()
 
+    async def _body(self, reader: asyncio.StreamReader, method: str, size: int) -> bytes:
+        if method == "PUT" and self.unread:
+            self.unread -= 1
+            await asyncio.sleep(3600)
+        body, (piece, pause) = b"", self.slow_read
+        while left := size - len(body):
+            body += await reader.readexactly(min(left, piece))
+            await asyncio.sleep(pause)
+        return body
+
     async def _answer(self, request: Seen, writer: asyncio.StreamWriter) -> bool:
         fault = self.faults.popleft() if self.faults else self.always
         if fault == "drop":
@@ -119,6 +135,8 @@ class FakeS3:
             await asyncio.sleep(3600)
         if request.method == "HEAD":  # the SDK looks for the bucket's region after a redirect
             return await self._send(writer, 404, b"")
+        if request.method == "POST" and self.bulk:
+            fault = self.bulk
         if fault in ERRORS:
             status, code = ERRORS[fault]
             return await self._send(writer, status, _error(code))
@@ -143,6 +161,11 @@ class FakeS3:
                 return 412, _error("PreconditionFailed"), {}
             self.objects[request.key] = request.body
             return 200, b"", {"etag": _etag(request.body)}
+        if request.method == "DELETE":
+            if codes := self.undeletable.get(request.key):
+                return 403, _error(codes.pop(0)), {}
+            self.objects.pop(request.key, None)
+            return 204, b"", {}
         if request.method == "POST":
             return 200, self._delete(request.body.decode()), {}
         if not request.key:
@@ -196,10 +219,28 @@ class FakeS3:
         elif fault == "trickle":
             await writer.drain()
             await asyncio.sleep(3600)
+        elif fault.startswith(("hang:", "drip:")):
+            await self._slowly(writer, body, fault)
         else:
             writer.write(body[: int(fault[4:])] if fault.startswith("cut:") else body)
         await writer.drain()
         return not fault.startswith("cut:")
+
+    async def _slowly(self, writer: asyncio.StreamWriter, body: bytes, fault: str) -> None:
+        at = int(fault[5:])
+        writer.write(body[:at])
+        while at < len(body) or fault.startswith("hang:"):
+            self.sent += at
+            await writer.drain()
+            await self._tell()
+            if fault.startswith("hang:") and at < len(body):
+                await asyncio.sleep(3600)
+            if at >= len(body):
+                return
+            piece, pause = self.drip
+            await asyncio.sleep(pause)
+            writer.write(body[at : at + piece])
+            at += piece
 
 
 def _etag(body: bytes) -> str:

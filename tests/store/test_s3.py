@@ -17,6 +17,7 @@ import pytest
 
 from dcr_daemon.errors import Corrupt, Incompatible, KeyNotFound, StoreUnavailable
 from dcr_daemon.store import Entry, Outcome, put_if_absent
+from dcr_daemon.store.port import DeleteRefused
 from dcr_daemon.store.retry import RetryPolicy
 from dcr_daemon.store.s3.store import LARGE_BYTES, S3Store
 
@@ -85,7 +86,8 @@ async def test_a_refusal_is_raised_at_once_with_a_hint(fake_s3, fault: str) -> N
             with pytest.raises(Incompatible, match="s3://bucket/run") as refused:
                 await request
             assert refused.value.hint
-            assert len([request for request in server.seen[sent:] if request.method != "HEAD"]) == 1
+            methods = [request.method for request in server.seen[sent:] if request.method != "HEAD"]
+            assert len(methods) == 1 or methods == ["POST", "DELETE"]  # a single delete says what is refused
 
 
 async def test_a_missing_bucket_and_a_missing_key_are_told_apart(fake_s3) -> None:
@@ -288,10 +290,44 @@ async def test_only_what_was_not_deleted_is_asked_again(fake_s3) -> None:
         assert [request.body.count(b"<Key>") for request in server.seen] == [5, 1, 1]
 
 
-async def test_a_denied_delete_names_the_object(fake_s3) -> None:
-    async with fake_s3(objects={"run/data/1": b""}, undeletable={"run/data/1": ["AccessDenied"]}) as (_, store):
-        with pytest.raises(Incompatible, match="data/1"):
-            await store.delete(["data/1"])
+async def test_a_denied_delete_names_the_object_and_the_others_are_deleted(fake_s3) -> None:
+    objects = {f"run/data/{number}": b"" for number in range(4)}
+    denied = {"run/data/1": ["AccessDenied"], "run/data/2": ["InternalError", "AccessDenied"]}
+    async with fake_s3(objects=objects, undeletable=denied) as (server, store):
+        with pytest.raises(DeleteRefused, match=r"AccessDenied for run/data/1 \(2 objects in all\)") as refused:
+            await store.delete([f"data/{number}" for number in range(4)])
+        assert refused.value.keys == {"data/1", "data/2"}
+        assert "s3:DeleteObject" in refused.value.hint
+        assert set(server.objects) == {"run/data/1", "run/data/2"}
+
+
+async def test_a_multi_object_delete_has_the_checksum_that_older_stores_want(fake_s3) -> None:
+    async with fake_s3(objects={"run/data/1": b""}) as (server, store):
+        await store.delete(["data/1"])
+        (request,) = server.seen
+        assert base64.b64decode(request.headers["content-md5"]) == hashlib.md5(request.body).digest()
+
+
+@pytest.mark.parametrize("refusal", ["not-implemented", "invalid", "denied"])
+async def test_a_store_without_multi_object_delete_deletes_one_by_one(fake_s3, refusal: str) -> None:
+    keys = [f"data/{number}" for number in range(5)]
+    async with fake_s3(objects={f"run/{key}": b"" for key in keys}, bulk=refusal) as (server, store):
+        await store.delete(keys[:3])
+        await store.delete(keys[3:])
+        assert server.objects == {}
+        assert [request.method for request in server.seen] == ["POST", *["DELETE"] * 5]  # asked once
+
+
+async def test_a_folder_that_may_not_be_deleted_from_is_tried_once(fake_s3) -> None:
+    keys = [f"{folder}/{number}" for folder in ("anchors", "data", "probe") for number in range(3)]
+    denied = {f"run/{key}": ["AccessDenied"] * 9 for key in keys if key.startswith("data/")}
+    objects = {f"run/{key}": b"" for key in keys}
+    async with fake_s3(objects=objects, undeletable=denied, bulk="denied") as (server, store):
+        with pytest.raises(DeleteRefused, match="AccessDenied") as refused:
+            await store.delete(keys)
+        assert refused.value.keys == {"data/0", "data/1", "data/2"}
+        assert set(server.objects) == set(denied)
+        assert len(server.seen) == 1 + 3 + 1 + 3
 
 
 # Requests in flight.

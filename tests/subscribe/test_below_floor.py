@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.streams.writer import StreamWriter
@@ -37,7 +38,7 @@ class Held:
         yield
         self.go.set()
 
-    async def get(self, key: str, *, limit: int) -> bytes:
+    async def get(self, key: str, *, limit: int, keep: Any = None) -> bytes:
         self.gets += 1
         if self.held(key) and not self.go.is_set():
             self.reached.set()

@@ -3,10 +3,16 @@
 `must L0`: a conditional write that the SDK repeats by itself turns "won" into "lost". Three layers would do so, and
 all three are switched off here: botocore's retry handler, botocore's Expect: 100-continue (which waits), and
 aiohttp's second try on a connection that the server had closed.
+
+A connection on which nothing is acknowledged for some seconds is ended by the kernel, where it can (Linux). Nothing
+else sees an upload stall: the last bytes of a body lie in the kernel's buffer, which is kept small for the same reason.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import socket
 from contextlib import AsyncExitStack
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -19,9 +25,13 @@ from botocore.exceptions import BotoCoreError, ProfileNotFound
 from botocore.handlers import add_expect_header
 
 from dcr_daemon.errors import Incompatible, UsageError
+from dcr_daemon.store.s3.attempt import UploadBody
 
 CONNECT_SECONDS = 10.0
-READ_SECONDS = 20.0  #: longest silence in the middle of an answer
+READ_SECONDS = 90.0  #: longer than any window of a request (`attempt.Try`), which ends it earlier
+STALL_SECONDS = 10.0  #: a connection on which nothing is acknowledged for so long is ended
+UNSENT_BYTES = 64 << 10  #: of an upload, not yet sent, that the kernel takes at most
+_TCP_NOTSENT_LOWAT = 25  #: Linux's number of the option, which Python does not name
 
 Addressing = Literal["auto", "path", "virtual"]
 
@@ -35,6 +45,21 @@ class _OneTry(AIOHTTPSession):  # type: ignore[misc]
         # no public switch; tests/store/test_s3.py fails if this attribute ever stops being the switch.
         session._retry_connection = False
         return session
+
+    def _create_connector(self, proxy_url: str | None) -> aiohttp.TCPConnector:
+        self._connector_args["socket_factory"] = _open_socket
+        connector: aiohttp.TCPConnector = super()._create_connector(proxy_url)
+        return connector
+
+
+def _open_socket(address: Any) -> socket.socket:
+    """A socket whose uploads stall visibly: see the module."""
+    family, kind, protocol, _, _ = address
+    opened = socket.socket(family, kind, protocol)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(STALL_SECONDS * 1000))
+        opened.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+    return opened
 
 
 async def open_client(
@@ -66,7 +91,20 @@ async def open_client(
     except (BotoCoreError, ValueError) as error:
         raise Incompatible(f"the AWS configuration cannot be used: {error}", hint="check ~/.aws/config") from error
     client.meta.events.unregister("before-call.s3", add_expect_header)
+    client.meta.events.register("before-call.s3.DeleteObjects", _add_content_md5)
+    client.meta.events.register("before-send.s3", _begin_upload)
     return client
+
+
+def _add_content_md5(params: dict[str, Any], **_: Any) -> None:
+    """Older stores want this header on a multi-object delete; the SDK sends a newer checksum only."""
+    digest = hashlib.md5(params["body"], usedforsecurity=False).digest()
+    params["headers"]["Content-MD5"] = base64.b64encode(digest).decode()
+
+
+def _begin_upload(request: Any, **_: Any) -> None:
+    if isinstance(request.body, UploadBody):
+        request.body.begin()
 
 
 async def _client(

@@ -1,47 +1,63 @@
 """Downloads one object, over as many tries as it takes.
 
 The bytes that have arrived are kept when a connection breaks, and a range request continues after them as long as the
-store says that it is the same object (ETag); otherwise it starts again. Never holds more than the limit.
+store says that it is the same object (ETag); otherwise it starts again. With a `PartialFile` they are kept over
+restarts of the process too; what an earlier process kept has no ETag, and is right if the object's digest is. Never
+holds more than the limit.
 """
 
 from __future__ import annotations
 
-import asyncio
 import io
-from dataclasses import dataclass
 from typing import Any
 
+from dcr_daemon import runtime
 from dcr_daemon.errors import Corrupt
-from dcr_daemon.store.instrumented import Request
-from dcr_daemon.store.retry import PROGRESS_BYTES, Transient
+from dcr_daemon.store.partial import PartialFile
+from dcr_daemon.store.retry import Transient
+from dcr_daemon.store.s3.attempt import Try
 from dcr_daemon.store.s3.faults import SDK_ERRORS, Unranged, translate
+from dcr_daemon.store.s3.link import Progress
 
 PIECE = 256 << 10  #: bytes read at once from an answer
-
-
-@dataclass(frozen=True, slots=True)
-class Try:
-    """One request in flight: what is told about it, and its deadline of `seconds` without progress."""
-
-    request: Request
-    clock: asyncio.Timeout
-    seconds: float
-
-    def renew(self) -> None:
-        self.clock.reschedule(asyncio.get_running_loop().time() + self.seconds)
+KEEP_SECONDS = 5.0  #: a process that is killed loses what arrived in the last so many seconds
 
 
 class Download:
     """Reads `place` (bucket and key) into memory, at most `limit` bytes. `where` names it for people."""
 
-    def __init__(self, client: Any, place: dict[str, str], *, where: str, limit: int) -> None:
+    def __init__(
+        self,
+        client: Any,
+        place: dict[str, str],
+        *,
+        where: str,
+        limit: int,
+        progress: Progress,
+        keep: PartialFile | None = None,
+    ) -> None:
         self._client = client
         self._place = place
         self._where = where
         self._limit = limit
+        self._progress = progress
+        self._file = keep
         self._etag: str | None = None
         self._data = io.BytesIO()
-        self.arrived = 0  #: bytes over all tries; never falls
+        self._kept_at = runtime.monotonic()
+
+    async def resume(self) -> bool:
+        """Continue after what an earlier process kept. Returns whether that is all that the limit allows."""
+        if self._file:
+            self._data.write(await self._file.load())
+        if self._data.tell() > self._limit:
+            await self._restart()
+        return bool(self._data.tell()) and self._data.tell() == self._limit
+
+    @property
+    def body(self) -> bytes:
+        """What has arrived."""
+        return self._data.getvalue()
 
     async def run(self, attempt: Try) -> bytes:
         """One try. Raises `Transient` when the next one may go on, and what `translate` makes of other errors."""
@@ -50,26 +66,31 @@ class Download:
         try:
             answer = await self._client.get_object(**self._place, **ranged)
         except SDK_ERRORS as error:
-            fault = translate(error, key=self._place["Key"], where=self._where)
+            fault = translate(error, operation="get", key=self._place["Key"], where=self._where)
             if not isinstance(fault, Unranged):
                 raise
-            self._restart()
+            await self._restart()
             raise Transient("the object shrank while it was read") from error
         body = answer["Body"]
         async with body:
-            await self._drain(body, attempt, self._total(answer, have))
-        return self._data.getvalue()
+            total = await self._total(answer, have)
+            try:
+                await self._drain(body, attempt, total)
+            except BaseException:
+                await self._keep()
+                raise
+        return self.body
 
-    def _total(self, answer: dict[str, Any], have: int) -> int:
+    async def _total(self, answer: dict[str, Any], have: int) -> int:
         """Size of the whole object; starts over if the answer is not the continuation that was asked for."""
         begin, _, size = str(answer.get("ContentRange", "")).removeprefix("bytes ").partition("/")
         etag = answer.get("ETag")
-        if have and (begin.partition("-")[0] != str(have) or etag != self._etag):
-            self._restart()
+        if have and (begin.partition("-")[0] != str(have) or self._etag not in (None, etag)):
+            await self._restart()
             if begin:
                 raise Transient("the object changed while it was read")
         if begin and not size.isdecimal():  # "*": what is there is of no use, the next try asks for the whole
-            self._restart()
+            await self._restart()
             raise Transient("the answer does not tell the size of the object")
         if "ContentLength" not in answer:
             raise Transient("the answer does not tell its length, so that a cut could not be seen")
@@ -83,19 +104,25 @@ class Download:
         return total
 
     async def _drain(self, body: Any, attempt: Try, total: int) -> None:
-        milestone = self.arrived + PROGRESS_BYTES
         while piece := await body.read(PIECE):
             self._data.write(piece)
-            self.arrived += len(piece)
-            attempt.request.bytes += len(piece)
+            self._progress.moved(len(piece))
+            attempt.moved(len(piece))
             if self._data.tell() > total:
                 raise Corrupt(f"{self._where}: more bytes came than the {total} that the store announced")
-            if self.arrived >= milestone:
-                milestone = self.arrived + PROGRESS_BYTES
-                attempt.renew()
+            if runtime.monotonic() - self._kept_at >= KEEP_SECONDS:
+                await self._keep()
         if self._data.tell() != total:  # a clean end, but too early: proxies do that
             raise Transient(f"the answer ended after {self._data.tell()} of {total} bytes")
 
-    def _restart(self) -> None:
+    async def _keep(self) -> None:
+        """Keep on disk what has arrived since the last time."""
+        self._kept_at = runtime.monotonic()
+        if self._file and self._data.tell() > self._file.kept:
+            await self._file.append(bytes(self._data.getbuffer()[self._file.kept :]))
+
+    async def _restart(self) -> None:
         self._data = io.BytesIO()
         self._etag = None
+        if self._file:
+            await self._file.clear()

@@ -73,8 +73,6 @@ _PASSING = {
     "XAmzContentSHA256Mismatch",
 }
 _HINTS = {
-    "AccessDenied": "grant s3:GetObject, s3:PutObject and s3:ListBucket on the stream's prefix; without s3:ListBucket "
-    "S3 answers 403 even for a key that does not exist",
     "AuthorizationHeaderMalformed": "give the bucket's region with --region or AWS_REGION",
     "ExpiredToken": "renew the session credentials, or use a role that renews itself",
     "InvalidAccessKeyId": "check the credentials, the profile and that they belong to this endpoint",
@@ -87,6 +85,17 @@ _HINTS = {
     "RequestTimeTooSkewed": "set this machine's clock: signatures are dated",
     "SignatureDoesNotMatch": "check the secret key, the region, and that no proxy rewrites requests",
 }
+#: what an operator has to allow for each operation
+_GRANTS = {
+    "create": "grant s3:PutObject on the stream's prefix",
+    "delete": "grant s3:DeleteObject on the stream's data/, anchors/ and probe/; nothing but retention needs it "
+    "(docs/STORES.md, Policies)",
+    "get": "grant s3:GetObject and s3:ListBucket on the stream's prefix; without s3:ListBucket S3 answers 403 even for "
+    "a key that does not exist",
+    "list": "grant s3:ListBucket on the bucket, for the stream's prefix",
+    "overwrite": "grant s3:PutObject on the stream's prefix",
+}
+_DENIED = "AccessDenied"
 #: what a store says of credentials that it does not know now; they may be known again, or renew themselves
 _CREDENTIALS = {"ExpiredToken", "InvalidAccessKeyId", "InvalidToken", "RequestTimeTooSkewed", "SignatureDoesNotMatch"}
 _NO_CREDENTIALS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or run where a role is attached"
@@ -100,17 +109,18 @@ class Unranged(Exception):
     """416 Range Not Satisfiable: the object is shorter than what we already have of it."""
 
 
-def translate(error: BaseException, *, key: str, where: str, accepted: bool = False) -> Exception:
+def translate(error: BaseException, *, operation: str, key: str, where: str, accepted: bool = False) -> Exception:
     """The exception to raise for `error`, one of `SDK_ERRORS`.
 
     Args:
+        operation: of the port, for the hint.
         key: the key that was asked for, for `KeyNotFound`.
         where: bucket and key (or prefix) in words, for people.
         accepted: this client's credentials were accepted before. Then their refusal may pass: a daemon that served for
             weeks must not end because a token ran out for a minute.
     """
     if isinstance(error, ClientError):
-        return _from_answer(error, key, where, accepted=accepted)
+        return _from_answer(error, operation, key, where=where, accepted=accepted)
     if isinstance(error, NoCredentialsError | PartialCredentialsError):
         return Incompatible(f"{where}: no usable AWS credentials: {error}", hint=_NO_CREDENTIALS)
     if isinstance(error, SSOError | TokenRetrievalError):
@@ -126,7 +136,7 @@ def translate(error: BaseException, *, key: str, where: str, accepted: bool = Fa
     return Transient(said)
 
 
-def _from_answer(error: ClientError, key: str, where: str, *, accepted: bool) -> Exception:
+def _from_answer(error: ClientError, operation: str, key: str, *, where: str, accepted: bool) -> Exception:
     status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     details = error.response.get("Error", {})
     code, message = str(details.get("Code", status)), str(details.get("Message", ""))
@@ -141,19 +151,19 @@ def _from_answer(error: ClientError, key: str, where: str, *, accepted: bool) ->
         return Transient(f"{said}; {_HINTS[code]}; a restart reads static credentials anew")
     if code in _THROTTLED or status == HTTPStatus.TOO_MANY_REQUESTS:
         return Transient(said, throttled=True)
-    refused = code in _HINTS or status == HTTPStatus.NOT_IMPLEMENTED
+    refused = code in _HINTS or code == _DENIED or status == HTTPStatus.NOT_IMPLEMENTED
     passing = code in _PASSING or status in (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.CONFLICT) or status >= 500
     # A 404 that S3 did not sign with a code of its own comes from something in between, which decides nothing.
     if not refused and (passing or status == HTTPStatus.NOT_FOUND or status < 300):
         return Transient(said)
-    return Incompatible(f"{where}: the store refused: {said}", hint=_hint(code, status))
+    return Incompatible(f"{where}: the store refused: {said}", hint=_hint(operation, code, status))
 
 
-def _hint(code: str, status: int) -> str:
+def _hint(operation: str, code: str, status: int) -> str:
     if code in _HINTS:
         return _HINTS[code]
-    if status == HTTPStatus.FORBIDDEN:
-        return _HINTS["AccessDenied"]
+    if code == _DENIED or status == HTTPStatus.FORBIDDEN:
+        return _GRANTS[operation]
     if status in (HTTPStatus.MOVED_PERMANENTLY, HTTPStatus.TEMPORARY_REDIRECT):
         return _HINTS["PermanentRedirect"]
     if status == HTTPStatus.NOT_IMPLEMENTED:
@@ -161,13 +171,14 @@ def _hint(code: str, status: int) -> str:
     return "check the URL, the endpoint and the credentials; docs/STORES.md tells what a store must offer"
 
 
-def refused_keys(errors: Iterable[dict[str, str]], *, where: str) -> set[str]:
-    """Keys of a DeleteObjects answer that are worth another try. Raises `Incompatible` if one was refused for good."""
-    again = set()
+def refused_keys(errors: Iterable[dict[str, str]], *, where: str) -> tuple[set[str], dict[str, Incompatible]]:
+    """Keys of a DeleteObjects answer that are worth another try, and those that were refused for good, with why."""
+    again, refused = set[str](), dict[str, Incompatible]()
     for error in errors:
-        code = error.get("Code", "")
-        if code in _HINTS:
-            raise Incompatible(f"delete {where}: the store refused: {code} for {error.get('Key')}", hint=_HINTS[code])
-        if code != "NoSuchKey":
-            again.add(error.get("Key", ""))
-    return again
+        key, code = error.get("Key", ""), error.get("Code", "")
+        if code == _DENIED or code in _HINTS:
+            said = f"delete {where}: the store refused: {code} for {key}"
+            refused[key] = Incompatible(said, hint=_hint("delete", code, HTTPStatus.OK))
+        elif code != "NoSuchKey":
+            again.add(key)
+    return again, refused

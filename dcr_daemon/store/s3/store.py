@@ -2,39 +2,46 @@
 
 Promises: `create` is one plain PUT with If-None-Match: * that nobody repeats (must L0), and its answer is never
 guessed: what is not a clear yes or a clear 412 is `UNKNOWN`. Everything else is repeated by `retry.retry`, and a
-large object that breaks off is continued where it stopped. Requests in flight are bounded in two queues, so that a
-ledger record never waits behind a hundred chunks. `probe` finds a store that ignores If-None-Match.
+large object that breaks off or stalls is continued where it stopped. Large requests in flight are bounded by what the
+link carries, in each direction; small ones have a queue of their own, so that a ledger record never waits behind a
+hundred chunks. `probe` finds a store that ignores If-None-Match.
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import hashlib
-import io
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
-from dcr_daemon.errors import KeyNotFound
+from dcr_daemon.errors import Incompatible, KeyNotFound
 from dcr_daemon.events import Emit, discard
 from dcr_daemon.store.instrumented import instrumented
 from dcr_daemon.store.keys import check_key, check_prefix, is_key
-from dcr_daemon.store.port import Entry, Outcome
+from dcr_daemon.store.partial import PartialFile
+from dcr_daemon.store.port import Entry, Outcome, raise_refused
 from dcr_daemon.store.retry import RetryPolicy, Transient, retry
+from dcr_daemon.store.s3.attempt import Try, UploadBody
 from dcr_daemon.store.s3.client import Addressing, open_client
-from dcr_daemon.store.s3.download import Download, Try
-from dcr_daemon.store.s3.faults import SDK_ERRORS, Occupied, Unranged, refused_keys, translate
+from dcr_daemon.store.s3.deletes import DELETE_BATCH, Deletes
+from dcr_daemon.store.s3.download import Download
+from dcr_daemon.store.s3.faults import SDK_ERRORS, Occupied, Unranged, translate
+from dcr_daemon.store.s3.link import Link, Progress
 from dcr_daemon.store.s3.rules import lifecycle_warnings, versioning_warnings
 
 T = TypeVar("T")
 
-CONCURRENCY = 32  #: large requests in flight
+CONCURRENCY = 32  #: large requests in flight in each direction, on a link that carries so many
 SMALL_CONCURRENCY = 8  #: requests of at most `SMALL_BYTES` in flight, beside the large ones
 SMALL_BYTES = 1 << 20
 LARGE_BYTES = 32 << 20
-SLOWEST = 16 << 10  #: bytes per second: an upload slower than this is given up
-DELETE_BATCH = 1000
+SLOWEST = 16 << 10  #: bytes per second at which we wait for the end of an upload that nobody sees:
+UNSEEN = 256 << 10  #: bytes of it that may still be on their way,
+UNSEEN_TLS = 1 << 20  #: and over TLS, which has a buffer of its own
+RULES_SECONDS = 20.0  #: for reading the bucket's rules, which only warn
 
 
 class S3Store:
@@ -59,7 +66,8 @@ class S3Store:
         self._patience = patience
         self._emit = emit
         self._accepted = False  # whether the store has accepted our credentials before
-        self._large = asyncio.Semaphore(concurrency)
+        self._down, self._up = Link(concurrency), Link(concurrency)
+        self._deletes = Deletes(client, bucket, self._root, url=self.url, request=self._request)
         self._small = asyncio.Semaphore(SMALL_CONCURRENCY)
 
     @classmethod
@@ -84,7 +92,7 @@ class S3Store:
                 region=region,
                 profile=profile,
                 addressing=addressing,
-                connections=concurrency + SMALL_CONCURRENCY,
+                connections=2 * concurrency + SMALL_CONCURRENCY,
             )
             return cls(
                 client,
@@ -99,8 +107,14 @@ class S3Store:
     async def close(self) -> None:
         await self._stack.aclose()
 
-    async def get(self, key: str, *, limit: int) -> bytes:
-        download = Download(self._client, self._object(key), where=f"{self.url}/{key}", limit=limit)
+    async def get(self, key: str, *, limit: int, keep: PartialFile | None = None) -> bytes:
+        link = self._down if keep or limit > SMALL_BYTES else None
+        progress = Progress(link)
+        download = Download(
+            self._client, self._object(key), where=f"{self.url}/{key}", limit=limit, progress=progress, keep=keep
+        )
+        if await download.resume():
+            return download.body
 
         async def attempt(seconds: float) -> bytes:
             return await self._send("get", key, call=download.run, seconds=seconds)
@@ -109,25 +123,25 @@ class S3Store:
             attempt,
             what=f"get {self.url}/{key}",
             patience=self._patience,
-            gate=self._queue(limit),
-            progress=lambda: download.arrived,
+            gate=link or self._small,
+            progress=progress.bytes,
             emit=self._emit,
         )
 
     async def create(self, key: str, body: bytes | memoryview) -> Outcome:
         place, data = self._object(key), bytes(body)
+        link = self._up if len(data) > SMALL_BYTES else None
 
         async def put(attempt: Try) -> Outcome:
-            attempt.request.bytes = len(data)
             await self._client.put_object(
-                **place, **await self._integrity(data), Body=io.BytesIO(data), IfNoneMatch="*"
+                **place, **await self._integrity(data), Body=self._body(data, attempt, Progress(link)), IfNoneMatch="*"
             )
             attempt.request.outcome = "won"
             return Outcome.WON
 
-        async with self._queue(len(data)):
+        async with link or self._small:
             try:
-                return await self._send("create", key, call=put, seconds=self._upload_seconds(data))
+                return await self._send("create", key, call=put, seconds=self._upload_window(data))
             except Occupied:
                 return Outcome.LOST
             except (Transient, KeyNotFound, Unranged):
@@ -137,34 +151,15 @@ class S3Store:
         place = self._object(key)
 
         async def put(attempt: Try) -> None:
-            attempt.request.bytes = len(body)
-            await self._client.put_object(**place, Body=io.BytesIO(body))
+            await self._client.put_object(**place, Body=self._body(body, attempt, Progress(None)))
 
-        async def attempt(seconds: float) -> None:
-            await self._send("overwrite", key, call=put, seconds=max(seconds, self._upload_seconds(body)))
-
-        await self._retry(attempt, f"overwrite {self.url}/{key}", len(body))
+        await self._request("overwrite", key, put)
 
     async def delete(self, keys: Iterable[str]) -> None:
-        left = [check_key(key) for key in keys]
+        left, refused = [check_key(key) for key in keys], dict[str, Incompatible]()
         for start in range(0, len(left), DELETE_BATCH):
-            await self._delete_batch(left[start : start + DELETE_BATCH])
-
-    async def _delete_batch(self, keys: Sequence[str]) -> None:
-        waiting = set(keys)
-
-        async def remove(_: Try) -> None:
-            objects = [{"Key": self._root + key} for key in sorted(waiting)]
-            answer = await self._client.delete_objects(Bucket=self._bucket, Delete={"Objects": objects, "Quiet": True})
-            failed = refused_keys(answer.get("Errors", ()), where=self.url)
-            waiting.intersection_update(name.removeprefix(self._root) for name in failed)
-            if waiting:
-                raise Transient(f"{len(waiting)} of {len(objects)} objects were not deleted")
-
-        async def attempt(seconds: float) -> None:
-            await self._send("delete", keys[0], call=remove, seconds=seconds)
-
-        await self._retry(attempt, f"delete {len(keys)} objects below {self.url}")
+            refused |= await self._deletes.delete(left[start : start + DELETE_BATCH])
+        raise_refused(refused)
 
     async def list(self, prefix: str) -> AsyncIterator[Entry]:
         start = self._root + check_prefix(prefix)
@@ -175,12 +170,9 @@ class S3Store:
             found: dict[str, Any] = await self._client.list_objects_v2(Bucket=self._bucket, Prefix=start, **more)
             return found
 
-        async def attempt(seconds: float) -> dict[str, Any]:
-            return await self._send("list", prefix, call=page, seconds=seconds)
-
         entries = []
         while True:
-            found = await self._retry(attempt, f"list {self.url}/{prefix}")
+            found = await self._request("list", prefix, page)
             for line in found.get("Contents", ()):
                 key = line["Key"].removeprefix(self._root)
                 if is_key(key):  # objects that others put under the prefix are not listed
@@ -194,10 +186,13 @@ class S3Store:
 
     async def inspect(self) -> tuple[str, ...]:
         """Rules of the bucket that would hurt a stream, one sentence each; empty where reading them is denied."""
-        return (
-            *await versioning_warnings(self._client, self._bucket),
-            *await lifecycle_warnings(self._client, self._bucket, root=self._root),
-        )
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(RULES_SECONDS):
+                return (
+                    *await versioning_warnings(self._client, self._bucket),
+                    *await lifecycle_warnings(self._client, self._bucket, root=self._root),
+                )
+        return ()
 
     async def _integrity(self, data: bytes) -> dict[str, str]:
         """How a large body is protected on its way without holding up the loop.
@@ -213,32 +208,50 @@ class S3Store:
     def _object(self, key: str) -> dict[str, str]:
         return {"Bucket": self._bucket, "Key": self._root + check_key(key)}
 
-    def _queue(self, size: int) -> asyncio.Semaphore:
-        return self._small if size <= SMALL_BYTES else self._large
+    def _body(self, data: bytes, attempt: Try, progress: Progress) -> UploadBody:
+        def taken(count: int) -> None:
+            progress.moved(count)
+            attempt.moved(count, 1)
 
-    def _upload_seconds(self, body: bytes) -> float:
-        return self._patience.seconds + len(body) / SLOWEST
+        return UploadBody(data, taken)
 
-    async def _retry(self, attempt: Callable[[float], Awaitable[T]], what: str, size: int = 0) -> T:
-        return await retry(attempt, what=what, patience=self._patience, gate=self._queue(size), emit=self._emit)
+    def _upload_window(self, body: bytes) -> float:
+        """Seconds for which an upload may show no progress, with what is still on its way when all of it was taken."""
+        unseen = UNSEEN_TLS if self._client.meta.endpoint_url.startswith("https:") else UNSEEN
+        return self._patience.window(0) + min(len(body), unseen) / SLOWEST
+
+    async def _request(self, operation: str, key: str, call: Callable[[Try], Awaitable[T]], *, what: str = "") -> T:
+        """Send a small request until it is answered. `what`: it in words, unless it is about `key`."""
+
+        async def attempt(seconds: float) -> T:
+            return await self._send(operation, key, call=call, seconds=seconds)
+
+        return await retry(
+            attempt,
+            what=what or f"{operation} {self.url}/{key}",
+            patience=self._patience,
+            gate=self._small,
+            emit=self._emit,
+        )
 
     async def _send(self, operation: str, key: str, *, call: Callable[[Try], Awaitable[T]], seconds: float) -> T:
-        """Send one request, bounded in time, with its error translated and its event emitted."""
+        """Send one request that may get nowhere for `seconds`, with its error translated and its event emitted."""
         with instrumented(self._emit, operation) as request:
             try:
                 async with asyncio.timeout(seconds) as clock:
+                    attempt = Try(request, clock, seconds)
                     try:
-                        result = await call(Try(request, clock, seconds))
+                        result = await call(attempt)
                     except SDK_ERRORS as error:
                         where = f"{operation} {self.url}/{key}"
-                        meant = translate(error, key=key, where=where, accepted=self._accepted)
+                        meant = translate(error, operation=operation, key=key, where=where, accepted=self._accepted)
                         self._accepted = self._accepted or isinstance(meant, KeyNotFound | Occupied)
                         raise meant from error
                     self._accepted = True
                     return result
             except TimeoutError:
                 request.outcome = "unknown" if operation == "create" else "transient"
-                raise Transient(f"no answer within {seconds:.1f} s") from None
+                raise Transient(f"no answer within {seconds:.1f} s", stalled=attempt.stalled) from None
             except Transient:
                 request.outcome = "unknown" if operation == "create" else "transient"
                 raise

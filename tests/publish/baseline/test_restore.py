@@ -46,7 +46,7 @@ class Counting(FileStore):
         self.held: asyncio.Event | None = None  #: files and chunks wait for it
         self.waiting = asyncio.Event()
 
-    async def get(self, key: str, *, limit: int) -> bytes:
+    async def get(self, key: str, *, limit: int, keep: Any = None) -> bytes:
         self.read.append(key)
         self.running += 1
         self.most = max(self.most, self.running)

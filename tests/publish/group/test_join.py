@@ -32,7 +32,7 @@ class Bucket:
         self.late, self.reads = late, dict[str, int]()
         self.running = self.most = 0
 
-    async def get(self, key: str, *, limit: int) -> bytes:
+    async def get(self, key: str, *, limit: int, keep: Any = None) -> bytes:
         self.running += 1
         self.most = max(self.most, self.running)
         await asyncio.sleep(0)

@@ -422,7 +422,7 @@ def test_a_bucket_that_goes_away_for_a_while_delays_and_loses_nothing(
         async def create(self, key: str, body: bytes | memoryview) -> Outcome:
             return Outcome.UNKNOWN if self.down else await self.inner.create(key, body)
 
-        async def get(self, key: str, *, limit: int) -> bytes:
+        async def get(self, key: str, *, limit: int, keep: Any = None) -> bytes:
             if self.down:
                 raise StoreUnavailable("the bucket is down")
             return await self.inner.get(key, limit=limit)  # type: ignore[no-any-return]

@@ -100,7 +100,7 @@ class FaultyStore(MemoryStore):
             raise Dead
         return fate or ""
 
-    async def get(self, key: str, *, limit: int) -> bytes:
+    async def get(self, key: str, *, limit: int, keep: Any = None) -> bytes:
         fate = "" if key.startswith("probe/") else await self._befalls("get", key)
         if fate in ("lost", "unheard", "ghost"):
             raise StoreUnavailable(f"no answer to a read of {key}")

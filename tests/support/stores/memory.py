@@ -33,7 +33,7 @@ class MemoryStore:
         self.requests: Counter[str] = Counter()
         self.before: Callable[[str, str], Coroutine[Any, Any, None]] | None = None
 
-    async def get(self, key: str, *, limit: int) -> bytes:
+    async def get(self, key: str, *, limit: int, keep: Any = None) -> bytes:
         await self._enter("get", key)
         if key not in self.objects:
             raise KeyNotFound(key)

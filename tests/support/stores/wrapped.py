@@ -14,8 +14,8 @@ class WrappedStore:
     def __init__(self, inner: Store) -> None:
         self.inner, self.url = inner, inner.url
 
-    async def get(self, key: str, *, limit: int) -> bytes:
-        return await self.inner.get(key, limit=limit)
+    async def get(self, key: str, *, limit: int, keep: Any = None) -> bytes:
+        return await self.inner.get(key, limit=limit, keep=keep)
 
     async def create(self, key: str, body: bytes | memoryview) -> Outcome:
         return await self.inner.create(key, body)

@@ -43,7 +43,7 @@ class Line:
     def cut(self) -> None:
         self.dead = True
 
-    async def get(self, key: str, *, limit: int) -> bytes:
+    async def get(self, key: str, *, limit: int, keep: Any = None) -> bytes:
         await self._enter("get", key)
         return await self.bucket.get(key, limit=limit)
 
