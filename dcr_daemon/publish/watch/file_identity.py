@@ -12,6 +12,9 @@ from typing import Any
 import msgspec
 
 MAX_FILES_LISTED = 4096  #: files of one checkpoint that are recorded one by one; a seal has room for some thousands
+MAX_NAME_BYTES = (
+    256 << 10
+)  #: of all their names, as they are recorded: a seal of at most 1 MiB holds more than the source
 _MANY_FILES = re.compile(r"\d+ files$")
 _MODEL_INDEX = re.compile(r"/pytorch_model_fsdp_\d+$")
 
@@ -40,7 +43,7 @@ def identity_of(name: str, stat: os.stat_result) -> FileIdentity:
 def checkpoint_identity(files: Iterable[FileIdentity], listed: str = "") -> frozenset[FileIdentity]:
     """The identity of a checkpoint: those of its files. Of too many, a digest stands for all but the file `listed`."""
     known = sorted(files)
-    if len(known) <= MAX_FILES_LISTED:
+    if len(known) <= MAX_FILES_LISTED and sum(len(msgspec.json.encode(file.name)) for file in known) <= MAX_NAME_BYTES:
         return frozenset(known)
     alone, rest = [file for file in known if file.name == listed], [file for file in known if file.name != listed]
     times = max(file.mtime_ns for file in rest)

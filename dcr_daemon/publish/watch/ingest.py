@@ -3,7 +3,7 @@ pieces is diffed as a whole, once all its files are there."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,10 @@ from dcr_daemon.publish.watch.published import PublishedCheckpoint
 
 
 class CheckpointIngest:
-    """An attempt whose input is the checkpoint at `relative`. Its files stay open until it ends."""
+    """An attempt whose input is the checkpoint at `relative`.
+
+    Files that hold tensors outside the layout stay open until it ends: one may be a copy of a tensor still to come.
+    """
 
     def __init__(self, leader: Leader, attempt: Attempt, *, relative: str, ignore: tuple[str, ...], emit: Emit) -> None:
         self.relative = relative
@@ -56,40 +59,40 @@ class CheckpointIngest:
         """
         started = runtime.monotonic()
         if isinstance(unit, CompletePieces):
-            self._ingested = {unit.files.directory / name: file for name, file in unit.files.identities.items()}
-            path, sources = self.relative, [PiecedSource(unit.files, tensor) for tensor in unit.fit.tensors]
-            tensors = await self._diff(sources)
+            path, directory = self.relative, unit.files.directory
+            files = {directory / name: file for name, file in unit.files.identities.items()}
+            tensors = await self._diff(files, [PiecedSource(unit.files, tensor) for tensor in unit.fit.tensors])
         else:
             path = f"{self.relative}/{unit.path.name}"
-            tensors = await self._diff(self._open_file(unit))
+            tensors = await self._ingest_file(unit)
         self._emit(ShardTaken(path=path, tensors=tensors, seconds=runtime.monotonic() - started))
 
-    def _open_file(self, complete: CompleteFile) -> list[FileSource]:
+    async def _ingest_file(self, complete: CompleteFile) -> int:
         try:
             file = SafetensorsFile(complete.path)
         except DcrError as error:
             raise SourceChanged(f"{complete.path} was taken away or rewritten: {error.message}") from error
         self._open.append(file)
-        self._ingested[complete.path] = complete.identity
-        return [FileSource(file, spec) for spec in file.specs]
+        sources = [FileSource(file, spec) for spec in file.specs]
+        tensors = await self._diff({complete.path: complete.identity}, sources)
+        if tensors == len(sources):
+            self._open.pop().close()
+        return tensors
 
-    async def _diff(self, sources: Sequence[Source]) -> int:
-        """How many of the tensors are the layout's."""
-        self.check()
+    async def _diff(self, files: Mapping[Path, FileIdentity], sources: Sequence[Source]) -> int:
+        """How many of the tensors are the layout's. Files that were read before are left to `check`."""
+        self._ingested |= files
+        _check_unchanged(files)
         inputs = self._validator.accept_all(sources)
         self._validator.check()
         await self._attempt.diff(inputs)
         runtime.failpoint("publish.shard.taken")
-        self.check()
+        _check_unchanged(files)
         return len(inputs)
 
     def check(self) -> None:
         """Raise `SourceChanged` if a file that was read is not the same any more."""
-        for path, known in self._ingested.items():
-            now = identify(path, known.name)
-            if now != known:
-                change = "is gone" if now is None else "was changed"
-                raise SourceChanged(f"{path} {change} after it was read", hint="it is tried again when complete")
+        _check_unchanged(self._ingested)
 
     async def finish_and_seal(self) -> SealedVersion:
         """All files are ingested: make the version.
@@ -108,6 +111,15 @@ class CheckpointIngest:
     def close(self) -> None:
         for file in self._open:
             file.close()
+
+
+def _check_unchanged(files: Mapping[Path, FileIdentity]) -> None:
+    """Raise `SourceChanged` if a file is not the one that it was found to be."""
+    for path, known in files.items():
+        now = identify(path, known.name)
+        if now != known:
+            change = "is gone" if now is None else "was changed"
+            raise SourceChanged(f"{path} {change} after it was read", hint="it is tried again when complete")
 
 
 def check_headers(candidate: CheckpointCandidate, layout: Layout, *, ignore: tuple[str, ...]) -> None:

@@ -16,7 +16,7 @@ import msgspec
 from dcr_daemon.disk import write_atomically
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.projection.files.piece_map import METADATA
-from dcr_daemon.publish.watch.file_identity import FileIdentity, is_digest, without_inodes
+from dcr_daemon.publish.watch.file_identity import FileIdentity, checkpoint_identity, is_digest, without_inodes
 from dcr_daemon.untrusted import decode_json
 
 MISSING_KEPT = 64  #: newest sources that are remembered although their directory is gone: it may have been renamed
@@ -44,6 +44,8 @@ class PublishedFiles:
 
     def add(self, relative: str, identity: frozenset[FileIdentity]) -> None:
         """The checkpoint at `relative` with these files is a version."""
+        if not any(map(is_digest, identity)):  # it may have been sealed when more files were listed
+            identity = checkpoint_identity(identity, METADATA)
         self._paths.setdefault(identity, set()).add(relative)
         self._newest[relative] = identity
         table = next((file for file in identity if file.name == METADATA), None)

@@ -63,6 +63,7 @@ class CheckpointScanner:
 
     Attributes:
         files: is told of file events.
+        files_found: number of files that the last scan looked at.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class CheckpointScanner:
     ) -> None:
         self._kernel = kernel or WriteState(file_system_of(root))
         self.files = FileStability(self._kernel, unknown_scans=unknown_scans)
+        self.files_found = 0
         self._root, self._marker = root, marker
         self._exclude = {path.resolve() for path in exclude}
         self._tables = PieceTables(ignore, config)
@@ -126,6 +128,7 @@ class CheckpointScanner:
                 found[candidate.relative] = candidate
         for name in superseded & found.keys():
             del found[name]  # the same weights, joined by the writer from pieces that are there already
+        self.files_found = len(scan.seen)
         self._rewrites.forget_except(found)
         self._forget_except(scan.seen)
         return found

@@ -118,9 +118,9 @@ class PublishWorld:
     `weights` are those of the base, as arrays of bits by tensor name; `events` records what the publisher emits.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, layout: Layout | None = None) -> None:
         self.root = root
-        self.layout = Layout(SPECS)
+        self.layout = layout or Layout(SPECS)
         self.weights = make_weights(self.layout)
         self.base, self.state = root / "base", root / "state"
         self.url = f"file://{root / 'bucket'}"
