@@ -46,9 +46,9 @@ class Stream:
 class Daemon:
     """One daemon through all of its lives.
 
-    `wanted`: it should be running. `expected`: exit codes that the faults of this round may cause. `ousted`: another
-    publisher took its stream; if it ends by itself, then fenced. `held`: it was ended and stays down until the round
-    is over.
+    `wanted`: it should be running. `claimed`: a publisher has claimed the stream since its start. `expected`: exit
+    codes that the faults of this round may cause. `ousted`: another publisher took its stream; if it ends by itself,
+    then fenced. `held`: it was ended and stays down until the round is over.
     """
 
     name: str
@@ -57,6 +57,7 @@ class Daemon:
     network: BadNetwork
     fork_server: ForkServer
     wanted: bool = False
+    claimed: bool = False
     ousted: bool = False
     held: bool = False
     expected: set[int] = field(default_factory=set)
@@ -90,7 +91,7 @@ class Daemon:
         """Start it, or go on with the one that runs."""
         self.wanted, self.held = True, False
         if not self.running:
-            self._killed, self._ended = False, 0.0
+            self._killed, self._ended, self.claimed = False, 0.0, False
             self.lives += 1
             environ = {"DCR_FAILPOINT": failpoint}
             self.process = self.fork_server.start(self.arguments(), self.log, entry=self.entry, **environ)

@@ -12,21 +12,9 @@ from pathlib import Path
 from soak.checks import check
 from soak.daemons import Failed
 from soak.damage import DamagedObject, DeletedObject
-from soak.faults import (
-    BadAnswers,
-    DamagedDirectory,
-    Fault,
-    FullDisk,
-    Kill,
-    KillInstant,
-    Misread,
-    SlowAnswers,
-    Stale,
-    Stop,
-    StoreKilled,
-    TakeOver,
-    Wiped,
-)
+from soak.faults import Fault, Kill, KillInstant, Stop, StoreKilled, TakeOver
+from soak.files import DamagedDirectory, FullDisk, HalfCheckpoint, LinkedFiles, Stale, Wiped
+from soak.links import BadAnswers, Misread, SlowAnswers
 from soak.results import Soaked
 from soak.world import World
 from support.processes.fork_server import ForkServer
@@ -36,6 +24,7 @@ from support.stores.seaweed import SeaweedProcess
 KINDS: dict[type[Fault], int] = {
     Kill: 10, KillInstant: 8, Stop: 8, TakeOver: 12, Wiped: 8, Stale: 8, DamagedDirectory: 5, FullDisk: 8,
     BadAnswers: 8, SlowAnswers: 5, Misread: 8, DamagedObject: 6, DeletedObject: 4, StoreKilled: 2,
+    LinkedFiles: 4, HalfCheckpoint: 5,
 }  # fmt: skip
 FOR_ROOT = {FullDisk}
 ROUNDS = 8  #: of one soak, on one stream
@@ -111,6 +100,7 @@ async def play(world: World, round_: Round) -> int:
     await world.heal()
     for fault in round_.faults:
         await fault.repair(world)
+    await world.heal()  # once more, for those who ended with what an operator has repaired since
     world.write()
     await world.settle()
     return await check(world)

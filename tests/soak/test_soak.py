@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from soak.checks import check
 from soak.daemons import Failed
-from soak.faults import TakeOver, Wiped, flip
+from soak.faults import TakeOver
+from soak.files import Wiped, flip
 from soak.results import MARKS, Soaked, read_results, report, table
 from soak.rounds import FOR_ROOT, KINDS, draw_rounds, play, soak
 from soak.run import MODULES

@@ -112,6 +112,7 @@ class World:
 
     def _hear(self, daemon: Daemon, event: dict[str, Any]) -> None:
         self.told[event["type"]] += 1
+        daemon.claimed = daemon.claimed or event["type"] == "Claimed"
         if event["type"] == "Serving":
             before = self.served.get(daemon.name, 0)
             if event["version"] < before:
@@ -195,12 +196,13 @@ class World:
         """The other publisher takes the stream. The former one may still run; it is ousted."""
         old, new = self.holder, self.library if self.holder is self.watcher else self.watcher
         old.ousted, old.holds = True, False
-        await self.end(new)  # an operator makes sure that it is down, before its command line takes the stream
+        # An operator makes sure that nothing is running whose command line would still take the stream.
+        for daemon in (new, old) if not old.claimed else (new,):
+            await self.end(daemon)
         new.ousted, new.holds = False, True
         self.holder = new
-        before = self.told["Claimed"]
         new.start()
-        await self.within(20.0, lambda: self.told["Claimed"] > before)
+        await self.within(20.0, lambda: new.claimed)
 
     async def end(self, daemon: Daemon) -> None:
         """kill -9, and wait for its end; it stays down until it is started."""
