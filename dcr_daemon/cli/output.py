@@ -1,4 +1,7 @@
-"""What commands print: results on stdout; errors on stderr, with --json as one JSON object each."""
+"""What commands print: results on stdout; errors on stderr, with --json as one JSON object each.
+
+Whatever is printed may hold names from outside; their control characters are escaped here (`wording.printable`).
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,12 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from dcr_daemon.errors import ResourceExhausted
 from dcr_daemon.observe.streams import put
+from dcr_daemon.wording import LINE_BYTES, cut, json_line, printable
 
 _WIDEST = 250  #: characters of a table
 _PADDING = re.compile(r"[ ]+((?:\x1b\[[0-9;]*m[ ]*)*)$", re.MULTILINE)  #: at the end of a line, inside its colours too
@@ -26,7 +29,7 @@ def wants_json(arguments: Sequence[str]) -> bool:
 
 def print_json(value: Any) -> None:
     """One compact JSON document and a newline on stdout."""
-    _put(msgspec.json.encode(value, enc_hook=str).decode() + "\n")
+    _put(json_line(value) + "\n")
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
@@ -35,9 +38,9 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     for column in columns:
         table.add_column(column.strip(), justify="right" if column.endswith(" ") else "left", overflow="fold")
     for row in rows:
-        table.add_row(*("" if cell is None else str(cell) for cell in row))
+        table.add_row(*("" if cell is None else printable(str(cell)) for cell in row))
     # Wider than a terminal: one wrapped line reads better than folded cells.
-    console = Console(width=_WIDEST)
+    console = Console(width=_WIDEST, markup=False, emoji=False)
     with console.capture() as text:
         console.print(table)
     # rich pads the last column too: after one long cell, padded rows would wrap into blank lines.
@@ -47,7 +50,11 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
 def print_fields(fields: dict[str, Any]) -> None:
     """Name and value per line on stdout."""
     width = max(len(name) for name in fields)
-    _put("".join(f"{name:<{width}}  {'-' if value is None else value}\n" for name, value in fields.items()))
+    _put(
+        "".join(
+            f"{name:<{width}}  {'-' if value is None else printable(str(value))}\n" for name, value in fields.items()
+        )
+    )
 
 
 def _put(text: str) -> None:
@@ -62,12 +69,16 @@ def report_error(message: str, hint: str, kind: str, code: int, *, json: bool) -
     """Print an error and its hint on stderr; returns `code`."""
     if json:
         error = {"error": {"kind": kind, "message": message, "hint": hint, "exit_code": code}}
-        text = msgspec.json.encode(error).decode() + "\n"
+        text = json_line(error) + "\n"
     else:
-        text = f"dcr: {message}\n" + (f"     → {hint}\n" if hint else "")
+        text = f"dcr: {_line(message)}\n" + (f"     → {_line(hint)}\n" if hint else "")
     with contextlib.suppress(OSError):  # the exit code reports it too
         put(sys.stderr, text)
     return code
+
+
+def _line(text: str) -> str:
+    return cut(printable(text), LINE_BYTES)
 
 
 def size(count: float) -> str:

@@ -8,13 +8,25 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from dcr_daemon import runtime
 from dcr_daemon.events import Emit, Event, Notice, StoreRequest, discard, kind_of
 from dcr_daemon.observe.streams import put
+from dcr_daemon.wording import LINE_BYTES, cut, printable
 
 SILENCE = 3.0  #: seconds without a first answer of the store before a line says so
+
+
+class _Description(TextColumn):
+    """What is being done, in text that may hold names from outside."""
+
+    def __init__(self) -> None:
+        super().__init__("{task.description}", markup=False)
+
+    def render(self, task: Task) -> Text:
+        return Text(printable(task.description), style=self.style)
 
 
 @asynccontextmanager
@@ -29,7 +41,7 @@ async def report_notices(url: str, emit: Emit = discard) -> AsyncIterator[Emit]:
         if text not in printed:
             printed.add(text)
             with suppress(OSError):
-                put(sys.stderr, f"dcr: {text}\n")
+                put(sys.stderr, f"dcr: {cut(printable(text), LINE_BYTES)}\n")
 
     def pass_on(event: Event) -> None:
         match event:
@@ -57,7 +69,7 @@ def transfer(what: str, *, quiet: bool) -> Iterator[Emit]:
     if quiet or not sys.stderr.isatty():
         yield discard
         return
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), DownloadColumn(), TimeElapsedColumn())
+    columns = (SpinnerColumn(), _Description(), DownloadColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=None)
 
@@ -77,7 +89,7 @@ def progress_bar(what: str, *, quiet: bool) -> Iterator[Callable[[str, int, int]
     if quiet or not sys.stderr.isatty():
         yield lambda item, done, total: None
         return
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    columns = (SpinnerColumn(), _Description(), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what)
         yield lambda item, done, total: bar.update(task, description=f"{what} {item}", completed=done, total=total)

@@ -17,6 +17,7 @@ from dcr_daemon import runtime
 from dcr_daemon.errors import UsageError
 from dcr_daemon.events import Emit, Event
 from dcr_daemon.observe import logs
+from dcr_daemon.wording import json_line
 
 
 class Observer:
@@ -56,7 +57,7 @@ class EventFile:
 
     def __call__(self, event: Event) -> None:
         line = msgspec.to_builtins(event) | {"monotonic": runtime.monotonic(), "at": runtime.now().isoformat()}
-        self._file.write(msgspec.json.encode(line) + b"\n")
+        self._file.write(f"{json_line(line)}\n".encode())
 
     def close(self) -> None:
         self._file.close()

@@ -9,9 +9,14 @@ import contextlib
 import os
 import socket
 
+from dcr_daemon.wording import printable
+
 
 def notify(*lines: str) -> bool:
-    """Send `KEY=value` lines; False if they were not sent. Never raises: a supervisor's fault ends no daemon."""
+    """Send `KEY=value` lines, each one assignment whatever the value holds; False if they were not sent.
+
+    Never raises: a supervisor's fault ends no daemon.
+    """
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address:
         return False
@@ -19,7 +24,7 @@ def notify(*lines: str) -> bool:
         address = "\0" + address[1:]
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as out, contextlib.suppress(OSError):
         out.connect(address)
-        out.sendall("\n".join(lines).encode())
+        out.sendall("\n".join(map(printable, lines)).encode())
         return True
     return False
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import logging
 
-import msgspec
-
 from dcr_daemon.events import Aborted, Alarm, Event, FencedOut, Mapped, Notice, RepetitionFilter, Sealed, kind_of
+from dcr_daemon.wording import LINE_BYTES, cut, json_line, printable
 
 _logger = logging.getLogger("dcr_daemon")
 
@@ -25,21 +24,22 @@ class EventLog:
     def __call__(self, event: Event) -> None:
         level = logging.getLevelNamesMapping()[event.severity.upper()]
         if not self._filter.repeats(event) and _logger.isEnabledFor(level):
-            _logger.log(level, "%s", _text(event))
+            _logger.log(level, "%s", cut(_text(event), LINE_BYTES))
 
 
 def _text(event: Event) -> str:
     match event:
         case Mapped():
-            return f"what {event.ranks} ranks publish:\n{event.report}"
+            report = "\n".join(map(printable, event.report.split("\n")))
+            return f"what {event.ranks} ranks publish:\n{report}"
         case Alarm():
-            return f"{event.what} (must {event.must})"
+            return printable(f"{event.what} (must {event.must})")
         case FencedOut():
-            return f"{event.what} was claimed by publisher {event.by}"
+            return printable(f"{event.what} was claimed by publisher {event.by}")
         case Aborted():
-            return f"version {event.version} was aborted: {event.reason}"
+            return printable(f"version {event.version} was aborted: {event.reason}")
         case Sealed():
             return f"version {event.version}: {event.changed} elements changed, {event.bytes} bytes"
         case Notice():
-            return f"{kind_of(type(event))}: {event.what}"
-    return msgspec.json.encode(event).decode()
+            return printable(f"{kind_of(type(event))}: {event.what}")
+    return json_line(event)

@@ -46,6 +46,7 @@ LEVELS = {
 }
 #: Module: the notices that it constructs, in the order of the source.
 PLACES = {
+    "dcr_daemon.engine.directory.shards": "Waiting",
     "dcr_daemon.ledger.follow": "Retrying",
     "dcr_daemon.ledger.objects": "Waiting",
     "dcr_daemon.ledger.slot": "Retrying",

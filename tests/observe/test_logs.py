@@ -87,3 +87,45 @@ def test_no_color_means_none(
     logs.configure(json=False)
     logs.logger().warning("fact", number=1)
     assert ("\x1b[3" in capsys.readouterr().err) == (not no_color)
+
+
+NAME = "\x1b[31mred\x1b]0;title\x07\n{}"
+
+
+def test_a_name_from_outside_is_exact_in_json_and_escaped_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.configure(json=True)
+    logs.LogEvents()(e.Degraded(what=NAME))
+    text = capsys.readouterr().err
+    assert text.rstrip("\n").isprintable()
+    assert json.loads(text)["what"] == NAME
+    logs.configure(json=False)
+    logs.bind(stream=NAME)
+    logs.LogEvents()(e.Degraded(what=f"not published: {NAME}"))
+    text = capsys.readouterr().err
+    assert text.count("\n") == 1
+    assert text.count(r"\x1b[31mred\x1b]0;title\x07\n{}'") == 2
+    logs.LogEvents()(e.Opened(version=1, attempt=2, step=3))
+    logs.logger().info("names", names=[NAME], table={NAME: NAME})
+    assert NAME not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("what", ["x" * 1_000_000, "\x1b" * 1_000_000, "\udcff" * 20_000, "模" * 20_000])
+def test_no_line_is_longer_than_16_kib(capsys: pytest.CaptureFixture[str], plain: bool, what: str) -> None:
+    logs.configure(json=plain)
+    logs.bind(stream="file:///" + "s" * 9_000)
+    logs.LogEvents()(e.Aborted(version=1, attempt=2, reason=what))
+    text = capsys.readouterr().err
+    assert 2_000 < len(text.encode()) <= 16 << 10
+    assert "more characters" in text
+    if plain:
+        line = json.loads(text)
+        reason, _, rest = line["reason"].partition("… and ")
+        assert len(reason) + int(rest.split()[0]) == len(what)
+        assert line["stream"].endswith("s" * 9_000), "only the longest value is cut"
+
+
+def test_a_line_of_many_short_values_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.configure(json=True)
+    logs.logger().info("many", **{f"field{n}": "x" * 20 for n in range(2_000)})
+    assert json.loads(capsys.readouterr().err)["event"] == "many"

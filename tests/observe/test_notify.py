@@ -49,3 +49,11 @@ def test_the_watchdog_is_fed_twice_per_interval(
     monkeypatch.setenv("WATCHDOG_USEC", usec)
     monkeypatch.setenv("WATCHDOG_PID", pid or str(os.getpid()))
     assert watchdog_interval() == interval
+
+
+def test_no_value_becomes_an_assignment_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as supervisor:
+        supervisor.bind(str(tmp_path / "notify"))
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        assert notify("STATUS=waiting for a\nMAINPID=1", "READY=1")
+        assert supervisor.recv(1000) == b"STATUS=waiting for a\\nMAINPID=1\nREADY=1"

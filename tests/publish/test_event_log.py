@@ -40,3 +40,13 @@ def test_a_repeated_notice_is_logged_once_and_what_is_refused_is_a_warning(caplo
         (logging.WARNING, "retrying: the bucket"),
         (logging.WARNING, "degraded: the bucket"),
     ]
+
+
+def test_names_are_escaped_and_a_message_has_at_most_16_kib(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "dcr_daemon"):
+        emit = EventLog()
+        emit(Degraded(what="\x1b[31mred\n"))
+        emit(Alarm(must="P4", what="x" * 1_000_000))
+    named, long = (record.getMessage() for record in caplog.records)
+    assert named == r"degraded: \x1b[31mred\n"
+    assert len(long) < (16 << 10) + 100

@@ -97,7 +97,7 @@ class CheckpointCandidate:
             reasons: dict[str, list[str]] = {}
             for name, why in sorted(self.unfinished.items()):
                 reasons.setdefault(why, []).append(name)
-            return "; ".join(f"{shorten(names)}: {why}" for why, names in reasons.items())
+            return shorten((f"{shorten(names)}: {why}" for why, names in reasons.items()), separator="; ")
         if not self.has_marker:
             return "its marker file" + ", made after the last write: it is being rewritten in place" * self.rewritten
         if self.in_pieces:

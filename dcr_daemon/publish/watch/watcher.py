@@ -38,6 +38,7 @@ from dcr_daemon.publish.watch.published import read_published
 from dcr_daemon.publish.watch.scanner import CheckpointScanner
 from dcr_daemon.publish.watch.selection import Candidates, CheckpointSelection
 from dcr_daemon.store.port import Store
+from dcr_daemon.wording import shorten
 
 SCAN_INTERVAL = 1.0  #: seconds between two timed scans beside inotify
 SCAN_REST = 1e-4  #: seconds without a scan for every file that the last one found: about what the scan took
@@ -245,7 +246,7 @@ class Watcher:
         if candidate.refusal:
             return f"{current.relative}: {candidate.refusal}"
         if gone := current.identity - candidate.identity:
-            names = ", ".join(sorted(identity.name for identity in gone))
+            names = shorten(sorted(identity.name for identity in gone))
             return f"{current.relative}: {names} does not belong to it any more"
         if ready and ready[0] is not candidate:
             relation = "is older than" if candidate in ready else "was complete before"
