@@ -61,10 +61,14 @@ def command(
     releases it at once; while a publisher holds the stream, give these options to the publisher instead.
 
     With --json: stream, head, dry_run, floor_before, floor, oldest (version to keep), held (why the floor is not
-    at oldest), objects and bytes (deleted, or to be), kept, kept_bytes, unknown [key], items [{key, size, version,
-    attempt, why}].
+    at oldest), objects and bytes (deleted, or to be), kept, kept_bytes, unknown [key], unexplained [key], items [{key,
+    size, version, attempt, why}].
+
+    If later records, or objects that the ledger does not know of (unexplained), show that it lacks records, nothing is
+    deleted and the exit code is 13.
     """
     from dcr_daemon.ledger.retention.plan import RetentionPolicy
+    from dcr_daemon.ledger.retention.unexplained import check_explained
 
     policy = RetentionPolicy.of(keep_versions, keep_hours)
     if take_over and not policy.active:
@@ -78,7 +82,7 @@ def command(
             async with StoreOptions(stream, endpoint_url, region, profile).watched() as store:
                 ledger = Ledger(store)
                 if dry_run:
-                    await ledger.read_whole()
+                    await ledger.read()
                     plan = await Collector(ledger, progress=progress).plan(policy)
                 else:
                     plan, _ = await collect(ledger, policy, name=name, take_over=take_over, progress=progress)
@@ -89,6 +93,7 @@ def command(
         print_json(_document(stream, plan, head, dry_run=dry_run))
     else:
         _print(stream, plan, head, dry_run=dry_run)
+    check_explained(plan, stream)
 
 
 def _document(stream: str, plan: Plan, head: int, *, dry_run: bool) -> dict[str, Any]:
@@ -109,6 +114,7 @@ def _document(stream: str, plan: Plan, head: int, *, dry_run: bool) -> dict[str,
         "kept": plan.kept,
         "kept_bytes": plan.kept_bytes,
         "unknown": list(plan.unknown),
+        "unexplained": list(plan.unexplained),
         "items": items,
     }
 
@@ -130,6 +136,8 @@ def _print(stream: str, plan: Plan, head: int, *, dry_run: bool) -> None:
     )
     for key in plan.unknown:
         print_fields({"unknown, kept": key})
+    for key in plan.unexplained:
+        print_fields({"not in the ledger": key})
 
 
 def _rows(items: Sequence[Item]) -> list[tuple[str, int, str, str]]:

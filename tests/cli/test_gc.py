@@ -14,7 +14,7 @@ from dcr_daemon.cli.app import run
 
 FIELDS = {
     "stream", "head", "dry_run", "floor_before", "floor", "oldest", "held", "objects", "bytes", "kept", "kept_bytes",
-    "unknown", "items",
+    "unknown", "unexplained", "items",
 }  # fmt: skip
 
 
@@ -119,3 +119,28 @@ def test_what_makes_no_sense_is_a_usage_error(
 
 def test_there_must_be_a_stream(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said(capsys, "gc", f"file://{tmp_path}/none", code=11)
+
+
+def test_data_of_records_that_are_gone_is_told_and_kept(anchored: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    newest = max((anchored.home / "ledger").iterdir())
+    for record in sorted((anchored.home / "ledger").iterdir())[5:]:
+        record.unlink()
+    assert newest.name != "0000000000000004.json"
+    before = objects(anchored.home)
+    capsys.readouterr()
+    assert run(["gc", anchored.url, "--dry-run"]) == 13
+    out, err = capsys.readouterr()
+    assert "not in the ledger" in out
+    assert "is damaged: it does not know of data/" in err
+    for options in ([], ["--keep-versions", "1", "--take-over"]):
+        error = said(capsys, "gc", anchored.url, *options, code=13)
+        assert "does not know of" in str(error)
+    assert objects(anchored.home) == before
+
+
+def test_nothing_is_collected_while_a_record_is_missing(anchored: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    (anchored.home / "ledger" / "0000000000000004.json").unlink()
+    before = objects(anchored.home)
+    for options in ([], ["--dry-run"], ["--keep-versions", "1", "--take-over"]):
+        assert "record 4 is missing" in str(said(capsys, "gc", anchored.url, *options, code=13))
+    assert objects(anchored.home) == before

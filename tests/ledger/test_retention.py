@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -14,8 +15,9 @@ from support.stores.memory import Fault, MemoryStore
 from support.streams.record_history import HistoryWriter
 from support.virtual_time import VirtualTimeRuntime
 
-from dcr_daemon.errors import Fenced, NotFound, StoreUnavailable, UsageError
+from dcr_daemon.errors import Corrupt, Fenced, NotFound, StoreUnavailable, UsageError
 from dcr_daemon.ledger import names
+from dcr_daemon.ledger.fold import begin, fold
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.records import Seal, decode_record
 from dcr_daemon.ledger.retention.collector import Collected, Collector, collect
@@ -59,6 +61,12 @@ def plan(store: MemoryStore, policy: RetentionPolicy = NOTHING) -> Plan:
         return await Collector(ledger).plan(policy)
 
     return asyncio.run(planned())
+
+
+def aborted(writer: HistoryWriter) -> str:
+    """The object of the aborted attempt at version 5."""
+    sealed = {key.split("/")[2] for key in writer.store.objects if key.endswith("fingerprint.bin")}
+    return next(k for k in sorted(writer.store.objects) if k.startswith("data/5/") and k.split("/")[2] not in sealed)
 
 
 def why(planned: Plan) -> dict[str, Why]:
@@ -193,11 +201,6 @@ class TestWhatGoes:
         assert living in writer.store.objects
         assert not {aborted, *dead} & set(writer.store.objects)
 
-    def test_an_attempt_that_never_was_one(self, writer: HistoryWriter) -> None:
-        """A seq whose record is void, or no `open`, can never be sealed."""
-        stray = [writer.put(chunk(7, 1)), writer.put(chunk(12, writer.tip.seq))]
-        assert why(plan(writer.store)).items() >= dict.fromkeys(stray, Why.UNSEALED).items()
-
     def test_what_comes_late_goes_in_the_next_sweep(self, writer: HistoryWriter) -> None:
         run(writer.store)
         late = writer.put(next(iter(why(plan(writer.store, KEEP_2)))))
@@ -264,18 +267,6 @@ class TestWhatStays:
         writer.put(names.replica("r1"), b'{"version": 10}')
         assert plan(writer.store, KEEP_2) == plain
 
-    def test_what_lies_above_the_tail_that_was_read(self, writer: HistoryWriter) -> None:
-        """Its record may be on its way, or not have reached this reader."""
-        tail = writer.tip.seq
-        above = [
-            writer.put(chunk(11, tail + 1)),
-            writer.put(chunk(3, tail + 7)),
-            writer.put(names.anchor(9, tail + 1) + "index.json"),
-        ]
-        run(writer.store)
-        assert not set(above) & set(why(plan(writer.store, RetentionPolicy(versions=1))))
-        assert set(above) <= set(writer.store.objects)
-
     def test_the_open_attempt(self, writer: HistoryWriter) -> None:
         writer.claim()
         living = writer.put(chunk(11, writer.open().seq))
@@ -303,6 +294,76 @@ class TestWhatStays:
         plan(writer.store, KEEP_2)
         assert writer.store.objects == before
         assert not {"create", "delete", "overwrite"} & set(writer.store.requests)
+
+
+class TestUnexplained:
+    """Objects that the ledger should know of are no rubbish: it has lost records, and nothing is deleted."""
+
+    @pytest.mark.parametrize(
+        "key",
+        [
+            names.chunk(11, 99, "g", 0, "a0", 0),
+            names.chunk(3, 99, "g", 0, "a0", 0),
+            names.chunk(12, 5, "g", 0, "a0", 0),
+            names.chunk(7, 1, "g", 0, "a0", 0),
+            names.anchor(9, 99) + "index.json",
+            names.anchor(11, 5) + "index.json",
+        ],
+    )
+    def test_an_object_of_a_later_record_is_an_alarm(self, writer: HistoryWriter, key: str) -> None:
+        writer.put(key)
+        before = dict(writer.store.objects)
+        assert plan(writer.store, KEEP_2).unexplained == (key,)
+        for policy in (NOTHING, KEEP_2):
+            with pytest.raises(Corrupt, match=f"does not know of {key}"):
+                run(writer.store, policy)
+        assert writer.store.objects == before
+
+    def test_a_ledger_that_lost_its_tail_deletes_nothing(self, writer: HistoryWriter) -> None:
+        """From any record on. As long as nothing but an end of an attempt or an anchor is lost, nobody can tell."""
+        whole, told, rubbish = dict(writer.store.objects), 0, aborted(writer)
+        for first in range(2, writer.tip.seq):
+            lost = {names.record(seq) for seq in range(first, writer.tip.seq + 1)}
+            writer.store.objects = {key: body for key, body in whole.items() if key not in lost}
+            with contextlib.suppress(Corrupt):
+                run(writer.store)
+                told -= 1
+            told += 1
+            gone = {key for key in whole if key not in writer.store.objects} - lost
+            assert {key for key in gone if key.startswith("data/")} <= {rubbish}
+        assert told > 20
+
+    def test_a_second_history_over_the_first_deletes_nothing_of_it(self, writer: HistoryWriter) -> None:
+        """A claim in a hole, as an older release made it: the records of the first history are void after it."""
+        whole, rubbish = dict(writer.store.objects), aborted(writer)
+        for hole in range(3, writer.tip.seq - 1):
+            writer.store.objects = dict(whole)
+            second = copy.copy(writer)
+            second.tip = begin(whole[names.record(0)])[0]
+            for seq in range(1, writer.tip.seq + 1):
+                if seq == hole:
+                    second.claim()
+                else:
+                    second.tip = fold(second.tip, whole[names.record(seq)]).tip
+            for version in range(second.tip.state.seal.version + 1, 12):
+                writer.put(chunk(version, second.open().seq))
+                second.seal()
+            with contextlib.suppress(Corrupt):
+                run(writer.store)
+            first = {key for key in whole if key.startswith("data/")} - {rubbish}
+            assert first <= set(writer.store.objects), f"a second history from record {hole} on"
+
+    def test_objects_of_an_attempt_that_opens_now_are_explained(self, writer: HistoryWriter) -> None:
+        """They come after the ledger was read, and before they are listed."""
+        ledger = Ledger(writer.store)
+
+        async def check() -> Plan:
+            await ledger.read()
+            writer.claim()
+            writer.put(chunk(11, writer.open().seq))
+            return await Collector(ledger).plan(NOTHING)
+
+        assert asyncio.run(check()).unexplained == ()
 
 
 class TestOrder:

@@ -7,7 +7,7 @@ run beside publishers, replicas and collectors. Each damage is reported with wha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -107,7 +107,7 @@ async def verify(
         anchors=len(anchors),
         objects=check.objects,
         bytes=check.bytes,
-        damages=[*found.damages, *map(repairs.advise, damages)],
+        damages=[*found.damages, *map(repairs.advise, damages), *_unexplained(left)],
         orphans=len(left.items) if left else None,
         orphan_bytes=left.bytes if left else None,
         unknown=list(left.unknown) if left else [],
@@ -122,6 +122,18 @@ async def _left_over(store: Store) -> Plan | None:
         return await Collector(ledger).plan(RetentionPolicy())
     except Corrupt:
         return None
+
+
+def _unexplained(left: Plan | None) -> Iterable[Damage]:
+    """One damage for each folder of objects that the ledger does not know of."""
+    for place in sorted({key.rpartition("/")[0] + "/" for key in left.unexplained}) if left else ():
+        yield Damage(
+            key=place,
+            version=None,
+            what="the ledger does not know of it, although a record came before its first object",
+            repair="the ledger has lost its newest records, or two histories are in it: restore the records from a "
+            "backup; if there is none, nothing leads to these objects any more: delete them, and retention goes on",
+        )
 
 
 class _Found:

@@ -7,13 +7,14 @@ the first object is deleted. An interrupted collection does no harm: the next sw
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
 
 from dcr_daemon import runtime
 from dcr_daemon.errors import Corrupt, Fenced, KeyNotFound, UsageError
+from dcr_daemon.ledger.fold import Tip
 from dcr_daemon.ledger.ledger import Header, Ledger
 from dcr_daemon.ledger.objects import BelowFloor, ObjectPending, Objects
 from dcr_daemon.ledger.records import Anchor, Floor, ObjectRef, Seal, State, Stream
@@ -24,10 +25,11 @@ from dcr_daemon.ledger.retention.plan import (
     FloorPlan,
     Plan,
     RetentionPolicy,
-    listed_versions,
+    listed_attempts,
     plan_floor,
     plan_retention,
 )
+from dcr_daemon.ledger.retention.unexplained import check_explained, is_unexplained
 from dcr_daemon.store.port import Entry
 from dcr_daemon.task_limiter import run_limited
 
@@ -66,10 +68,16 @@ class Collector:
         self._tell: Progress = progress or (lambda what, done, total: None)
 
     async def plan(self, policy: RetentionPolicy) -> Plan:
-        """The plan that follows from the policy and the ledger up to its present tip. Writes nothing."""
+        """The plan that follows from the policy and the ledger, which is read to its tail. Writes nothing.
+
+        Raises:
+            Corrupt: a record is missing, or cannot be read.
+        """
         listing = [entry for prefix in PREFIXES async for entry in self._list(prefix)]
+        await self._ledger.read_whole()  # after the listing, which then shows nothing that the ledger cannot explain
         tip = self._ledger.tip
-        facts = Facts(tip.seq, tip.state, await self._sealed(tip.state, listing), await self._anchors())
+        sealed = await self._sealed(tip.state, listing)
+        facts = Facts(tip.seq, tip.state, sealed, await self._anchors(), await self._unexplained(tip, sealed, listing))
         floor = await self._floor(policy, facts)
         return plan_retention(facts, floor, listing=listing)
 
@@ -79,7 +87,9 @@ class Collector:
         Raises:
             Fenced: a newer epoch owns the stream and decides.
             Undecided: the record was sent and its outcome is not known; nothing may be deleted by it yet.
+            Corrupt: the ledger does not know of objects that it should know of.
         """
+        check_explained(plan, self._store.url)
         floor = plan.floor.floor
 
         def make(header: Header) -> Floor:
@@ -102,7 +112,9 @@ class Collector:
 
         Raises:
             UsageError: the plan's floor is not in the ledger (must L5: the record comes first).
+            Corrupt: the ledger does not know of objects that it should know of.
         """
+        check_explained(plan, self._store.url)
         if self._ledger.state.floor < plan.floor.floor:
             raise UsageError(f"nothing may be deleted below {plan.floor.floor} before the ledger says so")
         objects = size = 0
@@ -125,12 +137,26 @@ class Collector:
 
     async def _sealed(self, state: State, listing: Sequence[Entry]) -> dict[int, int]:
         """The attempt that became each listed version that may stay; newest first, as the ledger is read."""
-        wanted = sorted(v for v in listed_versions(listing) if max(state.floor, 1) <= v <= state.seal.version)
+        listed = {version for version, _ in listed_attempts(listing)}
+        wanted = sorted(v for v in listed if max(state.floor, 1) <= v <= state.seal.version)
         sealed = {}
         for n, version in enumerate(reversed(wanted)):
             self._tell(f"reading the seal of version {version}", n, len(wanted))
             sealed[version] = (await self._ledger.history.seal(version)).attempt
         return sealed
+
+    async def _unexplained(self, tip: Tip, sealed: Mapping[int, int], listing: Sequence[Entry]) -> set[tuple[int, int]]:
+        """The listed attempts that are not sealed, and have no `open` in the ledger or are sealed by void records."""
+        unsealed = (
+            (version, attempt)
+            for version, attempt in sorted(listed_attempts(listing))
+            if max(tip.state.floor, 1) <= version and 0 < attempt <= tip.seq and sealed.get(version) != attempt
+        )
+        return {
+            (version, attempt)
+            for version, attempt in unsealed
+            if await is_unexplained(self._store, tip, version=version, attempt=attempt)
+        }
 
     async def _anchors(self) -> list[AnchorFact]:
         """The newest anchor of each version at or above the floor, newest first, with the prefixes of its objects."""
@@ -225,12 +251,13 @@ async def collect(
 
     Raises:
         Fenced: a publisher holds the stream; only it may raise the floor.
-        Corrupt: a record is missing: nothing is deleted.
+        Corrupt: records are missing, as their successors or objects show: nothing is written or deleted.
         NotFound: there is no stream.
     """
     collector = Collector(ledger, progress=progress)
-    await ledger.read_whole()
+    await ledger.read()
     plan = await collector.plan(policy)
+    check_explained(plan, ledger.store.url)
     if plan.rises:
         await ledger.claim(_claimant(ledger, name, take_over=take_over), take_over=take_over)
         try:

@@ -12,14 +12,15 @@ sealed nor open at some tail that lies above it can never be sealed, since only 
 open one. An anchor is named after a seq that its writer had read, at least that of its own claim: once a newer epoch
 or a release stands above that, no record can name it. A publisher writes one anchor at a time: once one is recorded,
 whatever was begun before it has ended. Names are never used again (must L0). So LIST may be stale, two collectors may
-work at once, and an object that arrives late is deleted by the next sweep. Objects of attempts above the tail that was
-read are never touched, nor keys that this module does not recognise.
+work at once, and an object that arrives late is deleted by the next sweep. Keys that this module does not recognise are
+never touched. The ledger is read after the listing, so an object of an attempt above its tail, or of a version that it
+could not have opened, shows that the ledger has lost records: then nothing is deleted at all.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -92,13 +93,15 @@ class Facts:
     """What the ledger says up to `tip`.
 
     `sealed`: the attempt that became each version at or above the floor of which an object is listed. `anchors`: the
-    newest anchor of each version at or above the floor, newest first.
+    newest anchor of each version at or above the floor, newest first. `unexplained`: versions and attempts
+    that this history does not explain.
     """
 
     tip: int
     state: State
     sealed: Mapping[int, int]
     anchors: Sequence[AnchorFact]
+    unexplained: Collection[tuple[int, int]] = ()
 
 
 class Why(Enum):
@@ -109,6 +112,14 @@ class Why(Enum):
     SUPERSEDED = "a newer anchor of the same version is recorded"
     UNRECORDED = "an anchor that was never recorded, and cannot be any more"
     PROBE = "left over from a start-up probe"
+
+
+class Kept(Enum):
+    """Why an object stays."""
+
+    NEEDED = "needed, or not to be judged yet"
+    UNKNOWN = "no object of a stream"
+    UNEXPLAINED = "of records that the ledger does not have"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +149,7 @@ class Plan:
     """What is to be done: write `floor` unless it is the present one (`before`), then delete `items`.
 
     `kept`: number of objects that stay; `unknown`: keys that are not a stream's, which stay too and should be checked.
+    `unexplained`: keys that the ledger should know of and does not; if there are any, nothing may be done.
     """
 
     before: int
@@ -146,6 +158,7 @@ class Plan:
     kept: int
     kept_bytes: int
     unknown: tuple[str, ...]
+    unexplained: tuple[str, ...] = ()
 
     @property
     def rises(self) -> bool:
@@ -179,66 +192,76 @@ def plan_floor(oldest: int, floor: int, anchors: Iterable[AnchorFact]) -> FloorP
 def plan_retention(facts: Facts, floor: FloorPlan, *, listing: Iterable[Entry]) -> Plan:
     """Which objects of `listing` are to be deleted once the floor is durable."""
     judge = _Judge(facts, floor.floor)
-    items, unknown, kept, kept_bytes = list[Item](), list[str](), 0, 0
+    items, kept_bytes = list[Item](), 0
+    kept: dict[Kept, list[str]] = {why: [] for why in Kept}
     for entry in listing:
         verdict = judge(entry)
         if isinstance(verdict, Item):
             items.append(verdict)
             continue
-        kept, kept_bytes = kept + 1, kept_bytes + entry.size
-        if not verdict:
-            unknown.append(entry.key)
-    return Plan(facts.state.floor, floor, tuple(items), kept, kept_bytes, tuple(unknown))
+        kept[verdict].append(entry.key)
+        kept_bytes += entry.size
+    return Plan(
+        facts.state.floor,
+        floor,
+        tuple(items),
+        sum(map(len, kept.values())),
+        kept_bytes,
+        tuple(kept[Kept.UNKNOWN]),
+        tuple(kept[Kept.UNEXPLAINED]),
+    )
 
 
-def listed_versions(listing: Iterable[Entry]) -> set[int]:
-    """The versions of which an object below data/ is listed."""
-    return {int(found[1]) for entry in listing if (found := _DATA.fullmatch(entry.key))}
+def listed_attempts(listing: Iterable[Entry]) -> set[tuple[int, int]]:
+    """The versions and attempts of which an object below data/ is listed."""
+    return {(int(found[1]), int(found[2])) for entry in listing if (found := _DATA.fullmatch(entry.key))}
 
 
 class _Judge:
-    """Called with a listed object: `Item` if it is to be deleted, True if it stays, False if it is not recognised."""
+    """Called with a listed object: `Item` if it is to be deleted, else why it stays."""
 
     def __init__(self, facts: Facts, floor: int) -> None:
         self._facts, self._floor = facts, floor
         self._anchors = {anchor.version: anchor for anchor in facts.anchors}
 
-    def __call__(self, entry: Entry) -> Item | bool:
+    def __call__(self, entry: Entry) -> Item | Kept:
         if found := _DATA.fullmatch(entry.key):
             return self._data(entry, int(found[1]), int(found[2]))
         if found := _ANCHOR.fullmatch(entry.key):
             return self._anchor(entry, int(found[1]), int(found[2]))
         if _PROBE.fullmatch(entry.key):  # a probe that is under way notices it, and begins again
             return Item(entry.key, entry.size, Why.PROBE)
-        return False
+        return Kept.UNKNOWN
 
-    def _data(self, entry: Entry, version: int, attempt: int) -> Item | bool:
-        state = self._facts.state
-        if version == 0:
-            return entry.key == names.vector(0, 0)  # it identifies an engine that holds the base, for ever
-        if attempt > self._facts.tip or (state.open and attempt == state.open.seq):
-            return True
+    def _data(self, entry: Entry, version: int, attempt: int) -> Item | Kept:
+        facts, state = self._facts, self._facts.state
+        if version == 0:  # the vector identifies an engine that holds the base, for ever
+            return Kept.NEEDED if entry.key == names.vector(0, 0) else Kept.UNKNOWN
+        if attempt > facts.tip or version > state.seal.version + 1 or (version, attempt) in facts.unexplained:
+            return Kept.UNEXPLAINED
+        if state.open and attempt == state.open.seq:
+            return Kept.NEEDED
         if version < self._floor:
             return Item(entry.key, entry.size, Why.BELOW, version, attempt)
-        if version <= state.seal.version and self._facts.sealed.get(version, attempt) == attempt:
-            return True
+        if version <= state.seal.version and facts.sealed.get(version, attempt) == attempt:
+            return Kept.NEEDED
         return Item(entry.key, entry.size, Why.UNSEALED, version, attempt)
 
-    def _anchor(self, entry: Entry, version: int, attempt: int) -> Item | bool:
+    def _anchor(self, entry: Entry, version: int, attempt: int) -> Item | Kept:
         facts, state = self._facts, self._facts.state
-        if attempt > facts.tip:
-            return True
+        if attempt > facts.tip or version > state.seal.version:
+            return Kept.UNEXPLAINED
         if version < self._floor:
             return Item(entry.key, entry.size, Why.BELOW, version, attempt)
         recorded = self._anchors.get(version)
         if recorded and (recorded.folders is None or names.anchor(version, attempt) in recorded.folders):
-            return True
+            return Kept.NEEDED
         if recorded and attempt < recorded.seq:
             return Item(entry.key, entry.size, Why.SUPERSEDED, version, attempt)
         ended = state.epoch is None or state.epoch.released or attempt < state.epoch.seq
         if ended or (state.anchor and attempt < state.anchor.seq):
             return Item(entry.key, entry.size, Why.UNRECORDED, version, attempt)
-        return True  # the living publisher may be writing it now
+        return Kept.NEEDED  # the living publisher may be writing it now
 
 
 def _way(anchor: int, oldest: int) -> str:

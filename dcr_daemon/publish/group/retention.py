@@ -2,7 +2,8 @@
 
 A round runs on the publisher's loop, beside the next update, one at a time: at the first seal of this process, so that
 what an earlier one left behind is deleted, after every anchor, and every `EVERY` seals. An error becomes an event, and
-the round is tried again later. A fenced publisher deletes nothing more: the publisher that fenced it decides now.
+the round is tried again later; a ledger that lacks records is an alarm, and nothing is deleted. A fenced publisher
+deletes nothing more: the publisher that fenced it decides now.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from __future__ import annotations
 import asyncio
 
 from dcr_daemon import runtime
-from dcr_daemon.errors import DcrError, Fenced
-from dcr_daemon.events import Collected, Degraded, Emit, Retrying
+from dcr_daemon.errors import Corrupt, DcrError, Fenced
+from dcr_daemon.events import Alarm, Collected, Degraded, Emit, Retrying
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.retention.collector import Collector
 from dcr_daemon.ledger.retention.plan import Plan, RetentionPolicy
+from dcr_daemon.ledger.retention.unexplained import check_explained
 
 EVERY = 32  #: seals from one round to the next, if no anchor comes between
 
@@ -29,6 +31,7 @@ class Retention:
         self._again = False  #: an anchor was recorded during the round under way, which may not have seen it
         self._over = False  #: fenced, or closed: no round begins any more
         self._said = ""
+        self._alarmed = ""
 
     def sealed(self) -> None:
         """A version was sealed."""
@@ -73,6 +76,8 @@ class Retention:
         except Fenced as error:
             self._over = True
             self._emit(Degraded(what=f"retention stops, and deletes nothing more: {error.message}"))
+        except Corrupt as error:
+            self._alarm(error)
         except DcrError as error:
             self._emit(Retrying(what=f"retention, after a later version: {error.message}"))
         else:
@@ -80,9 +85,16 @@ class Retention:
                 seconds = runtime.monotonic() - began
                 self._emit(Collected(floor=done.floor, objects=done.objects, bytes=done.bytes, seconds=seconds))
 
+    def _alarm(self, error: Corrupt) -> None:
+        """The ledger is damaged, and nothing is deleted. Told once, and again if it is something else."""
+        if error.message != self._alarmed:
+            self._alarmed = error.message
+            self._emit(Alarm(must="L2", what=f"retention deletes nothing: {error}"))
+
     async def _plan(self) -> Plan:
         await self._still_ours()
         plan = await Collector(self._ledger).plan(self._policy)
+        check_explained(plan, self._ledger.store.url)
         held = plan.floor.held if plan.floor.blocked or not self._anchors else ""
         if held and not self._said:
             hint = "" if self._anchors else "; let this publisher write anchors (--anchor-share, --anchor-every)"

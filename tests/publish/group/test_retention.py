@@ -432,3 +432,37 @@ def test_a_watch_that_runs_once_ends_its_round(world: PublishWorld, tmp_path: Pa
     run: Callable[[], Any] = lambda: run_watch(options, world.store(), emit=world.events)  # noqa: E731
     asyncio.run(run())
     assert listed(world, "data") <= {0, 2, 3}
+
+
+def test_a_ledger_that_lost_records_is_an_alarm_and_nothing_is_deleted(world: PublishWorld) -> None:
+    """A hole below the tip of a running publisher, and then data of which the ledger does not know."""
+
+    async def run() -> None:
+        session = await opened(world, keep_versions=1, anchor_every=1)
+        versions = iter(chain(world, 5))
+        await publish(session, next(versions), world)
+        await session.retention.ended()
+        hole = world.root / "bucket" / names.record(3)
+        record = hole.read_bytes()
+        hole.unlink()
+        await publish(session, next(versions), world)
+        await session.retention.ended()
+        (told,) = world.events.of(Alarm)
+        assert "record 3 is missing" in told.what
+        assert listed(world, "data") == {0, 1, 2}, "it publishes on, and deletes nothing"
+        hole.write_bytes(record)
+        stray = world.root / "bucket" / names.chunk(2, 999, "g", 0, "a0", 0)
+        stray.parent.mkdir(parents=True)
+        stray.write_bytes(b"x")
+        await publish(session, next(versions), world)
+        await session.retention.ended()
+        assert [alarm.must for alarm in world.events.of(Alarm)] == ["L2", "L2"]
+        assert "does not know of data/2/999/" in world.events.of(Alarm)[1].what
+        assert listed(world, "data") == {0, 1, 2, 3}
+        stray.unlink()
+        await publish(session, next(versions), world)
+        await session.retention.ended()
+        assert listed(world, "data") == {0, 2, 4}, "the empty directory of what was removed by hand stays"
+        await session.close()
+
+    asyncio.run(run())
