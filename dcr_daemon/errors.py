@@ -10,6 +10,7 @@
     ├── ResourceExhausted    exit 14  a disk, tmpfs or memory budget is full, or a disk accepts no writes
     ├── StoreUnavailable     exit 15  the bucket did not answer within the budget
     ├── EngineRefused        exit 16  the engine cannot take this stream or transaction
+    ├── InputIncomplete      exit 17  `publish --once` left out checkpoints that are incomplete; run it again later
     └── UpdateAborted        exit 1   another rank cannot take part; publish the next update (in training alone)
 
 A package adds a subclass only where its own callers act differently: `ledger.objects` (`ObjectPending`, `BelowFloor`),
@@ -84,6 +85,10 @@ class StoreUnavailable(DcrError):
 
 class EngineRefused(DcrError):
     exit_code = 16
+
+
+class InputIncomplete(DcrError):
+    exit_code = 17
 
 
 class UpdateAborted(DcrError):

@@ -129,6 +129,20 @@ class Aborted(Event, frozen=True, kw_only=True):
     reason: str
 
 
+class CheckpointSkipped(Event, frozen=True, kw_only=True):
+    """A complete checkpoint below the watched directory is not published. Emitted once per checkpoint, or per shape.
+
+    `cause` is "misfit" (it does not fit the stream's layout), "other_shape" (its path has another shape than those that
+    are published) or "outdated" (a newer one is published instead). `reason` is for people.
+    """
+
+    level = "warning"
+
+    path: str
+    cause: str
+    reason: str
+
+
 class AnchorPut(Event, frozen=True, kw_only=True):
     """The anchor of `version`, a whole checkpoint, is in the bucket."""
 

@@ -32,5 +32,5 @@ def test_kinds_and_exit_codes_do_not_change() -> None:
     }
     assert kinds == {
         "Misuse": 2, "Incompatible": 10, "NotFound": 11, "Fenced": 12, "Corrupt": 13, "Exhausted": 14,
-        "StoreUnavailable": 15, "EngineRefused": 16, "Given": 1,
+        "StoreUnavailable": 15, "EngineRefused": 16, "InputIncomplete": 17, "Given": 1,
     }  # fmt: skip

@@ -1,7 +1,7 @@
 """Assembles the commands, and turns every outcome of one into an exit code.
 
 0 done · 1 unexpected · 2 usage or configuration · 10 incompatible · 11 no such stream or version · 12 fenced
-13 corrupt · 14 out of disk or memory · 15 store unavailable · 16 engine refused
+13 corrupt · 14 out of disk or memory · 15 store unavailable · 16 engine refused · 17 input incomplete
 130 interrupted · 143 ended by SIGTERM
 """
 
@@ -33,7 +33,7 @@ app = typer.Typer(
     epilog=(
         "Exit codes: 0 done, 1 unexpected, 2 usage or configuration, 10 incompatible store, layout or input, 11 no "
         "such stream or version, 12 fenced, 13 corrupt, 14 resources, 15 store unavailable, 16 engine refused, "
-        "130 interrupted, 143 ended by SIGTERM (the daemons: 0)."
+        "17 input incomplete, 130 interrupted, 143 ended by SIGTERM (the daemons: 0)."
     ),
     no_args_is_help=True,
     pretty_exceptions_enable=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,9 +21,11 @@ from dcr_daemon.cli.options import (
     StoreOptions,
     state_root,
 )
+from dcr_daemon.cli.output import print_json, print_table
 
 if TYPE_CHECKING:
     from dcr_daemon.events import Emit
+    from dcr_daemon.publish.watch.once import OnceReport
 
 _INPUT = "Input"
 _STREAM = "Stream"
@@ -45,7 +48,12 @@ Create = Annotated[
     bool, typer.Option("--create", help="Create the stream if it does not exist.", rich_help_panel=_STREAM)
 ]
 Once = Annotated[
-    bool, typer.Option("--once", help="Publish the checkpoints that are complete now, oldest first, and exit.")
+    bool,
+    typer.Option(
+        "--once",
+        help="Publish the checkpoints that are complete now, oldest first, print what was published and what not, and "
+        "exit: 0 if no checkpoint of the policy was left out, 10 if one does not fit, 17 if one is incomplete.",
+    ),
 ]
 Name = Annotated[
     str | None,
@@ -65,6 +73,24 @@ TakeOver = Annotated[
         rich_help_panel=_STREAM,
     ),
 ]
+Select = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="GLOB",
+        help="Publish only checkpoints whose path below DIR matches, such as 'global_step_*/actor/huggingface'; "
+        "repeatable. Default: the paths that differ from the first one that is published only in their numbers.",
+        rich_help_panel=_INPUT,
+    ),
+]
+StepPattern = Annotated[
+    str | None,
+    typer.Option(
+        metavar="REGEX",
+        help="Read the training step from the path below DIR with this expression: its first group, or all of it. "
+        "Default: known patterns, such as checkpoint-N, global_step_N, step=N, iter_N.",
+        rich_help_panel=_INPUT,
+    ),
+]
 Marker = Annotated[
     str | None,
     typer.Option(
@@ -75,7 +101,11 @@ Marker = Annotated[
 ]
 Newest = Annotated[
     bool,
-    typer.Option("--newest", help="Publish only the newest of several finished checkpoints.", rich_help_panel=_INPUT),
+    typer.Option(
+        "--newest",
+        help="Publish only the newest of several finished checkpoints: the one that was written last.",
+        rich_help_panel=_INPUT,
+    ),
 ]
 Poll = Annotated[
     float | None,
@@ -157,6 +187,8 @@ def command(
     name: Name = None,
     take_over: TakeOver = False,
     state: State = None,
+    select: Select = None,
+    step_pattern: StepPattern = None,
     marker: Marker = None,
     newest: Newest = False,
     poll: Poll = None,
@@ -207,6 +239,8 @@ def command(
         workers=workers,
         scrub_rate=scrub_rate,
         watch=watch,
+        select=tuple(select or ()),
+        step_pattern=step_pattern,
         marker=marker,
         poll=poll,
         once=once,
@@ -216,6 +250,20 @@ def command(
 
     async def main(emit: Emit) -> None:
         async with place.open(emit) as store:
-            await run_watch(options, store, emit=emit)
+            report = await run_watch(options, store, emit=emit)
+        if once:
+            _print_report(report, json=json)
+            report.check()
 
     run_daemon(Observation("publisher", listen, events, log_level, json), main, stream=to)
+
+
+def _print_report(report: OnceReport, *, json: bool) -> None:
+    """A table on a terminal, else one JSON object: as the log lines beside it."""
+    if json or not sys.stdout.isatty():
+        print_json(report.as_json())
+        return
+    rows: list[tuple[object, ...]] = [(f"version {one.version}", one.step, one.path) for one in report.published]
+    rows += [(one.cause.replace("_", " "), None, one.path, one.reason) for one in report.not_published]
+    if rows:
+        print_table(("OUTCOME", "STEP ", "CHECKPOINT", "REASON"), rows)

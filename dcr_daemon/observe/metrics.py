@@ -68,6 +68,9 @@ class Metrics:
         self.versions = counter(
             "versions_total", "Versions by outcome: sealed, aborted, committed, rolled_back.", "outcome"
         )
+        self.skipped = counter(
+            "checkpoints_skipped_total", "Complete watched checkpoints that are not published, by cause.", "cause"
+        )
         self.anchors = counter("anchors_total", "Anchors written.")
         self.collected = counter("collected_total", "Objects deleted by retention.")
         self.collected_bytes = counter("collected_bytes_total", "Bytes of objects deleted by retention.")
@@ -92,6 +95,7 @@ class Metrics:
             e.ScrubEnded: self._scrub_ended,
             e.Damaged: lambda event: self.scrubs.labels("damaged").inc(),
             e.Aborted: lambda event: self.versions.labels("aborted").inc(),
+            e.CheckpointSkipped: lambda event: self.skipped.labels(event.cause).inc(),
             e.ShardTaken: lambda event: self.stages.labels("shard").observe(event.seconds),
             e.ChunkPut: lambda event: self._chunk("put", event.bytes),
             e.ChunkFetched: lambda event: self._chunk("fetched", event.bytes),

@@ -6,6 +6,7 @@ Everything is collected, so that one error lists all of it.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
@@ -19,6 +20,10 @@ SAVED = (
     "give what it would save, in transformers `core_model_loading.revert_weight_conversion(model, model.state_dict())`"
 )
 MISMATCHES = 100  #: names of one kind in an error
+#: Heads of models that are trained beside a policy. To drop them would make such a model the policy.
+_VALUE_HEAD = re.compile(
+    r"(^|[._])(score|classifier|value_head|v_head|q_head|critic|reward|rm_head)s?([._]|$)", re.IGNORECASE
+)
 
 
 class LayoutMismatches:
@@ -88,6 +93,11 @@ class LayoutMismatches:
         hint = "nothing of it is published; correct the weights, or start a new stream from a base with this layout"
         if added and "missing" in self:
             return f"were tensors renamed? {hint}"
+        if any(_VALUE_HEAD.search(name) for name in added):
+            return (
+                "these are names of a value or reward model's head: --select GLOB says which checkpoints below the "
+                "watched directory are the policy; nothing of it is published"
+            )
         if added:
             return f"--ignore GLOB, ignore= of a Publisher, drops names that no server needs; {hint}"
         return hint

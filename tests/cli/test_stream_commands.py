@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from dcr_daemon.cli.app import run
 
@@ -191,6 +192,30 @@ def test_results_that_a_full_disk_does_not_take_are_an_error(streamed: Any) -> N
 def test_publishing_again_adds_nothing(own_stream: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert own_stream.publish() == 0
     assert len(said(capsys, "log", own_stream.url)) == 4
+
+
+def test_publishing_says_what_was_left_out_and_the_exit_code_too(
+    own_stream: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    incomplete = own_stream.watched / "step-7/model.safetensors"
+    incomplete.parent.mkdir()
+    incomplete.write_bytes(b"half a fi")
+    good = own_stream.watched / "step-6"
+    shutil.copytree(own_stream.base, good)
+    capsys.readouterr()
+    assert own_stream.publish("--json") == 17
+    written = json.loads(capsys.readouterr().out)
+    assert written["published"] == [{"path": "step-6", "version": 4, "step": 6}]
+    assert [(one["path"], one["cause"]) for one in written["not_published"]] == [("step-7", "incomplete")]
+    save_file({"other": torch.zeros(3)}, incomplete)
+    assert own_stream.publish() == 10
+    captured = capsys.readouterr()
+    assert "misfit" in captured.out
+    assert "step-7" in captured.out
+    assert "added: other" in captured.err
+    assert own_stream.publish("--select", "step-[0-6]") == 0
+    assert own_stream.publish("--select", "a/b/c/d/e") == 2
+    assert own_stream.publish("--step-pattern", "step-(") == 2
 
 
 def test_another_publisher_is_refused_with_12_until_it_takes_over(

@@ -41,7 +41,7 @@ LEVELS = {
         "Staged",
         "Waiting",
     ],
-    "warning": ["Aborted", "Blocked", "Degraded", "EngineLost", "Paused", "Retrying"],
+    "warning": ["Aborted", "Blocked", "CheckpointSkipped", "Degraded", "EngineLost", "Paused", "Retrying"],
     "error": ["Alarm", "Damaged", "FencedOut", "RolledBack"],
 }
 #: Module: the notices that it constructs, in the order of the source.
@@ -61,7 +61,8 @@ PLACES = {
     "dcr_daemon.publish.publisher": "Retrying Degraded Retrying Waiting",
     "dcr_daemon.publish.timeouts": "Waiting",
     "dcr_daemon.publish.version.uploads": "Waiting",
-    "dcr_daemon.publish.watch.watcher": "Degraded Waiting Retrying Degraded Degraded Waiting Degraded Waiting",
+    "dcr_daemon.publish.watch.reporting": "Degraded Waiting Waiting Degraded Waiting",
+    "dcr_daemon.publish.watch.watcher": "Degraded Retrying Degraded Degraded",
     "dcr_daemon.store.retry": "Retrying",
     "dcr_daemon.subscribe.daemon": "Waiting Retrying",
     "dcr_daemon.subscribe.driver": "Retrying Retrying Degraded Retrying Degraded Degraded",

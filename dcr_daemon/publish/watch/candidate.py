@@ -10,7 +10,7 @@ from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.safetensors import Header
 from dcr_daemon.errors import Incompatible
 from dcr_daemon.projection.files.piece_map import METADATA, SHARDING_INFO
-from dcr_daemon.publish.watch.file_identity import FileIdentity, checkpoint_identity, number_in
+from dcr_daemon.publish.watch.file_identity import FileIdentity, checkpoint_identity
 from dcr_daemon.publish.watch.pieces.fit import PieceFit
 from dcr_daemon.publish.watch.pieces.reader import PieceFiles
 from dcr_daemon.wording import shorten
@@ -50,12 +50,13 @@ class CheckpointCandidate:
     """One checkpoint directory as the last scan found it.
 
     Attributes:
+        step: the training step that its path tells; None if it tells none.
         files: complete files by name.
         unfinished: the other files by name, each with what it lacks.
         index: the weight map of the index file; None without one.
         has_marker: whether the marker file is there and new enough, or none is asked for.
         rewritten: whether its files replace older ones.
-        completed_as: the candidate's position among those that became complete, in order of completion.
+        written_ns: the newest modification time among its files, complete or not; nanoseconds since 1970.
         undetermined: whether a file may be complete, but has not been scanned often enough to tell.
         in_pieces: whether its tensors are stored in pieces.
         pieces: the pieces, once all files are there.
@@ -64,26 +65,23 @@ class CheckpointCandidate:
 
     path: Path
     relative: str
+    step: int | None = None
     files: dict[str, CompleteFile] = field(default_factory=dict)
     unfinished: dict[str, str] = field(default_factory=dict)
     index: dict[str, str] | None = None
     has_marker: bool = True
     rewritten: bool = False
-    completed_as: int = 0
+    written_ns: int = 0
     undetermined: bool = False
     in_pieces: bool = False
     pieces: CompletePieces | None = None
     refusal: str = ""
 
     @property
-    def number(self) -> int | None:
-        return number_in(self.relative)
-
-    @property
-    def order(self) -> tuple[bool, int, str]:
-        """Oldest first: by number; without one, by completion."""
-        number = self.number
-        return (number is None, self.completed_as if number is None else number, self.relative)
+    def order(self) -> tuple[int, int, str]:
+        """Oldest first: by the time at which it became whole. A step tells only those of one time apart: numbers begin
+        anew with each run of a trainer."""
+        return (self.written_ns, -1 if self.step is None else self.step, self.relative)
 
     @property
     def identity(self) -> frozenset[FileIdentity]:

@@ -16,7 +16,6 @@ MAX_NAME_BYTES = (
     256 << 10
 )  #: of all their names, as they are recorded: a seal of at most 1 MiB holds more than the source
 _MANY_FILES = re.compile(r"\d+ files$")
-_MODEL_INDEX = re.compile(r"/pytorch_model_fsdp_\d+$")
 
 
 class FileIdentity(msgspec.Struct, frozen=True, order=True):
@@ -77,12 +76,3 @@ def is_same_content(known: FileIdentity | None, now: FileIdentity | None) -> boo
     An older time is no proof of that: tools that copy over a file set the time of the source.
     """
     return known is not None and now is not None and (known.size, known.mtime_ns) == (now.size, now.mtime_ns)
-
-
-def number_in(relative: str) -> int | None:
-    """The step number in a path: its last integer, as in `checkpoint-40` or `global_step_7/actor/huggingface`.
-
-    The last number of accelerate's `checkpoint-40/pytorch_model_fsdp_0` is a model's, and skipped.
-    """
-    digits = re.findall(r"\d+", _MODEL_INDEX.sub("", relative))
-    return int(digits[-1]) if digits else None

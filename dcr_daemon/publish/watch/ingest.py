@@ -3,7 +3,8 @@ pieces is diffed as a whole, once all its files are there."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import msgspec
 from dcr_daemon import runtime
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.safetensors import SafetensorsFile
-from dcr_daemon.errors import DcrError
+from dcr_daemon.errors import DcrError, Incompatible
 from dcr_daemon.events import Emit, Rounded, ShardTaken
 from dcr_daemon.projection.files.piece_map import METADATA
 from dcr_daemon.publish.group.leader import Leader
@@ -24,6 +25,24 @@ from dcr_daemon.publish.watch.candidate import CheckpointCandidate, CompleteFile
 from dcr_daemon.publish.watch.file_identity import FileIdentity, checkpoint_identity, identify
 from dcr_daemon.publish.watch.pieces.reader import PiecedSource
 from dcr_daemon.publish.watch.published import PublishedCheckpoint
+
+
+class CheckpointMisfit(Incompatible):
+    """The checkpoint at `relative`, with the files of `identity`, does not fit the stream's layout."""
+
+    kind = Incompatible.kind
+
+    def __init__(self, error: Incompatible, relative: str, identity: frozenset[FileIdentity]) -> None:
+        super().__init__(error.message, hint=error.hint)
+        self.relative, self.identity = relative, identity
+
+
+@contextlib.contextmanager
+def _judging(relative: str, identity: Callable[[], frozenset[FileIdentity]]) -> Iterator[None]:
+    try:
+        yield
+    except Incompatible as error:
+        raise CheckpointMisfit(error, relative, identity()) from error
 
 
 class CheckpointIngest:
@@ -54,7 +73,7 @@ class CheckpointIngest:
         """Diff one file, or all pieces. Names and shapes are judged before the first byte of weights is read.
 
         Raises:
-            Incompatible: tensors that do not fit the layout; all of them are named.
+            CheckpointMisfit: tensors that do not fit the layout; all of them are named.
             SourceChanged: a file is not the one any more that was found complete.
         """
         started = runtime.monotonic()
@@ -83,8 +102,9 @@ class CheckpointIngest:
         """How many of the tensors are the layout's. Files that were read before are left to `check`."""
         self._ingested |= files
         _check_unchanged(files)
-        inputs = self._validator.accept_all(sources)
-        self._validator.check()
+        with _judging(self.relative, lambda: self.identity):
+            inputs = self._validator.accept_all(sources)
+            self._validator.check()
         await self._attempt.diff(inputs)
         runtime.failpoint("publish.shard.taken")
         _check_unchanged(files)
@@ -98,11 +118,12 @@ class CheckpointIngest:
         """All files are ingested: make the version.
 
         Raises:
-            Incompatible: tensors are missing or added, all named.
+            CheckpointMisfit: tensors are missing or added, all named.
             SourceChanged: as `check`.
         """
         await self._attempt.finish()
-        await self._leader.context.workers.run(self._validator.finish, self._leader.read)
+        with _judging(self.relative, lambda: self.identity):
+            await self._leader.context.workers.run(self._validator.finish, self._leader.read)
         for (given, canonical), tensors in self._validator.rounded.items():
             self._emit(Rounded(tensors=tensors, given=given, canonical=canonical))
         source: dict[str, Any] = msgspec.to_builtins(PublishedCheckpoint(self.relative, sorted(self.identity)))
@@ -122,19 +143,27 @@ def _check_unchanged(files: Mapping[Path, FileIdentity]) -> None:
             raise SourceChanged(f"{path} {change} after it was read", hint="it is tried again when complete")
 
 
-def check_headers(candidate: CheckpointCandidate, layout: Layout, *, ignore: tuple[str, ...]) -> None:
-    """Judge a checkpoint whose files are all there, by headers and tables alone, before an attempt is opened for it.
+def check_headers(candidate: CheckpointCandidate, layout: Layout, *, ignore: tuple[str, ...], whole: bool) -> None:
+    """Judge a checkpoint by headers and tables alone, before an attempt is opened for it.
+
+    Args:
+        whole: its files are all there; else what the others may hold is not judged.
 
     Raises:
-        Incompatible: tensors added, missing, retyped or reshaped, all named, or an index that disagrees.
+        CheckpointMisfit: tensors added, missing, retyped or reshaped, all named, or an index that disagrees.
     """
-    candidate.check_index()
-    if candidate.pieces:
-        candidate.pieces.fit.check(candidate.relative)
-        given = [tensor.given for tensor in candidate.pieces.fit.tensors]
-    else:
-        given = [spec for file in candidate.files.values() if file.header for spec in file.header.specs]
-    validator = UpdateValidator(candidate.relative, layout, ignore=ignore)
-    for spec in given:
-        validator.accept(spec)
-    validator.check_complete()
+    with _judging(candidate.relative, lambda: candidate.identity):
+        if whole:
+            candidate.check_index()
+        if candidate.pieces:
+            candidate.pieces.fit.check(candidate.relative)
+            given = [tensor.given for tensor in candidate.pieces.fit.tensors]
+        else:
+            given = [spec for file in candidate.files.values() if file.header for spec in file.header.specs]
+        validator = UpdateValidator(candidate.relative, layout, ignore=ignore)
+        for spec in given:
+            validator.accept(spec)
+        if whole:
+            validator.check_complete()
+        else:
+            validator.check()

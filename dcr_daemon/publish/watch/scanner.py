@@ -29,12 +29,12 @@ from dcr_daemon.publish.watch.file_stability import OPEN, STABLE_SCANS_UNCLOSED,
 from dcr_daemon.publish.watch.pieces.fit import PieceFit
 from dcr_daemon.publish.watch.pieces.reader import PieceFiles
 from dcr_daemon.publish.watch.pieces.tables import PieceTables
+from dcr_daemon.publish.watch.policy_paths import DEPTH, PolicyPaths
 from dcr_daemon.publish.watch.published import PublishedFiles
 from dcr_daemon.publish.watch.rewrites import Rewrites
 from dcr_daemon.publish.watch.write_state import WriteState, file_system_of
 from dcr_daemon.wording import shorten
 
-DEPTH = 4  #: levels below the watched directory at which checkpoints are looked for
 SHARDED = "sharded"  #: where torch's writer leaves the pieces from which it makes the checkpoint one level up
 UNWRITTEN = "its bytes from {} on were never written: preallocated, or copied with holes (or give --marker)"
 LEFT_OVER = "not written again yet: the checkpoint is being rewritten in place (touch what stays as it is)"
@@ -55,6 +55,7 @@ class CheckpointScanner:
     Args:
         root: the watched directory.
         exclude: directories that are never checkpoints, nor anything in them.
+        paths: which checkpoints are selected, and their steps; by default all are.
         marker: name of the file that a complete checkpoint must hold.
         ignore: globs of names outside the layout that checkpoints in pieces may hold.
         config: the model's `config.json`, for checkpoints under a training framework's names.
@@ -71,6 +72,7 @@ class CheckpointScanner:
         root: Path,
         exclude: list[Path],
         *,
+        paths: PolicyPaths | None = None,
         marker: str | None,
         ignore: Sequence[str] = (),
         config: Mapping[str, Any] | None = None,
@@ -80,7 +82,7 @@ class CheckpointScanner:
         self._kernel = kernel or WriteState(file_system_of(root))
         self.files = FileStability(self._kernel, unknown_scans=unknown_scans)
         self.files_found = 0
-        self._root, self._marker = root, marker
+        self._root, self._marker, self._paths = root, marker, paths or PolicyPaths()
         self._exclude = {path.resolve() for path in exclude}
         self._tables = PieceTables(ignore, config)
         self._published = PublishedFiles(root)
@@ -88,7 +90,6 @@ class CheckpointScanner:
         self._unwritten: dict[tuple[Path, FileIdentity], str] = {}
         self._refused: dict[str, tuple[frozenset[FileIdentity], str]] = {}
         self._headers: dict[tuple[Path, FileIdentity], Header | str] = {}
-        self._completed: dict[tuple[str, frozenset[FileIdentity]], int] = {}
 
     def mark_refused(self, relative: str, identity: frozenset[FileIdentity], *, why: str) -> None:
         """These files were found not to be what they claim: refuse the checkpoint until they change."""
@@ -124,7 +125,7 @@ class CheckpointScanner:
             if directory.name == SHARDED and self._supersedes_parent(directory, candidate):
                 superseded.add(directory.parent.relative_to(self._root).as_posix())
             if candidate:
-                self._apply_history(candidate, layout)
+                self._apply_history(candidate)
                 found[candidate.relative] = candidate
         for name in superseded & found.keys():
             del found[name]  # the same weights, joined by the writer from pieces that are there already
@@ -133,14 +134,11 @@ class CheckpointScanner:
         self._forget_except(scan.seen)
         return found
 
-    def _apply_history(self, candidate: CheckpointCandidate, layout: Layout) -> None:
-        """What earlier scans know of a candidate: that it was refused, or when it became complete."""
+    def _apply_history(self, candidate: CheckpointCandidate) -> None:
+        """What earlier scans know of a candidate: that it was refused."""
         refused = self._refused.get(candidate.relative)
         if refused and not candidate.unfinished and refused[0] == candidate.identity:
             candidate.refusal = refused[1]
-        if not candidate.why_incomplete(layout):
-            key = (candidate.relative, candidate.identity)
-            candidate.completed_as = self._completed.setdefault(key, len(self._completed))
 
     def _forget_except(self, seen: set[Path]) -> None:
         self._tables.forget_except(seen)
@@ -174,7 +172,9 @@ class CheckpointScanner:
     def _scan_directory(self, scan: _Scan, directory: Path) -> CheckpointCandidate | None:
         """The checkpoint in a directory; None if there is none, or it is a version."""
         relative = directory.relative_to(self._root).as_posix()
-        candidate = CheckpointCandidate(directory, _printable(relative))
+        if not self._paths.selects(relative):
+            return None
+        candidate = CheckpointCandidate(directory, _printable(relative), self._paths.step(relative))
         try:
             names = sorted(path.name for path in directory.iterdir())
         except PermissionError as error:  # it may hold what the trainer takes for published
@@ -210,6 +210,7 @@ class CheckpointScanner:
             paths = [path for path in paths if path.name in named]
             candidate.unfinished |= dict.fromkeys(named - {path.name for path in paths}, "not there yet")
         present = {path.name: identity for path in paths if (identity := identify(path))}
+        candidate.written_ns = max((file.mtime_ns for file in present.values()), default=0)
         if self._is_version(candidate.relative, present):
             return None
         for path in paths:
@@ -312,6 +313,7 @@ class CheckpointScanner:
         if identity is None:
             candidate.unfinished[METADATA] = "not there yet"
             return candidate
+        candidate.written_ns = identity.mtime_ns
         if (version := self._published.with_table(identity)) is not None:
             now = frozenset(identify(candidate.path / file.name, file.name) for file in version)
             if now != version:
@@ -329,6 +331,7 @@ class CheckpointScanner:
             return candidate
         present, unfinished = self._tables.check_files(candidate.path, table, identity=identity, timed=scan.timed)
         present[METADATA] = identity
+        candidate.written_ns = max(file.mtime_ns for file in present.values())
         candidate.files = {name: CompleteFile(candidate.path / name, file, None) for name, file in present.items()}
         if self._published.contains(candidate.relative, candidate.identity):
             self._rewrites.forget(candidate.relative)

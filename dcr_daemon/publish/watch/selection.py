@@ -4,52 +4,81 @@ written. Pure decisions; the watcher carries them out."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.publish.watch.candidate import CheckpointCandidate
-from dcr_daemon.publish.watch.file_identity import FileIdentity, number_in
+from dcr_daemon.publish.watch.file_identity import FileIdentity
+from dcr_daemon.publish.watch.policy_paths import PolicyPaths, is_temporary
 
 Candidates = Mapping[str, CheckpointCandidate]  #: what a scan found, by relative path
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The complete checkpoints of a scan.
+
+    Attributes:
+        publish: those to be published, oldest first.
+        other_shape: those of another shape than the one that is published.
+        outdated: those of the policy that are not published because only the newest one is.
+    """
+
+    publish: list[CheckpointCandidate]
+    other_shape: list[CheckpointCandidate]
+    outdated: list[CheckpointCandidate]
 
 
 class CheckpointSelection:
     """Remembers what was published or given up.
 
     Args:
+        paths: which checkpoints are the policy; it is told of each that is published.
         marker: a marker file says when a checkpoint is complete.
         newest: of several complete checkpoints select only the newest.
     """
 
-    def __init__(self, layout: Layout, *, marker: bool, newest: bool) -> None:
-        self._layout, self._marker, self._newest = layout, marker, newest
-        self._newest_number = -1
-        self._published: set[str] = set()
+    def __init__(self, layout: Layout, paths: PolicyPaths, *, marker: bool, newest: bool) -> None:
+        self._layout, self._paths, self._marker, self._newest = layout, paths, marker, newest
+        self._published_until: tuple[int, int, str] = (-1, -1, "")  #: greatest `order` of a published checkpoint
         self._abandoned: dict[str, frozenset[FileIdentity]] = {}
+        self._misfits: set[str] = set()
 
-    def mark_published(self, relative: str) -> None:
-        """The checkpoint at `relative` is a version."""
-        self._published.add(relative)
-        number = number_in(relative)
-        self._newest_number = max(self._newest_number, -1 if number is None else number)
+    def mark_published(self, relative: str, identity: frozenset[FileIdentity]) -> None:
+        """The checkpoint at `relative` with these files is the newest version."""
+        self._paths.learn(relative)
+        step, written_ns = self._paths.step(relative), max((file.mtime_ns for file in identity), default=-1)
+        self._published_until = max(self._published_until, (written_ns, -1 if step is None else step, relative))
 
     def mark_abandoned(self, relative: str, identity: frozenset[FileIdentity]) -> None:
         """The attempt for these files was aborted: wait for all files of the checkpoint, or for other ones."""
         self._abandoned[relative] = identity
 
-    def to_publish(self, found: Candidates) -> list[CheckpointCandidate]:
-        """Checkpoints to be published as they are, oldest first.
+    def mark_misfit(self, relative: str) -> None:
+        """A file at `relative` does not fit the layout: wait for all files of the checkpoint."""
+        self._misfits.add(relative)
 
-        One to which no files will be added counts even if it lacks tensors: that is an error, and has to be reported.
+    def choose(self, found: Candidates) -> Choice:
+        """Divide the checkpoints that are complete, or to which no files will be added (what such a one lacks is an
+        error, and has to be reported).
+
+        While no version tells the shape of the policy's paths, those with a step come before `best` or `final`.
         """
-        ready = [c for c in found.values() if not c.why_incomplete(self._layout) or c.is_final(marker=self._marker)]
-        ready.sort(key=lambda candidate: candidate.order)
-        if self._newest:
-            return [c for c in ready if c.relative in self._published or self._is_new(c)][-1:]
-        return ready
+        whole = sorted(filter(self.is_whole, found.values()), key=lambda c: c.order)
+        policy = [c for c in whole if self._paths.is_policy(c.relative)]
+        other = [c for c in whole if not self._paths.is_policy(c.relative) and not is_temporary(c.relative)]
+        if self._paths.shape is None:
+            policy.sort(key=lambda c: c.step is None)
+        publish = [c for c in policy if self._is_new(c)][-1:] if self._newest else policy
+        return Choice(publish, other, [c for c in policy if c not in publish])
 
-    def ready(self, found: Candidates) -> list[CheckpointCandidate]:
-        """Those of `to_publish` whose turn it is now: no older checkpoint may turn out to be complete too."""
-        return _in_order(self.to_publish(found), found)
+    def is_whole(self, candidate: CheckpointCandidate) -> bool:
+        """Whether a checkpoint is complete, or no files will be added to it."""
+        return not candidate.why_incomplete(self._layout) or candidate.is_final(marker=self._marker)
+
+    def ready(self, choice: Choice, found: Candidates) -> list[CheckpointCandidate]:
+        """Those to be published whose turn it is now: no older checkpoint may turn out to be complete too."""
+        return self._in_order(choice.publish, found)
 
     def being_written(self, found: Candidates) -> CheckpointCandidate | None:
         """The oldest checkpoint of which some files are complete.
@@ -60,19 +89,22 @@ class CheckpointSelection:
         partial = (
             c
             for c in found.values()
-            if c.files and not c.in_pieces and self._is_new(c) and self._abandoned.get(c.relative) != c.identity
+            if c.files
+            and not (c.in_pieces or c.refusal or c.relative in self._misfits)
+            and self._paths.is_policy(c.relative)
+            and self._is_new(c)
+            and self._abandoned.get(c.relative) != c.identity
         )
-        return min(_in_order(partial, found), key=lambda candidate: candidate.order, default=None)
+        return min(self._in_order(partial, found), key=lambda candidate: candidate.order, default=None)
 
     def _is_new(self, candidate: CheckpointCandidate) -> bool:
-        return candidate.number is None or candidate.number > self._newest_number
+        return candidate.order >= self._published_until
 
+    def _in_order(self, candidates: Iterable[CheckpointCandidate], found: Candidates) -> list[CheckpointCandidate]:
+        """Those of the candidates that no older checkpoint may turn out to precede.
 
-def _in_order(candidates: Iterable[CheckpointCandidate], found: Candidates) -> list[CheckpointCandidate]:
-    """Those of the candidates that no older checkpoint may turn out to precede.
-
-    A file that was closed before inotify watched its directory is known to be complete two scans later than its
-    successors. A checkpoint that is really being written delays no other.
-    """
-    undetermined = [other.number for other in found.values() if other.undetermined and other.number is not None]
-    return [c for c in candidates if c.number is None or not any(number < c.number for number in undetermined)]
+        A file that was closed before inotify watched its directory is known to be complete two scans later than its
+        successors. A checkpoint that is really being written delays no other.
+        """
+        undetermined = [c for c in found.values() if c.undetermined and self._paths.is_policy(c.relative)]
+        return [c for c in candidates if not any(other.order < c.order for other in undetermined)]

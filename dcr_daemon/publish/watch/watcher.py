@@ -22,19 +22,23 @@ from urllib.parse import unquote, urlsplit
 
 from dcr_daemon import runtime
 from dcr_daemon.errors import DcrError, NotFound, StoreUnavailable
-from dcr_daemon.events import Degraded, Emit, Notice, Retrying, Waiting
+from dcr_daemon.events import Degraded, Emit, Retrying
 from dcr_daemon.publish.group.leader import Leader
 from dcr_daemon.publish.group.opening import open_leader
 from dcr_daemon.publish.inputs.model_config import read_config
 from dcr_daemon.publish.inputs.sources import SourceChanged
 from dcr_daemon.publish.options import PublishOptions
+from dcr_daemon.publish.version.versions import SealedVersion
 from dcr_daemon.publish.watch.candidate import CheckpointCandidate, CompleteFile, CompletePieces
 from dcr_daemon.publish.watch.file_identity import FileIdentity
 from dcr_daemon.publish.watch.file_stability import STABLE_SCANS, STABLE_SCANS_UNCLOSED
-from dcr_daemon.publish.watch.ingest import CheckpointIngest, check_headers
+from dcr_daemon.publish.watch.ingest import CheckpointIngest, CheckpointMisfit, check_headers
 from dcr_daemon.publish.watch.inotify import InotifyWatcher
+from dcr_daemon.publish.watch.once import Cause, NotPublished, OnceReport, Published
 from dcr_daemon.publish.watch.pieces.reader import ContentMismatch
+from dcr_daemon.publish.watch.policy_paths import PolicyPaths
 from dcr_daemon.publish.watch.published import read_published
+from dcr_daemon.publish.watch.reporting import WatchReporter
 from dcr_daemon.publish.watch.scanner import CheckpointScanner
 from dcr_daemon.publish.watch.selection import Candidates, CheckpointSelection
 from dcr_daemon.store.port import Store
@@ -52,6 +56,8 @@ class WatchOptions(PublishOptions):
 
     Attributes:
         watch: the directory below which checkpoints appear.
+        select: globs of the paths that are the policy, below `watch`; empty if the first one that is published tells.
+        step_pattern: a regular expression that finds the training step in a path; None for the known patterns.
         marker: name of a file that completes a checkpoint (`STABLE`); None if there is none.
         poll: seconds between scans, for file systems without inotify; None to use inotify.
         once: publish what is complete at the start, oldest first, and return.
@@ -59,27 +65,33 @@ class WatchOptions(PublishOptions):
     """
 
     watch: Path
+    select: tuple[str, ...] = ()
+    step_pattern: str | None = None
     marker: str | None = None
     poll: float | None = None
     once: bool = False
     newest: bool = False
 
 
-async def run_watch(options: WatchOptions, store: Store, *, emit: Emit) -> None:
+async def run_watch(options: WatchOptions, store: Store, *, emit: Emit) -> OnceReport:
     """Publish every checkpoint that appears below `options.watch` until cancelled (or once).
+
+    Returns:
+        With `once`, what was published and what not.
 
     Raises:
         Fenced: another publisher owns the stream; do not restart.
-        Incompatible: base, layout or store do not fit; the names are listed.
+        Incompatible: base or store do not fit; the names are listed.
         NotFound: no stream there and `create` not given, or no such directory.
         UsageError: options that do not go together.
         ResourceExhausted: the state directory's disk is full.
     """
     if not options.watch.is_dir():
         raise NotFound(f"there is no directory {options.watch}", hint="make it before the publisher starts")
+    paths = PolicyPaths(options.select, options.step_pattern)
     leader = await open_leader(options, store, emit=emit)
     try:
-        await Watcher(options, leader, emit=emit).run()
+        return await Watcher(options, leader, paths, emit=emit).run()
     except DcrError as error:
         with contextlib.suppress(DcrError):
             await leader.abort_unless_sealed(error)
@@ -91,10 +103,13 @@ async def run_watch(options: WatchOptions, store: Store, *, emit: Emit) -> None:
 class Watcher:
     """Publishes the checkpoints of one directory through one leader: scan, select, ingest, seal; one step at a time."""
 
-    def __init__(self, options: WatchOptions, leader: Leader, *, emit: Emit) -> None:
-        self._options, self._leader, self._emit = options, leader, emit
+    def __init__(self, options: WatchOptions, leader: Leader, paths: PolicyPaths, *, emit: Emit) -> None:
+        self._options, self._leader, self._paths, self._emit = options, leader, paths, emit
         self._interval = options.poll or SCAN_INTERVAL
-        self._selection = CheckpointSelection(leader.layout, marker=options.marker is not None, newest=options.newest)
+        self._selection = CheckpointSelection(
+            leader.layout, paths, marker=options.marker is not None, newest=options.newest
+        )
+        self._reporter = WatchReporter(options.watch, paths, leader.layout, emit=emit)
         self._scanner = self._new_scanner(None)
         self._changed = asyncio.Event()  #: a file event came
         self._last_timed_scan = float("-inf")
@@ -102,7 +117,6 @@ class Watcher:
         self._abort_reason: str | None = None  #: the attempt under way is to be aborted
         self._damaged = False  #: the baseline is to be repaired
         self._failures: dict[str, int] = {}  #: number of failed tries, by checkpoint
-        self._reported: dict[str, Notice] = {}
         self._told_blind_spot = False
         self._inotify: InotifyWatcher | None = None
         self._watched_inode: tuple[int, int] | None = None
@@ -113,22 +127,22 @@ class Watcher:
         return CheckpointScanner(
             options.watch,
             excluded,
+            paths=self._paths,
             marker=options.marker,
             ignore=options.ignore,
             config=config,
             unknown_scans=STABLE_SCANS if options.once else STABLE_SCANS_UNCLOSED,
         )
 
-    async def run(self) -> None:
+    async def run(self) -> OnceReport:
         """Publish until cancelled; with `once`, until what was complete at the start is published."""
         self._scanner = self._new_scanner(await read_config(self._leader.ledger, self._options.base))
         cache = self._leader.context.state.path / "published.json"
         for source in await read_published(self._leader.ledger, cache, watch=self._options.watch):
             self._mark_published(source.path, source.identity)
-        if self._options.once:
-            await self._run_once()
-            return
         try:
+            if self._options.once:
+                return await self._run_once()
             while True:
                 self._ensure_watching()
                 if not await self._step():
@@ -139,23 +153,43 @@ class Watcher:
             if self._current:
                 self._current.close()
 
-    async def _run_once(self) -> None:
+    async def _run_once(self) -> OnceReport:
         await self._scan()
         await runtime.sleep(self._interval)
         found = await self._scan()
-        for candidate in self._selection.to_publish(found):
-            current = self._current = await self._open_attempt(candidate)
-            try:
-                for unit in current.pending(candidate):
-                    await current.ingest(unit)
-                await self._seal(current)
-            finally:
-                current.close()
-        for notice in self._incomplete(found).values():
-            self._emit(Degraded(what=f"not published: {notice.what}"))
+        report, tried = OnceReport(), set[str]()
+        while turn := [c for c in self._selection.choose(found).publish if c.relative not in tried]:
+            tried.add(turn[0].relative)
+            result = await self._publish_whole(turn[0])
+            if isinstance(result, Published):
+                report.published.append(result)
+            else:
+                report.not_published.append(result)
+        rest = {name: candidate for name, candidate in found.items() if name not in tried}
+        choice = self._selection.choose(rest)
+        report.not_published += [*self._reporter.passed_by(choice), *self._reporter.left_out(rest)]
         await self._leader.retention.ended()
         if not found:
-            self._emit(Waiting(what=f"nothing to publish: no complete checkpoint below {self._options.watch} is new"))
+            self._reporter.nothing_found()
+        return report
+
+    async def _publish_whole(self, candidate: CheckpointCandidate) -> Published | NotPublished:
+        """Publish a checkpoint whose files are all there."""
+        try:
+            current = self._current = await self._open_attempt(candidate)
+            for unit in current.pending(candidate):
+                await current.ingest(unit)
+            sealed = await self._seal(current)
+            return Published(candidate.relative, sealed.version, sealed.step)
+        except CheckpointMisfit as error:
+            skipped = self._skip_misfit(error)
+            candidate.refusal = error.message
+        except SourceChanged as error:
+            self._emit(Degraded(what=f"not published: {candidate.relative}: {error.message}"))
+            cause: Cause = "refused" if isinstance(error, ContentMismatch) else "incomplete"
+            skipped = NotPublished(candidate.relative, cause, error.message, error.hint)
+        await self._abort_current(skipped.reason)
+        return skipped
 
     async def _step(self) -> bool:
         """Do one thing, or find that there is nothing to do (False). Failures that may pass are retried later."""
@@ -167,6 +201,9 @@ class Watcher:
                 self._damaged = False
             else:
                 return await self._advance(await self._scan())
+        except CheckpointMisfit as error:
+            self._skip_misfit(error)
+            self._abort_reason = error.message if self._current else None
         except SourceChanged as error:
             self._abort_reason = error.message
             if isinstance(error, ContentMismatch) and self._current:
@@ -195,11 +232,13 @@ class Watcher:
 
     async def _advance(self, found: Candidates) -> bool:
         """Take the attempt under way, or a new one, one step further; False if everything waits for files."""
-        ready = self._selection.ready(found)
+        choice = self._selection.choose(found)
+        self._reporter.passed_by(choice)
+        ready = self._selection.ready(choice, found)
         if self._current is None:
             selected = ready[0] if ready else self._selection.being_written(found)
             if selected is None:
-                self._report_waiting(found)
+                self._reporter.waiting(found, watched=self._watched_inode is not None)
                 return False
             self._current = await self._open_attempt(selected)
         current, candidate = self._current, found.get(self._current.relative)
@@ -212,7 +251,7 @@ class Watcher:
         elif candidate in ready:
             await self._seal(current)
         else:
-            self._report_waiting(found)
+            self._reporter.waiting(found, watched=self._watched_inode is not None)
             return False
         return True
 
@@ -229,9 +268,9 @@ class Watcher:
                 return
 
     async def _open_attempt(self, candidate: CheckpointCandidate) -> CheckpointIngest:
-        if self._selection.to_publish({candidate.relative: candidate}):
-            check_headers(candidate, self._leader.layout, ignore=self._options.ignore)
-        attempt = await self._leader.begin(step=candidate.number)
+        whole = self._selection.is_whole(candidate)
+        check_headers(candidate, self._leader.layout, ignore=self._options.ignore, whole=whole)
+        attempt = await self._leader.begin(step=candidate.step)
         return CheckpointIngest(
             self._leader, attempt, relative=candidate.relative, ignore=self._options.ignore, emit=self._emit
         )
@@ -253,8 +292,8 @@ class Watcher:
             return f"{ready[0].relative} {relation} {current.relative}"
         return ""
 
-    async def _seal(self, current: CheckpointIngest) -> None:
-        await current.finish_and_seal()
+    async def _seal(self, current: CheckpointIngest) -> SealedVersion:
+        sealed = await current.finish_and_seal()
         self._current, self._failures = None, {}
         current.close()
         self._mark_published(current.relative, current.identity)
@@ -263,6 +302,7 @@ class Watcher:
             await self._leader.anchor_if_due()
         except StoreUnavailable as error:
             self._emit(Degraded(what=f"no anchor now; the next version tries again: {error.message}"))
+        return sealed
 
     async def _abort_current(self, reason: str) -> None:
         """Abort the attempt under way. If it turns out to be sealed after all, it is a version like any other."""
@@ -278,7 +318,7 @@ class Watcher:
 
     def _mark_published(self, relative: str, identity: frozenset[FileIdentity]) -> None:
         self._scanner.mark_published(relative, identity)
-        self._selection.mark_published(relative)
+        self._selection.mark_published(relative, identity)
 
     def _retry_delay(self) -> float:
         """Seconds until the next try at a checkpoint.
@@ -323,26 +363,11 @@ class Watcher:
             return None
         return stat.st_dev, stat.st_ino
 
-    def _report_waiting(self, found: Candidates) -> None:
-        """Emit what is waited for, each notice once."""
-        notices = self._incomplete(found)
-        if not notices:
-            gone = "" if self._watched_inode else ", which is not there any more"
-            notices = {"": Waiting(what=f"a checkpoint below {self._options.watch}{gone}")}
-        for name, notice in notices.items():
-            if self._reported.get(name) != notice:
-                self._emit(notice)
-        self._reported = notices
-
-    def _incomplete(self, found: Candidates) -> dict[str, Notice]:
-        """A notice for each checkpoint that is not complete, or was refused."""
-        notices: dict[str, Notice] = {}
-        for name, candidate in found.items():
-            if candidate.refusal:
-                notices[name] = Degraded(what=f"{name} is refused: {candidate.refusal}")
-            elif why := candidate.why_incomplete(self._leader.layout):
-                notices[name] = Waiting(what=f"{name} is incomplete: {why}")
-        return notices
+    def _skip_misfit(self, error: CheckpointMisfit) -> NotPublished:
+        """Pass by a checkpoint that does not fit, until its files change: the others must not wait for a person."""
+        self._selection.mark_misfit(error.relative)
+        self._scanner.mark_refused(error.relative, error.identity, why=error.message)
+        return self._reporter.misfit(error)
 
 
 def _excluded(options: WatchOptions, url: str) -> list[Path]:

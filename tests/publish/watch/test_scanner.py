@@ -7,24 +7,9 @@ import pytest
 from support.streams.publish_world import PublishWorld
 
 from dcr_daemon.checkpoint.safetensors import pack_safetensors
-from dcr_daemon.publish.watch.file_identity import identify, number_in
+from dcr_daemon.publish.watch.file_identity import identify
 from dcr_daemon.publish.watch.file_stability import STABLE_SCANS_UNCLOSED
 from dcr_daemon.publish.watch.scanner import CheckpointScanner
-
-
-@pytest.mark.parametrize(
-    ("path", "number"),
-    [
-        ("checkpoint-40", 40),
-        ("global_step_7/actor/huggingface", 7),
-        ("run2/step_0011", 11),
-        ("epoch-3-step-12", 12),
-        ("checkpoint-40/pytorch_model_fsdp_0", 40),
-        ("final", None),
-    ],
-)
-def test_the_last_integer_of_the_path_orders(path: str, number: int | None) -> None:
-    assert number_in(path) == number
 
 
 def write(path: Path, body: bytes) -> Path:
@@ -163,10 +148,13 @@ def test_what_is_published_is_not_found_again_until_it_changes(world: PublishWor
     assert set(scanner.scan(layout, True)) == {"step_1"}
 
 
-def test_completion_orders_what_has_no_number(world: PublishWorld, tmp_path: Path) -> None:
+def test_the_time_of_the_last_write_orders_and_a_step_only_what_was_written_at_one_time(
+    world: PublishWorld, tmp_path: Path
+) -> None:
     scanner, layout = CheckpointScanner(tmp_path / "w", [], marker=None), world.layout
-    for name in ("zeta", "alpha"):
-        scanner.files.closed(write(tmp_path / f"w/{name}/model.safetensors", whole(world)))
-        scanner.scan(layout, False)
+    for name, written in (("step_900", 10), ("zeta", 20), ("step_10", 30), ("step_9", 30), ("alpha", 40)):
+        path = write(tmp_path / f"w/{name}/model.safetensors", whole(world))
+        os.utime(path, (written, written))
+        scanner.files.closed(path)
     found = scanner.scan(layout, False)
-    assert sorted(found, key=lambda name: found[name].order) == ["zeta", "alpha"]
+    assert sorted(found, key=lambda name: found[name].order) == ["step_900", "zeta", "step_9", "step_10", "alpha"]

@@ -17,9 +17,10 @@ from support.streams.publish_world import PublishWorld, make_weights, same_weigh
 
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.checkpoint.safetensors import pack_safetensors, write_safetensors
-from dcr_daemon.errors import Fenced, Incompatible, NotFound
+from dcr_daemon.errors import Fenced, Incompatible, InputIncomplete, NotFound
 from dcr_daemon.events import (
     Aborted,
+    CheckpointSkipped,
     ChunkPut,
     Claimed,
     Degraded,
@@ -32,6 +33,7 @@ from dcr_daemon.events import (
 )
 from dcr_daemon.publish.group.opening import open_leader
 from dcr_daemon.publish.watch import watcher as module
+from dcr_daemon.publish.watch.once import OnceReport
 from dcr_daemon.publish.watch.watcher import WatchOptions, run_watch
 
 DEADLINE = 60.0
@@ -46,8 +48,11 @@ def options(world: PublishWorld, **more: Any) -> WatchOptions:
     return WatchOptions(**defaults | more)
 
 
-def once(world: PublishWorld, **more: Any) -> None:
-    asyncio.run(run_watch(options(world, once=True, **more), world.store(), emit=world.events))
+def once(world: PublishWorld, **more: Any) -> OnceReport:
+    """`dcr publish --once`: what it prints, or the error of its exit code."""
+    report = asyncio.run(run_watch(options(world, once=True, **more), world.store(), emit=world.events))
+    report.check()
+    return report
 
 
 def watching(world: PublishWorld, **more: Any) -> AbstractAsyncContextManager[None]:
@@ -88,14 +93,16 @@ def test_once_publishes_what_is_complete_oldest_first_and_names_the_rest(world: 
     for path, body in shards(world, chain[2], world.root / "out/checkpoint-11")[:2]:
         put(path, body)
     put(world.root / "out/checkpoint-12/model.safetensors", b"half a fi")
-    once(world)
+    with pytest.raises(InputIncomplete, match=r"2 checkpoints .* checkpoint-11: .* checkpoint-12: "):
+        once(world)
     assert sealed(world) == [2, 9, 10]
     said = " ".join(event.what for event in world.events.of(Degraded))
     assert "checkpoint-11 is incomplete" in said
     assert "checkpoint-12 is incomplete" in said
     versions = world.reader.versions()
     assert [same_weights(versions[v], chain[n]) for v, n in enumerate((2, 9, 10), start=1)] == [True] * 3
-    once(world)
+    with pytest.raises(InputIncomplete):
+        once(world)
     assert sealed(world) == [2, 9, 10]
 
 
@@ -348,27 +355,29 @@ def test_a_checkpoint_that_does_not_fit_is_named_and_nothing_of_it_published(
     assert sealed(world) == [1, 3]
 
 
-def test_a_shard_that_does_not_fit_ends_the_attempt_and_leaves_no_trace(world: PublishWorld) -> None:
-    new = step_weights(world.weights, seed=1)
+def test_a_shard_that_does_not_fit_ends_its_attempt_and_no_other(world: PublishWorld) -> None:
+    new, other = (step_weights(world.weights, seed=n) for n in (1, 2))
     out = world.root / "out/checkpoint-1"
 
     async def run() -> None:
-        task = asyncio.create_task(run_watch(options(world), world.store(), emit=world.events))
-        put(*shards(world, new, out)[0])
-        await until(lambda: world.events.of(ShardTaken))
-        put(out / "z.safetensors", bytes(pack_safetensors([(TensorSpec("what", "F16", (3,)), np.zeros(3, "<u2"))])))
-        with pytest.raises(Incompatible, match="added: what"):
-            await task
+        async with watching(world):
+            put(*shards(world, new, out)[0])
+            await until(lambda: world.events.of(ShardTaken))
+            put(out / "z.safetensors", bytes(pack_safetensors([(TensorSpec("what", "F16", (3,)), np.zeros(3, "<u2"))])))
+            await until(lambda: world.events.of(CheckpointSkipped))
+            world.write(world.root / "out/checkpoint-2", other)
+            await until(lambda: world.events.of(Sealed))
 
     asyncio.run(run())
-    assert "Abort" in world.reader.kinds()
     assert "added: what" in world.events.of(Aborted)[0].reason
-    once(world, ignore=("wh*",))
-    assert sealed(world) == []  # still two shards short
+    assert [(event.path, event.cause) for event in world.events.of(CheckpointSkipped)] == [("checkpoint-1", "misfit")]
+    with pytest.raises(InputIncomplete):  # still two shards short
+        once(world, ignore=("wh*",))
+    assert sealed(world) == [2]
     for path, body in shards(world, new, out)[1:]:
         put(path, body)
     once(world, ignore=("wh*",))
-    assert same_weights(world.reader.versions()[1], new)
+    assert [same_weights(world.reader.versions()[n], w) for n, w in ((1, other), (2, new))] == [True, True]
 
 
 def test_a_second_copy_of_a_tied_head_is_dropped_and_an_untied_one_is_not(world: PublishWorld) -> None:
@@ -591,3 +600,117 @@ def test_two_publishers_of_one_name_are_told_so(world: PublishWorld) -> None:
 
     asyncio.run(check())
     assert [event.ousted for event in world.events.of(Claimed)] == [None, "a"]
+
+
+def skipped(world: PublishWorld) -> list[tuple[str, str]]:
+    return [(event.path, event.cause) for event in world.events.of(CheckpointSkipped)]
+
+
+@pytest.mark.parametrize("newest", [False, True])
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_run_that_numbers_its_checkpoints_anew_is_the_newest(
+    world: PublishWorld, newest: bool, restart: bool
+) -> None:
+    """With `--newest` it was never published again, and a backlog ended with the older run."""
+    weights = {n: step_weights(world.weights, seed=n) for n in (500, 700, 100)}
+
+    def save(step: int, written: int) -> None:
+        out = world.write(world.root / f"made-{step}", weights[step])
+        os.utime(out / "model.safetensors", (written, written))
+        out.rename(world.root / f"out/checkpoint-{step}")
+
+    (world.root / "out").mkdir()
+    save(700, 2000)
+    save(500, 1000)
+    if restart:
+        once(world, newest=newest)
+    save(100, 3000)
+    report = once(world, newest=newest)
+    assert sealed(world) == ([700, 100] if newest and restart else [100] if newest else [500, 700, 100])
+    assert same_weights(max(world.reader.versions().items())[1], weights[100])
+    dropped = {skip.path for skip in report.not_published if skip.cause == "outdated"}
+    assert dropped == (({"checkpoint-500"} if restart else {"checkpoint-500", "checkpoint-700"}) if newest else set())
+
+
+def test_what_newest_drops_is_said_once(world: PublishWorld) -> None:
+    for n in (1, 2):
+        world.write(world.root / f"out/step_{n}", step_weights(world.weights, seed=n))
+
+    async def run() -> None:
+        async with watching(world, newest=True):
+            await until(lambda: sealed(world) == [2])
+            await asyncio.sleep(0.5)
+
+    asyncio.run(run())
+    assert skipped(world) == [("step_1", "outdated")]
+
+
+@pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize("beside", ["ema/step_{}", "step_{}/ema", "best"])
+def test_a_model_beside_the_policy_is_passed_by_and_select_is_named(
+    world: PublishWorld, beside: str, restart: bool
+) -> None:
+    """It has the policy's names and shapes, and is complete later: an average, a copy of the best checkpoint."""
+    policy, average = (step_weights(world.weights, seed=n) for n in (1, 9))
+    world.write(world.root / "out/step_1", policy)
+    if restart:
+        once(world)
+    world.write(world.root / "out" / beside.format(1), average)
+    report = once(world)
+    assert sealed(world) == [1]
+    assert [(skip.path, skip.cause) for skip in report.not_published] == [(beside.format(1), "other_shape")]
+    assert "step_*" in report.not_published[0].reason
+    assert "--select" in world.events.of(CheckpointSkipped)[0].reason
+    assert same_weights(world.reader.versions()[1], policy)
+    once(world, select=(beside.format("*"),))
+    assert same_weights(world.reader.versions()[2], average)
+
+
+def test_select_names_the_policy_before_anything_is_published(world: PublishWorld) -> None:
+    critic, policy = (step_weights(world.weights, seed=n) for n in (1, 2))
+    world.write(world.root / "out/global_step_1/critic/huggingface", critic)
+    world.write(world.root / "out/global_step_1/actor/huggingface", policy)
+    put(world.root / "out/global_step_1/reward/model.safetensors", b"half a fi")
+    report = once(world, select=("global_step_*/actor/huggingface",))
+    assert [(one.path, one.version, one.step) for one in report.published] == [
+        ("global_step_1/actor/huggingface", 1, 1)
+    ]
+    assert not report.not_published
+    assert same_weights(world.reader.versions()[1], policy)
+
+
+def test_a_numbered_checkpoint_is_the_policy_rather_than_one_without_a_number(world: PublishWorld) -> None:
+    world.write(world.root / "out/best", step_weights(world.weights, seed=9))
+    world.write(world.root / "out/checkpoint-1", step_weights(world.weights, seed=1))
+    once(world)
+    assert sealed(world) == [1]
+    assert skipped(world) == [("best", "other_shape")]
+
+
+def test_a_checkpoint_of_another_model_does_not_end_the_publisher(world: PublishWorld) -> None:
+    layout = Layout([*world.layout, TensorSpec("score.weight", "BF16", (1, 32))])
+    other, good = make_weights(layout, seed=2), step_weights(world.weights, seed=1)
+
+    async def run() -> None:
+        async with watching(world):
+            world.write(world.root / "out/step_1", other, layout=layout)
+            await until(lambda: skipped(world))
+            await asyncio.sleep(0.3)
+            world.write(world.root / "out/step_2", good)
+            await until(lambda: sealed(world) == [2])
+
+    asyncio.run(run())
+    assert skipped(world) == [("step_1", "misfit")]
+    assert not world.events.of(Aborted)
+    reason = world.events.of(CheckpointSkipped)[0].reason
+    assert "added: score.weight" in reason
+
+
+@pytest.mark.parametrize("name", ["score.weight", "v_head.summary.weight", "value_head.weight", "critic.bias"])
+def test_no_advice_would_make_a_critic_the_policy(world: PublishWorld, name: str) -> None:
+    layout = Layout([*world.layout, TensorSpec(name, "BF16", (1, 32))])
+    world.write(world.root / "out/step_1", make_weights(layout, seed=2), layout=layout)
+    with pytest.raises(Incompatible, match=name) as caught:
+        once(world)
+    assert "--ignore" not in str(caught.value)
+    assert "--select" in caught.value.hint

@@ -1,0 +1,82 @@
+"""What the watcher says of checkpoints that it does not publish: each thing once, until it changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.events import CheckpointSkipped, Degraded, Emit, Notice, Waiting
+from dcr_daemon.publish.watch.ingest import CheckpointMisfit
+from dcr_daemon.publish.watch.once import Cause, NotPublished
+from dcr_daemon.publish.watch.policy_paths import PolicyPaths, shape_of
+from dcr_daemon.publish.watch.selection import Candidates, Choice
+
+
+class WatchReporter:
+    """Emits what is waited for and what is passed by below the directory `watch`."""
+
+    def __init__(self, watch: Path, paths: PolicyPaths, layout: Layout, *, emit: Emit) -> None:
+        self._watch, self._paths, self._layout, self._emit = watch, paths, layout, emit
+        self._waiting: dict[str, Notice] = {}
+        self._skipped: dict[tuple[Cause, str], str] = {}  #: reasons that were emitted, by checkpoint or shape
+
+    def misfit(self, error: CheckpointMisfit) -> NotPublished:
+        """A checkpoint does not fit the stream's layout."""
+        skipped = NotPublished(error.relative, "misfit", error.message, error.hint)
+        self._skip(skipped, key=error.relative)
+        return skipped
+
+    def passed_by(self, choice: Choice) -> list[NotPublished]:
+        """Complete checkpoints that are not published because others are."""
+        reason = f"the checkpoints that are published are {self._paths.shape}; --select GLOB says which are the policy"
+        other = [NotPublished(c.relative, "other_shape", reason) for c in choice.other_shape]
+        for skipped in other:
+            self._skip(skipped, key=shape_of(skipped.path))
+        reason = "--newest, and a newer checkpoint is complete"
+        outdated = [NotPublished(c.relative, "outdated", reason) for c in choice.outdated]
+        for skipped in outdated:
+            self._skip(skipped, key=skipped.path)
+        return other + outdated
+
+    def _skip(self, skipped: NotPublished, *, key: str) -> None:
+        if self._skipped.get((skipped.cause, key)) != skipped.reason:
+            self._skipped[skipped.cause, key] = skipped.reason
+            hint = f" ({skipped.hint})" if skipped.hint else ""
+            self._emit(CheckpointSkipped(path=skipped.path, cause=skipped.cause, reason=skipped.reason + hint))
+
+    def left_out(self, found: Candidates) -> list[NotPublished]:
+        """Checkpoints of the policy that `--once` does not publish because they are incomplete, or were refused."""
+        skipped = []
+        for name, notice in self._incomplete(found).items():
+            self._emit(Degraded(what=f"not published: {notice.what}"))
+            cause: Cause = "refused" if found[name].refusal else "incomplete"
+            skipped.append(NotPublished(name, cause, found[name].why_incomplete(self._layout)))
+        return skipped
+
+    def waiting(self, found: Candidates, *, watched: bool) -> None:
+        """There is nothing to publish now. Says what is waited for; `watched` if the directory is there."""
+        notices = self._incomplete(found)
+        if not notices:
+            gone = "" if watched else ", which is not there any more"
+            notices = {"": Waiting(what=f"a checkpoint below {self._watch}{gone}")}
+        for name, notice in notices.items():
+            if self._waiting.get(name) != notice:
+                self._emit(notice)
+        self._waiting = notices
+
+    def nothing_found(self) -> None:
+        """`--once` has found no checkpoint at all."""
+        self._emit(Waiting(what=f"nothing to publish: no complete checkpoint below {self._watch} is new"))
+
+    def _incomplete(self, found: Candidates) -> dict[str, Notice]:
+        """A notice for each checkpoint of the policy that is not complete, or was refused."""
+        notices: dict[str, Notice] = {}
+        for name, candidate in found.items():
+            if not self._paths.is_policy(name):
+                continue
+            if candidate.refusal:
+                if candidate.refusal != self._skipped.get(("misfit", name)):
+                    notices[name] = Degraded(what=f"{name} is refused: {candidate.refusal}")
+            elif why := candidate.why_incomplete(self._layout):
+                notices[name] = Waiting(what=f"{name} is incomplete: {why}")
+        return notices
