@@ -28,7 +28,7 @@ KINDS: dict[type[Fault], int] = {
 }  # fmt: skip
 FOR_ROOT = {FullDisk}
 ROUNDS = 8  #: of one soak, on one stream
-LINGER = 2.5  #: seconds that the trainer waits for a step to be served before it writes the next
+LINGER = 2.0  #: seconds that the trainer waits for a step to be served before it writes the next
 
 
 @dataclass
@@ -66,7 +66,7 @@ async def soak(
 ) -> Soaked:
     """Play rounds on one new stream. A round that fails is the last one; `home` keeps its logs."""
     draw, done = random.Random(f"stream of {seed}"), Soaked(seed)
-    anchors, keep = draw.choice((1, 2, 4)), draw.choice((2, 3, 6))
+    anchors, keep = draw.choice((1, 2, 4)), draw.choice((2, 3, 5))
     try:
         async with World(home, weed, fork_server, seed=seed, anchor_every=anchors, keep=keep) as world:
             for round_ in rounds:

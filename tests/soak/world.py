@@ -41,7 +41,7 @@ LAYOUT = Layout(
 )
 SHARD = 90_000  #: bytes
 KEEP = 3  #: newest checkpoints that the trainer leaves on its disk
-LOOK = 0.02  #: seconds between two looks
+LOOK = 0.05  #: seconds between two looks
 HEAL = 150.0  #: seconds that anything may take once nothing is in its way
 
 
@@ -62,6 +62,7 @@ class World:
         self.served: dict[str, int] = {}  #: newest version that a replica has said that it serves
         self.told: Counter[str] = Counter()
         self.store: Store
+        self._ledger: Ledger | None = None  #: what was read of it so far
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -81,12 +82,12 @@ class World:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for daemon in self.daemons:
-            daemon.wanted = False
-        self.fork_server.end()
-        for daemon in self.daemons:
-            daemon.close()
-        await self._stack.aclose()
+        try:
+            self.fork_server.end()
+        finally:
+            for daemon in self.daemons:
+                daemon.close()
+            await self._stack.aclose()
 
     async def _daemon(self, kind: type[Any], name: str) -> Any:
         network = await self._stack.enter_async_context(BadNetwork(self.weed.server.endpoint_url))
@@ -139,13 +140,15 @@ class World:
 
     async def state(self) -> State | None:
         """The state at the tail, and all seals up to it; None while there is none that can be read."""
-        ledger = Ledger(self.store)
+        ledger = self._ledger or Ledger(self.store)
+        self._ledger = None
         try:
             state = await ledger.read()
             for seal in await ledger.history.between(len(self.seals) + 1):
                 self.seals[seal.version] = seal
         except DcrError:
             return None
+        self._ledger = ledger
         return state
 
     @property
@@ -230,6 +233,7 @@ class World:
 
     async def heal(self) -> None:
         """Nothing is in anybody's way any more; who should run does."""
+        self._ledger = None
         for daemon in self.daemons:
             daemon.network.clear()
             if daemon.disk:
