@@ -64,9 +64,12 @@ def endpoint_plugin() -> Endpoint:
 
 
 def __getattr__(name: str) -> Any:
-    """Import `WorkerExtension` only when a worker asks for it: it needs torch."""
+    """Import `WorkerExtension` only when a worker asks for it: it needs torch. A worker does so before it loads its
+    model, and from then on what is derived from weights is followed."""
     if name != "WorkerExtension":
         raise AttributeError(f"module {__name__} has no attribute {name}")
+    from dcr_daemon.vllm_plugin.loader import derived
     from dcr_daemon.vllm_plugin.worker.extension import WorkerExtension
 
+    derived.install()
     return WorkerExtension

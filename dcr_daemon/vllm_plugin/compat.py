@@ -39,6 +39,24 @@ PARAMETERS: dict[tuple[str, str], tuple[str, ...]] = {
     ("vllm.v1.engine.core", "EngineCoreProc.pause_scheduler"): ("mode", "clear_cache"),
 }
 
+#: What the workers use of vLLM's loading: load format, and the function that changes weights after loading.
+WORKER_NAMES: dict[str, tuple[str, ...]] = {
+    "vllm.model_executor.model_loader.base_loader": ("process_weights_after_loading",),
+    "vllm.model_executor.model_loader.utils": ("process_weights_after_loading",),
+    "vllm.model_executor.model_loader.reload.layerwise": ("_place_kernel_tensors", "get_layerwise_info"),
+    "vllm.model_executor.model_loader.reload.meta": ("restore_layer_on_meta",),
+    "vllm.model_executor.model_loader.reload.utils": ("get_layer_params_buffers",),
+    "vllm.model_executor.model_loader.reload.types": (
+        "LayerReloadingInfo.can_load",
+        "LayerReloadingInfo.kernel_non_persistent_buffers",
+        "LayerReloadingInfo.kernel_tensors",
+        "LayerReloadingInfo.reset",
+    ),
+    "vllm.config": ("OffloadConfig.uva", "OffloadConfig.prefetch", "SpeculativeConfig.method", "KVTransferConfig"),
+    "vllm.distributed.kv_transfer.kv_connector.factory": ("KVConnectorFactory.get_connector_class",),
+    "vllm.distributed.kv_transfer.kv_connector.v1": ("KVConnectorBase_V1.reset_cache",),
+}
+
 CPU_RIG_NAMES: dict[str, tuple[str, ...]] = {
     "vllm.model_executor.layers.utils": ("dispatch_cpu_unquantized_gemm",),
 }
@@ -60,7 +78,8 @@ def missing(names: dict[str, tuple[str, ...]]) -> list[str]:
         for attribute in attributes:
             value: object = root
             for part in attribute.split("."):
-                value = getattr(value, part, None)
+                fields = getattr(value, "__dataclass_fields__", {})  # a default may be None, or no attribute at all
+                value = fields.get(part) or getattr(value, part, None)
                 if value is None:
                     gone.append(f"{module}.{attribute}")
                     break

@@ -140,6 +140,7 @@ def vllm_config(**changes: Any) -> Any:
         parallel_config=SimpleNamespace(enable_eplb=False, enable_elastic_ep=False, data_parallel_size=1),
         lora_config=None,
         speculative_config=None,
+        kv_transfer_config=None,
         offload_config=SimpleNamespace(
             uva=SimpleNamespace(cpu_offload_gb=0), prefetch=SimpleNamespace(offload_group_size=0)
         ),
@@ -158,9 +159,8 @@ def vllm_config(**changes: Any) -> Any:
     [
         pytest.param({"model_config__quantization": "fp8"}, "quantised", id="weights and scales in two calls"),
         pytest.param({"model_config__quantization": "modelopt_fp4"}, "quantised", id="block scales"),
-        pytest.param({"speculative_config": SimpleNamespace(draft_model_config=object())}, "draft", id="draft model"),
+        pytest.param({"speculative_config": SimpleNamespace(method="eagle3")}, "draft", id="draft model"),
         pytest.param({"lora_config": object()}, "LoRA", id="adapters"),
-        pytest.param({"model_config__use_mla": True}, "derived copies", id="matrices derived once"),
         pytest.param({"parallel_config__enable_eplb": True}, "load balancing", id="experts that move"),
         pytest.param({"model_config__enable_sleep_mode": True}, "sleep", id="weights that are unmapped"),
         pytest.param({"offload_config__uva__cpu_offload_gb": 4}, "offloaded", id="weights that are elsewhere"),

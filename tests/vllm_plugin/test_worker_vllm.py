@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -276,12 +277,13 @@ def test_configurations_that_cannot_be_updated_are_refused(served: Served) -> No
         parallel = {"enable_eplb": False, "enable_elastic_ep": False, "data_parallel_size": 1}
         fields = {"quantization": None, "use_mla": False, "enable_sleep_mode": False, "is_moe": False}
         over = {key: model.pop(key) for key in list(model) if key in parallel}
-        lora = model.pop("lora", None)
+        lora, speculative, transfer = (model.pop(name, None) for name in ("lora", "speculative", "transfer"))
         return SimpleNamespace(
             model_config=SimpleNamespace(**(fields | model)),
             parallel_config=SimpleNamespace(**(parallel | over)),
             lora_config=lora,
-            speculative_config=None,
+            speculative_config=speculative,
+            kv_transfer_config=transfer,
             offload_config=SimpleNamespace(
                 uva=SimpleNamespace(cpu_offload_gb=0), prefetch=SimpleNamespace(offload_group_size=0)
             ),
@@ -291,17 +293,60 @@ def test_configurations_that_cannot_be_updated_are_refused(served: Served) -> No
     assert eligibility.model_refusals(config()) == []
     for options, word in (
         ({"quantization": "fp8"}, "quantised"),
-        ({"use_mla": True}, "latent"),
         ({"enable_eplb": True}, "load balancing"),
         ({"enable_sleep_mode": True}, "sleep"),
         ({"lora": object()}, "LoRA"),
         ({"is_moe": True, "data_parallel_size": 2}, "E9"),
+        ({"speculative": SimpleNamespace(method="eagle3")}, "draft model"),
     ):
         assert any(word in reason for reason in eligibility.model_refusals(config(**options)))
+    for method in ("ngram", "suffix"):  # vLLM gives them the target's configuration as the draft's
+        weightless = SimpleNamespace(method=method, draft_model_config=object())
+        assert eligibility.model_refusals(config(speculative=weightless)) == []
+
+
+def test_a_kv_connector_that_cannot_drop_a_cache_is_refused_unless_caches_are_kept(served: Served) -> None:
+    from vllm.config import KVTransferConfig
+
+    def refusals(name: str, caches: str = "reset", **more: Any) -> list[str]:
+        transfer = KVTransferConfig(kv_connector=name, kv_role="kv_both", **more)
+        with mock.patch.object(served.config, "kv_transfer_config", transfer):
+            return eligibility.model_refusals(served.config, caches=caches)
+
+    assert refusals("OffloadingConnector") == []
+    (reason,) = refusals("NixlConnector")
+    assert "NixlConnector cannot drop" in reason
+    assert "DCR_CACHES=keep" in reason
+    assert refusals("NixlConnector", caches="keep") == []
+    children = [{"kv_connector": name, "kv_role": "kv_both"} for name in ("OffloadingConnector", "NixlConnector")]
+    (reason,) = refusals("MultiConnector", kv_connector_extra_config={"connectors": children})
+    assert "NixlConnector" in reason
+
+
+def test_a_hidden_copy_of_a_weight_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an attention backend keeps its sinks in fp32: the parameter would be right, and the answers wrong."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    process = UnquantizedLinearMethod.process_weights_after_loading
+
+    def keeping(method: Any, layer: torch.nn.Module) -> None:
+        process(method, layer)
+        if "o_proj" in getattr(layer, "prefix", ""):
+            method.wide = layer.weight.float()
+
+    monkeypatch.setattr(UnquantizedLinearMethod, "process_weights_after_loading", keeping)
+    path = write_tiny(tmp_path / "dense", kind="dense")
+    model, config = inprocess.load(path)
+    with Checkpoint(path) as checkpoint:
+        attached = Driver(Worker(model, config)).attach(checkpoint.layout, tmp_path)
+        names = {spec.name for spec in checkpoint.layout if "o_proj" in spec.name}
+    assert attached.refusals.keys() == names
+    for name, reason in attached.refusals.items():
+        assert f"quant_method.wide, which vLLM made from {name}" in reason
 
 
 def test_a_refused_model_takes_no_job(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(place_model.eligibility, "model_refusals", lambda config: ["it is quantised"])
+    monkeypatch.setattr(place_model.eligibility, "model_refusals", lambda config, **_: ["it is quantised"])
     driver = served.driver()
     attached = driver.attach(served.layout, tmp_path)
     assert attached.refusals == {"": "it is quantised"}

@@ -1,9 +1,9 @@
 """The rules for what may be updated in place. Pure: a vLLM configuration or a module in, reasons for refusing it out.
 
 Runs in the worker process, called by `place_model`. A fingerprint proves that a parameter holds the right bits. It
-cannot prove that the engine computes with that parameter: a packed copy of it, or a matrix that was derived from it
-once, would become stale unnoticed. So parameters are accepted by an allowlist of (kind of layer, platform), and whole
-models are refused by configuration.
+cannot prove that the engine computes with that parameter: a packed copy of it would become stale unnoticed. So
+parameters are accepted by an allowlist of (kind of layer, platform), and whole models are refused by configuration.
+Tensors that were derived from weights are found by `derived`, without a rule.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ PLAIN_METHODS: dict[str, tuple[str, ...]] = {
     "UnquantizedFusedMoEMethod": ("cpu", "cuda"),
 }
 
-#: Attributes that vLLM derives from a layer's weights once, after loading, and then computes with.
-DERIVED = ("W_UK_T", "W_UV", "W_UK", "_cpu_unpacked_conv_weight")
+#: Methods of speculative decoding that propose tokens without weights. vLLM gives them the target's own configuration.
+WEIGHTLESS_DRAFTS = ("ngram", "ngram_gpu", "suffix")
 
 
-def model_refusals(config: Any) -> list[str]:
-    """The reasons for refusing a whole vLLM instance, from its `VllmConfig`; empty if it is accepted."""
+def model_refusals(config: Any, *, caches: str = "reset") -> list[str]:
+    """The reasons for refusing a whole vLLM instance, from its `VllmConfig`; empty if it is accepted. `caches`:
+    `DCR_CACHES`, what happens to KV caches at a swap."""
     model, parallel = config.model_config, config.parallel_config
     speculative = config.speculative_config
     uva, prefetch = config.offload_config.uva, config.offload_config.prefetch
@@ -33,29 +34,47 @@ def model_refusals(config: Any) -> list[str]:
             model.quantization is not None,
             f"the model is quantised ({model.quantization}): its weights are not the checkpoint's bits",
         ),
-        (model.use_mla, "multi-head latent attention: kv_b_proj has derived copies that an update would leave stale"),
         (parallel.enable_eplb, "expert load balancing (--enable-eplb) moves experts after they were placed"),
         (parallel.enable_elastic_ep, "elastic expert parallelism moves experts after they were placed"),
         (config.lora_config is not None, "LoRA is enabled (--enable-lora)"),
         (model.enable_sleep_mode, "sleep mode (--enable-sleep-mode) unmaps weights"),
         (uva.cpu_offload_gb > 0 or prefetch.offload_group_size > 0, "weights are offloaded to host memory"),
         (
-            speculative is not None and speculative.draft_model_config is not None,
-            "a draft model holds weights of its own (--speculative-config)",
+            speculative is not None and speculative.method not in WEIGHTLESS_DRAFTS,
+            "a draft model holds weights of its own (--speculative-config); the methods ngram and suffix hold none",
         ),
         (
             parallel.data_parallel_size > 1 and model.is_moe,
             "mixture of experts with data parallel engines: experts are split over engines (must E9)",
         ),
     ]
-    return [reason for refused, reason in checks if refused]
+    reasons = [reason for refused, reason in checks if refused]
+    return reasons if caches == "keep" else reasons + _cache_refusals(config.kv_transfer_config)
+
+
+def _cache_refusals(transfer: Any) -> list[str]:
+    """The reasons for refusing a KV connector (`KVTransferConfig` or None) that would keep the old policy's cache over
+    a swap: vLLM counts a connector that does not implement `reset_cache` as one whose cache was reset."""
+    if transfer is None or transfer.kv_connector is None:
+        return []
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
+
+    if transfer.kv_connector == "MultiConnector":  # resets each of its own, and believes what they answer
+        children = transfer.kv_connector_extra_config.get("connectors", [])
+        return [reason for child in children for reason in _cache_refusals(KVTransferConfig(**child))]
+    connector = KVConnectorFactory.get_connector_class(transfer)
+    if connector.reset_cache is not KVConnectorBase_V1.reset_cache:
+        return []
+    return [
+        f"the KV connector {transfer.kv_connector} cannot drop the old policy's cache at a swap (no reset_cache); "
+        "use one that can, or set DCR_CACHES=keep if your training corrects for it"
+    ]
 
 
 def module_refusal(module: torch.nn.Module, platform: str) -> str | None:
     """The reason why the parameters of one module (not of its children) must not be written in place, or None."""
-    derived = [name for name in DERIVED if getattr(module, name, None) is not None]
-    if derived:
-        return f"{type(module).__name__} computes with {', '.join(derived)}, derived from its weights after loading"
     packed = getattr(module, "cpu_linear", None)
     if platform == "cpu" and packed is not None and packed is not torch.nn.functional.linear:
         return (

@@ -17,7 +17,7 @@ import torch
 
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.vllm_plugin.calls import TensorHandling
-from dcr_daemon.vllm_plugin.loader import eligibility
+from dcr_daemon.vllm_plugin.loader import derived, eligibility
 from dcr_daemon.vllm_plugin.loader.computed import plan_computed, record_alone
 from dcr_daemon.vllm_plugin.loader.permutation import expert_repacks
 from dcr_daemon.vllm_plugin.loader.recorder import Recording, record
@@ -234,12 +234,35 @@ def _refuse_shared(placement: Placement, layout: Layout, form: LoadFormat) -> No
             placement.held[index] = TensorHandling.REFUSED
 
 
+def _refuse_stale(placement: Placement, model: torch.nn.Module, *, layout: Layout, mla: bool) -> None:
+    """Refuse the tensors from which vLLM derived others that an update would leave as they were."""
+    fills: dict[str, set[int]] = {}
+    for row in placement.rows:
+        fills.setdefault(row.parameter, set()).add(row.tensor)
+    for tensor, parameters in placement.computed.items():
+        for parameter in parameters:
+            fills.setdefault(parameter, set()).add(tensor)
+    try:
+        stale = derived.stale_after_update(model, fills.keys())
+    except LookupError as error:
+        placement.refusals[""] = f"{error}; start vLLM with the worker extension and VLLM_PLUGINS"
+        return
+    way_out = "; start vLLM with VLLM_MLA_DISABLE=1" if mla else ""
+    for parameter, found in stale.items():
+        reason = f"an update would leave {found} as it was{way_out}"
+        if parameter == derived.UNKNOWN:
+            placement.refusals[""] = reason
+        for tensor in fills.get(parameter, ()):
+            placement.refusals[layout[tensor].name] = reason
+            placement.held[tensor] = TensorHandling.REFUSED
+
+
 def attach_model(model: torch.nn.Module, config: Any, layout: Layout, platform: str) -> tuple[Placement, Named]:
     """The placement of a layout in a live vLLM model, and the live tensors by name.
 
     A model refused as a whole has the refusal under the name "" and no rows.
     """
-    reasons = eligibility.model_refusals(config)
+    reasons = eligibility.model_refusals(config, caches=Settings.read().caches)
     if reasons:
         refusals = {"": "; ".join(reasons)}
         return Placement(held=[TensorHandling.REFUSED] * len(layout), refusals=refusals), {}
@@ -248,6 +271,7 @@ def attach_model(model: torch.nn.Module, config: Any, layout: Layout, platform: 
     except Unplaceable as error:
         return Placement(held=[TensorHandling.REFUSED] * len(layout), refusals={"": str(error)}), {}
     placement = place(recording, form, layout)
+    _refuse_stale(placement, model, layout=layout, mla=config.model_config.use_mla)
     if not placement.rows and not placement.refusals:
         placement.refusals[""] = (
             "the loader copied nothing: it was used since the model was loaded (a reload?); restart vLLM"

@@ -21,11 +21,13 @@ def load(path: Path, **options: Any) -> tuple[torch.nn.Module, Any]:
     from vllm.model_executor.model_loader import get_model
 
     from dcr_daemon.vllm_plugin import cpu_rig
+    from dcr_daemon.vllm_plugin.loader import derived
 
     torch.accelerator.empty_cache = lambda: None  # as vLLM's CPU worker does
     arguments = {"dtype": "bfloat16", "enforce_eager": True, "max_model_len": 512, **options}
     config = EngineArgs(model=str(path), **arguments).create_engine_config()
     cpu_rig.install()
+    derived.install()
     _distributed()
     with set_current_vllm_config(config):
         return get_model(vllm_config=config), config

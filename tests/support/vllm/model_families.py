@@ -20,6 +20,7 @@ FAMILIES = {
     "qwen2_moe": "a shared expert and its gate",
     "granitemoe": "experts stacked in the checkpoint",
     "olmo2": "norms over whole projections",
+    "deepseek_v2": "latent attention: matrices that are views of a projection",
     "llama4_text": "rotary channels of a head taken apart, experts stacked and transposed",
 }
 
@@ -47,6 +48,10 @@ def _fields(family: str) -> dict[str, Any]:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
     mamba = {"n_groups": 1, "num_hidden_layers": 2}
+    latent = {"num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
+              "qk_rope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2,
+              "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+              "n_shared_experts": 1, "num_hidden_layers": 2}  # fmt: skip
     gpt = {"vocab_size": 300, "n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 256, **ends}
     return {
         "llama": plain | heads | {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True},
@@ -67,6 +72,8 @@ def _fields(family: str) -> dict[str, Any]:
                                                   "interleave_moe_layer_step": 2, "intermediate_size_mlp": 96},
         "glm4_moe": plain | heads | {"head_dim": 16, "n_routed_experts": 4, "moe_intermediate_size": 32, "n_group": 1,
                                      "num_experts_per_tok": 2, "first_k_dense_replace": 1, "num_hidden_layers": 2},
+        "deepseek_v2": plain | heads | latent | {"topk_method": "greedy"},
+        "deepseek_v3": plain | heads | latent | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
         "mamba2": plain | mamba | {"num_heads": 8, "head_dim": 16, "state_size": 16, "expand": 2},
         "nemotron_h": plain | heads | mamba | {"head_dim": 16, "mamba_num_heads": 8, "mamba_head_dim": 16,
                                                "ssm_state_size": 16, "hybrid_override_pattern": "M*"},

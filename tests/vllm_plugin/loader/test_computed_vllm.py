@@ -105,9 +105,15 @@ def inspect_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("inspect_here")
-def test_a_router_that_vllm_keeps_in_fp32_follows_every_version(tmp_path: Path) -> None:
-    case = Case(write_family(tmp_path / "v0", "glm4_moe"), tmp_path, skip_tokenizer_init=True, max_model_len=128)
-    assert {name.split("gate.")[1] for name in case.names} == {"weight", "e_score_correction_bias"}
+@pytest.mark.parametrize(
+    ("family", "computed"),
+    [("glm4_moe", {"weight", "e_score_correction_bias"}), ("deepseek_v3", {"e_score_correction_bias"})],
+)
+def test_a_router_that_vllm_keeps_in_fp32_follows_every_version(
+    family: str, computed: set[str], tmp_path: Path
+) -> None:
+    case = Case(write_family(tmp_path / "v0", family), tmp_path, skip_tokenizer_init=True, max_model_len=128)
+    assert {name.split("gate.")[1] for name in case.names} == computed
     assert case.differing(0) == []
     for number in (1, 2):
         case.refit(step(case.states[-1], 0.1, number))

@@ -1,0 +1,229 @@
+"""Finds the tensors that vLLM makes from a model's weights once, after loading them, and then computes with.
+
+Runs in the worker process. `install` is called before the model is loaded, and `stale_after_update` by `place_model`
+at attach. vLLM's `process_weights_after_loading` may keep anything: an fp32 copy of attention sinks in an attribute of
+an attention backend, matrices split off a projection, a gathered copy. A refit changes the parameters in place; what
+was derived from them stays as it was, and no fingerprint of parameters shows it. So that function runs under a mode
+that sees every operation on tensors and follows their storages: no rule names a model or an attribute. A view shares
+its parameter's storage and changes with it, so it is not derived.
+
+Known limits: a kernel that is not an operation of torch (a Triton kernel called from Python) is not seen; memory that
+was allocated meanwhile and that no operation was seen writing to counts as derived from an unknown source.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from types import FunctionType, MethodType
+from typing import Any, TypeVar
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dcr_daemon.vllm_plugin import compat
+
+HOOK = "process_weights_after_loading"
+LOADERS = "vllm.model_executor.model_loader"
+UNKNOWN = ""  #: the source of memory that was written by something other than an operation of torch
+Result = TypeVar("Result")
+_ALLOCATIONS = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"})
+
+_found: weakref.WeakKeyDictionary[torch.nn.Module, list[Derived]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """A live tensor with values that came from weights of other storage.
+
+    `path`: where the model keeps it, from the model's root. `sources`: the parameters and buffers that it came from,
+    or `UNKNOWN`. `operations`: what made it, by torch's names.
+    """
+
+    path: str
+    sources: frozenset[str]
+    operations: frozenset[str]
+
+    def __str__(self) -> str:
+        made = ", ".join(sorted(self.operations)) or "an unknown kernel"
+        source = ", ".join(sorted(self.sources - {UNKNOWN})) or "an unknown source"
+        return f"{self.path}, which vLLM made from {source} after loading ({made})"
+
+
+def install() -> None:
+    """Follow the weights of every model that vLLM loads in this process from now on. Repeatable.
+
+    Raises `UnsupportedVllm` if this vLLM has no such function.
+    """
+    compat.require(compat.WORKER_NAMES)
+    from vllm.model_executor.model_loader import base_loader, utils  # noqa: F401  # both must be imported by now
+
+    original = getattr(utils, HOOK)
+    if getattr(original, "follows_weights", False):
+        return
+
+    @functools.wraps(original)
+    def process_weights_after_loading(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return follow(model, functools.partial(original, model, *args, **kwargs))
+
+    process_weights_after_loading.follows_weights = True  # type: ignore[attr-defined]  # marks our own wrapper
+    for name, module in list(sys.modules.items()):  # it is imported by name, so each holder has to be changed
+        if name.startswith(LOADERS) and getattr(module, HOOK, None) is original:
+            setattr(module, HOOK, process_weights_after_loading)
+
+
+def follow(model: torch.nn.Module, process: Callable[[], Result]) -> Result:
+    """Run `process`, which changes `model` after its weights were loaded, and remember what it derived."""
+    names: dict[int, set[str]] = {}
+    references = []  # of memory that may be freed meanwhile, so that its key is not given again
+    for name, tensor in _named(model):
+        names.setdefault(_key(tensor), set()).add(name)
+        references.append(StorageWeakRef(tensor.untyped_storage()))
+    mode = _Follow({key: frozenset(held) for key, held in names.items()})
+    with mode:
+        result = process()
+    own = {_key(tensor): name for name, tensor in _named(model)}
+    derived = []
+    for key, path in reachable(model).items():
+        history = mode.history.get(key)
+        if (
+            history is not None and history.sources and key not in names
+        ):  # a weight that was changed in place is proved by its sums
+            derived.append(Derived(own.get(key, path), history.sources, frozenset(history.operations)))
+    references.clear()
+    _found[model] = derived
+    return result
+
+
+def stale_after_update(model: torch.nn.Module, filled: Collection[str]) -> dict[str, Derived]:
+    """What an update of the parameters `filled` would leave as it was, by the parameter it came from.
+
+    `UNKNOWN` is the key of what came from an unknown source. A parameter that the layout fills itself is written by
+    the update, whatever it was made from.
+
+    Raises:
+        LookupError: the model was loaded before `install`, so nothing is known.
+    """
+    if model not in _found:
+        raise LookupError("vLLM loaded this model before DCR could follow what it derives from weights")
+    stale: dict[str, Derived] = {}
+    for one in _found[model]:
+        if one.path not in filled:
+            stale |= dict.fromkeys(one.sources & {UNKNOWN, *filled}, one)
+    return stale
+
+
+class _History:
+    """Where the content of one storage came from. The weak reference keeps its key from being given again."""
+
+    __slots__ = ("operations", "reference", "sources")
+
+    def __init__(self, tensor: torch.Tensor, sources: frozenset[str], operations: set[str]) -> None:
+        self.reference = StorageWeakRef(tensor.untyped_storage())
+        self.sources = sources
+        self.operations = operations
+
+
+class _Follow(TorchDispatchMode):  # type: ignore[misc]  # torch does not say what it is
+    """`history`: of every storage with content that came from `weights` (names by storage), or from nowhere."""
+
+    def __init__(self, weights: Mapping[int, frozenset[str]]) -> None:
+        super().__init__()
+        self._weights = weights
+        self.history: dict[int, _History] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        taken = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        result = func(*args, **kwargs)
+        if func.is_view:
+            return result
+        name = func._schema.name.rpartition("::")[2]
+        made = [value for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
+        written = _written(func, args, kwargs)
+        targets = {_key(tensor): tensor for tensor in (*made, *written)}
+        sources, operations = frozenset({UNKNOWN}) if name in _ALLOCATIONS else frozenset[str](), {name}
+        for key in {_key(tensor) for tensor in taken} - targets.keys():
+            sources |= self._weights.get(key, frozenset())
+            if (before := self.history.get(key)) is not None:
+                sources |= before.sources
+                operations |= before.operations
+        for key, tensor in targets.items():
+            if (before := self.history.get(key)) is not None:  # it is known now what wrote there
+                before.sources = before.sources - {UNKNOWN} | sources
+                before.operations |= operations
+            elif sources:
+                self.history[key] = _History(tensor, sources, set(operations))
+        return result
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The arguments that an operation writes to."""
+    values: list[Any] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            values.append(args[position] if position < len(args) else kwargs.get(argument.name))
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+
+
+def _named(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def reachable(model: torch.nn.Module) -> dict[int, str]:
+    """Every tensor that can be reached from the model, with memory: path by storage.
+
+    Goes through modules, containers, functions with what they enclose, and objects of vLLM's own classes.
+    """
+    found: dict[int, str] = {}
+    seen: set[int] = set()
+    todo: deque[tuple[str, Any]] = deque([("", model)])
+    while todo:
+        path, value = todo.popleft()
+        if id(value) in seen or isinstance(value, (str, bytes, int, float, type(None), type)):
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            if not value.is_meta and value.untyped_storage().nbytes():
+                found.setdefault(_key(value), path)
+            continue
+        todo.extend((f"{path}.{name}" if path else name, inner) for name, inner in _inside(value))
+    return found
+
+
+def _inside(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, torch.nn.Module):
+        yield from (*value._parameters.items(), *value._buffers.items(), *value._modules.items())
+        yield from ((name, inner) for name, inner in vars(value).items() if not name.startswith("_modules"))
+    elif isinstance(value, dict):
+        yield from ((str(key), inner) for key, inner in value.items())
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        yield from ((str(number), inner) for number, inner in enumerate(value))
+    elif isinstance(value, functools.partial):
+        yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
+    elif isinstance(value, MethodType):
+        yield "self", value.__self__
+    elif isinstance(value, FunctionType):
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            try:
+                yield name, cell.cell_contents
+            except ValueError:  # not assigned yet
+                continue
+    elif type(value).__module__.partition(".")[0] in ("vllm", "flashinfer"):
+        yield from getattr(value, "__dict__", {}).items()
+        for kind in type(value).__mro__:
+            slots = vars(kind).get("__slots__", ())
+            for name in (slots,) if isinstance(slots, str) else slots:
+                if hasattr(value, name):
+                    yield name, getattr(value, name)
