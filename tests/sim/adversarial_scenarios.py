@@ -6,14 +6,18 @@ import asyncio
 from typing import Any
 
 from sim.actors import SimPublisher
+from sim.bucket import TIMEOUT
 from sim.clock import Process
 from sim.scenario_run import ScenarioRun, scenario
-from sim.scenarios import some_random_faults, take_names
+from sim.scenarios import PUBLISHER, STORE, some_random_faults, take_names
 from sim.world import RANK_FAULTS
 
 from dcr_daemon.errors import Fenced
 from dcr_daemon.events import Event, Sealed
+from dcr_daemon.ledger import names
 from dcr_daemon.ledger.records import Epoch, Release
+
+LATEST = 5 * TIMEOUT  #: seconds after which nothing that a dead process has sent arrives any more
 
 
 @scenario()
@@ -39,8 +43,8 @@ async def intruder(run: ScenarioRun) -> None:
 
 @scenario()
 async def rolled_back_bucket(run: ScenarioRun) -> None:
-    """The bucket is put back to an older state, and everybody restarts: nobody with a memory believes it. Then it is
-    put right again."""
+    """The ledger is put back to an older state, and everybody restarts: nobody with a memory believes it, and `dcr gc`
+    deletes nothing of what is gone. Then it is put right again."""
     rng = run.rng
     publisher = run.publisher(updates=4)
     replica = run.replica(1, directory=run.chance(0.3))
@@ -58,11 +62,50 @@ async def rolled_back_bucket(run: ScenarioRun) -> None:
     for process in (replica.process, replica.engine.process if replica.engine else None):
         if process and not process.dead and run.chance(0.8):
             run.world.kill(process)
-    await run.wait(20.0, 200.0)
+    for _ in range(2):
+        run.collect(keep=None, take_over=False)
+        await run.wait(10.0, 100.0)
     objects.update(gone)
     replica.down = publisher.down = False
     publisher.left = 1
     publisher.start()
+    await run.finish()
+
+
+@scenario()
+async def lost_records(run: ScenarioRun) -> None:
+    """Records vanish under later ones, anywhere, and a publisher comes back without its state, killed at any instant:
+    nobody writes or deletes until they are restored. The hole is of a width that GETs find if the LIST is old."""
+    rng, world, watch = run.rng, run.world, run.watch
+    some_random_faults(run)
+    run.hit("pub1", PUBLISHER + STORE, ("kill",), 10)
+    first = run.publisher(
+        updates=rng.choice((2, 4, 6)), keep_versions=rng.choice((None, 1)), anchor_every=rng.choice((1, 2))
+    )
+    replica = run.replica(1, directory=run.chance(0.3))
+    await run.wait(5.0, 60.0)
+    await run.until(lambda: watch.tip is not None and watch.tip.seq > 1, 300.0, "a ledger")
+    first.down = True
+    run.kill(first)
+    await asyncio.sleep(LATEST)
+    assert watch.tip is not None
+    tip, objects = watch.tip.seq, world.bucket.objects
+    width = rng.randint(1, rng.choice((1, 1, (tip + 1) // 2)))
+    lowest = rng.randint(0, tip + 1 - 2 * width)
+    gone = {names.record(seq): objects.pop(names.record(seq)) for seq in range(lowest, lowest + width)}
+    world.note(f"records {lowest} to {lowest + width - 1} of {tip} vanish")
+    world.outcome.faults["records lost"] += width
+    if run.chance(0.5):
+        run.kill(replica)
+    second = run.publisher(role="pub2", name="main", updates=2, keep_versions=1, anchor_every=1)
+    run.replica(2, directory=run.chance(0.3))
+    for _ in range(2):
+        run.collect(keep=rng.choice((None, 1)), take_over=True)
+        await run.wait(10.0, 30.0)
+    if second.session or watch.tip.seq != tip:
+        world.fail("hole", f"somebody wrote to a ledger without records {lowest} to {lowest + width - 1} of {tip}")
+    objects.update(gone)
+    await run.settled(150.0)
     await run.finish()
 
 

@@ -100,6 +100,33 @@ def stale_epochs_count(put: Put) -> None:
     put(Ledger, "_checked", checked)
 
 
+@bug("L2 (elsewhere: a second history was begun over the first)", "lost_records")
+def hole_is_taken_for_the_tail(put: Put) -> None:
+    """Nobody looks above a free slot, nor lists the ledger before a claim."""
+    put(ledgers, "find_above", _nothing_above)
+    put(ledgers, "find_holes", _no_holes)
+
+
+@bug("L2", "lost_records")
+def claim_over_a_hole(put: Put) -> None:
+    """A publisher claims at the tail although a record below it is missing."""
+    put(ledgers, "find_holes", _no_holes)
+
+
+@bug("L2", "lost_records")
+def replica_at_the_edge_of_a_hole(put: Put) -> None:
+    """A reader that does not claim believes the edge of a hole to be the tail, and serves what is below it."""
+    put(ledgers, "find_above", _nothing_above)
+
+
+async def _nothing_above(store: Any, tail: int, *, by_list: bool = True) -> int | None:
+    return None
+
+
+async def _no_holes(store: Any, tail: int) -> list[int]:
+    return []
+
+
 @bug("P6", "intruder")
 def anybody_may_claim(put: Put) -> None:
     """A claim by another name counts without a release and without take-over."""

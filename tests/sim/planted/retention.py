@@ -61,6 +61,19 @@ def whatever_is_not_sealed_is_rubbish(put: Put) -> None:
     put(plan._Judge, "_data", data)
 
 
+@bug("L5", "rolled_back_bucket")
+def unknown_attempts_are_rubbish(put: Put) -> None:
+    """Data of attempts above the tail that was read are collected."""
+    right = plan._Judge._data
+
+    def data(self: Any, entry: Any, version: int, attempt: int) -> Any:
+        if attempt > self._facts.tip:
+            return plan.Item(entry.key, entry.size, Why.UNSEALED, version, attempt)
+        return right(self, entry, version, attempt)
+
+    put(plan._Judge, "_data", data)
+
+
 @bug("L5 (elsewhere: a full copy was not whole)", "late_replica", "publisher_dies", "operator")
 def anchor_record_before_its_files(put: Put) -> None:
     """The anchor is recorded, and its last file is put afterwards."""
