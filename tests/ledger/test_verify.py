@@ -173,6 +173,13 @@ class TestWhatCanBeDone:
         stream.store.objects[key] += b"?"
         assert damages(stream)[key].repair.startswith("nothing is lost, version 3 has an anchor; ")
 
+    def test_a_part_is_named_by_its_own_key(self, stream: StreamWriter) -> None:
+        key = stream.ledger.history.seals[2].parts[0].key
+        body = stream.store.objects.pop(key)
+        assert list(damages(stream)) == [key]
+        stream.store.objects[key] = body[:-1]
+        assert list(damages(stream)) == [key]
+
     def test_sums_are_checked_and_needed_by_nobody(self, stream: StreamWriter) -> None:
         key = next(key for key in stream.store.objects if key.startswith("data/2/") and key.endswith(".sums"))
         whole = stream.store.objects[key]

@@ -85,7 +85,8 @@ class Check:
             seal.fingerprint.key, seal.version, self._reader.read_vector(seal, self._layout), seal.fingerprint.size
         )
         sizes = [ref.size for ref in seal.parts]
-        parts = await self._try(place, seal.version, self._reader.read_parts(seal), *sizes)
+        blamed = seal.parts[0].key if len(seal.parts) == 1 else place  # of several, the message says which
+        parts = await self._try(blamed, seal.version, self._reader.read_parts(seal), *sizes)
         changes = await self._changes(seal, parts) if parts is not None else None
         await self._sums(seal, parts or [])
         before, self._known = self._known, None if vector is None else (seal.version, vector)
