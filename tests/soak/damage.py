@@ -78,7 +78,8 @@ class DamagedObject(Fault):
         needed = {await self._needed(world)}
         report = await verify(world.store)
         needed.add(await self._needed(world))
-        named = {damage.key for damage in report.damages if damage.what != STRAY}
+        strays = {damage.version for damage in report.damages if damage.what == STRAY}
+        named = {damage.key for damage in report.damages if damage.version not in strays}
         if not self.is_named_right(named, needed):
             raise Failed(f"{self.key} is {self.how}, dcr verify names {report.damages}")
         if self.built_before_repair:
@@ -87,7 +88,7 @@ class DamagedObject(Fault):
             await world.store.overwrite(self.key, self.body)
         elif self.how == "deleted":
             await world.store.overwrite(self.key, b"")
-        if self.remedy == "anchor" or len(named) < len(report.damages):
+        if self.remedy == "anchor" or strays:
             await world.anchor_now()
 
     async def _needed(self, world: World) -> bool:
