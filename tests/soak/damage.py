@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from typing import ClassVar
 
@@ -11,6 +12,7 @@ from soak.faults import Fault
 from soak.links import other_time
 from soak.world import World
 
+from dcr_daemon.errors import Corrupt
 from dcr_daemon.ledger import names
 from dcr_daemon.ledger.audit.verify import verify
 from dcr_daemon.ledger.ledger import Ledger
@@ -121,6 +123,15 @@ class DamagedRecord(DamagedObject):
 
     async def prefixes(self, world: World) -> list[str]:
         return ["ledger/"]
+
+    async def repair(self, world: World) -> None:
+        if self.key != names.record(0):
+            await super().repair(world)
+            return
+        with contextlib.suppress(Corrupt):  # nothing can be read without the first record
+            report = await verify(world.store)
+            raise Failed(f"{self.key} is {self.how}, dcr verify names {report.damages}")
+        await world.store.overwrite(self.key, self.body)
 
     def is_named_right(self, named: set[str], needed: set[bool]) -> bool:
         """`dcr verify` names the record, and what it cannot know without it, such as that a floor was raised."""

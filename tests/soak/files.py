@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import shutil
 from pathlib import Path
@@ -130,7 +131,7 @@ class LinkedFiles(Fault):
         await world.end(daemon)
         served, caches = daemon.home / "current", daemon.home / "caches"
         self.cache = caches / str(len(list(caches.glob("*"))))  # the links of earlier rounds lead to their own
-        if served.exists():
+        with contextlib.suppress(OSError):  # nothing is there, or there is no room for a cache
             shutil.copytree(served, self.cache, ignore=shutil.ignore_patterns(".dcr"))
             self.bytes = {path: path.read_bytes() for path in self.cache.iterdir()}
             for path in self.cache.iterdir():

@@ -216,16 +216,19 @@ class World:
 
     async def anchor_now(self) -> None:
         """As docs/OPERATIONS.md says: an anchor of the newest version, and nothing is kept below it."""
-        stream, holder = self.stream, self.holder
-        before = stream.anchor_every, stream.keep_versions
-        for stream.anchor_every, stream.keep_versions in ((1, 1), before):
-            holder.terminate()
-            await self.until(f"the end of {holder.name}", lambda: not holder.running)
-            holder.start()
-            if stream.anchor_every == 1:
-                step = self.write()
-                await self.until("the seals", self.sealed)
-                await self.until(f"a floor above step {step}", self._all_collected)
+        before = self.stream.anchor_every, self.stream.keep_versions
+        await self._restart_holder(1, 1)
+        step = self.write()
+        await self.until(f"the seal of step {step}", self.sealed)
+        await self.until(f"a floor at version {self.head}", self._all_collected)
+        await self._restart_holder(*before)
+
+    async def _restart_holder(self, anchor_every: int, keep_versions: int) -> None:
+        holder = self.holder
+        holder.terminate()
+        await self.until(f"the end of {holder.name}", lambda: not holder.running)
+        self.stream.anchor_every, self.stream.keep_versions = anchor_every, keep_versions
+        holder.start()
 
     async def _all_collected(self) -> bool:
         state = await self.state()
