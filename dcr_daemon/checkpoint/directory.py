@@ -16,6 +16,7 @@ from typing import Self
 from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.checkpoint.safetensors import HEADER_LIMIT, SafetensorsFile, write_safetensors
+from dcr_daemon.checkpoint.weight_files import WeightFiles, choose_weight_files
 from dcr_daemon.disk import disk_error, out_of_handles, sync_directory, sync_file
 from dcr_daemon.errors import Corrupt, DcrError, Incompatible, NotFound
 from dcr_daemon.untrusted import load_json
@@ -62,17 +63,31 @@ def find_index(directory: Path) -> Path | None:
 
 
 def tensor_files(path: Path) -> list[Path]:
-    """Safetensors files of a checkpoint, sorted: those its index names, else all that lie directly in it."""
+    """Safetensors files of a checkpoint, sorted: `weight_files` says which.
+
+    Raises:
+        NotFound: there are none, or one that the index names is absent.
+    """
     if path.is_file():
         return [path]
-    if not path.is_dir():
-        raise NotFound(f"there is no checkpoint at {path}")
-    if index := find_index(path):
-        return [path / name for name in sorted(set(read_index(index).values()))]
-    found = sorted(path.glob("*.safetensors"))
-    if not found:
-        raise NotFound(f"{path} holds no *.safetensors", hint="give a Hugging Face checkpoint directory")
-    return found
+    return [path / name for name in _weight_files(path).names]
+
+
+def _weight_files(directory: Path) -> WeightFiles:
+    if not directory.is_dir():
+        raise NotFound(f"there is no checkpoint at {directory}")
+    index, present = find_index(directory), [path.name for path in directory.glob("*.safetensors")]
+    if index is None:
+        if not present:
+            raise NotFound(f"{directory} holds no *.safetensors", hint="give a Hugging Face checkpoint directory")
+        return choose_weight_files(present, single=False)  # a stream may have been created from all of them
+    chosen = choose_weight_files(present, read_index(index), index_name=index.name)
+    if absent := sorted(set(chosen.names) - set(present)):
+        raise NotFound(
+            f"{index} names files that are not there: {shorten(absent)}",
+            hint="write the checkpoint again; if it lies in other files, remove the index",
+        )
+    return chosen
 
 
 class Checkpoint:
@@ -107,12 +122,17 @@ class Checkpoint:
 
     def _check_index(self) -> None:
         index = find_index(self.path) if self.path.is_dir() else None
-        if index is None:
+        if index is None or not _weight_files(self.path).by_index:
             return
         named, found = read_index(index), {name: file.path.name for name, file in self._home.items()}
         if named != found:
             wrong = sorted(name for name in named.keys() | found.keys() if named.get(name) != found.get(name))
             raise Corrupt(f"{index} disagrees with its files about {shorten(wrong)}", hint="write it again")
+
+    @property
+    def passed_by(self) -> list[str]:
+        """Names of weight files beside this checkpoint's own that are not read."""
+        return _weight_files(self.path).passed_by if self.path.is_dir() else []
 
     def bits(self, name: str) -> Bits:
         """The bits of one tensor as unsigned integers [elements], a view over its file. `NotFound` for an unknown

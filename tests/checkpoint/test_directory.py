@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -134,7 +135,7 @@ def test_nothing_there_says_so(tmp_path: Path) -> None:
         Checkpoint(tmp_path)
     write(tmp_path / "out", 100)
     next((tmp_path / "out").glob("*.safetensors")).unlink()
-    with pytest.raises(NotFound, match="there is no file"):
+    with pytest.raises(NotFound, match=r"index\.json names files that are not there: model-00006"):
         Checkpoint(tmp_path / "out")
 
 
@@ -173,3 +174,13 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(NotFound):
         write_checkpoint(tmp_path / "out", LAYOUT, bits_of=bits_of, shard_bytes=100)
     assert not list(tmp_path.iterdir())
+
+
+def test_one_file_goes_before_an_index_as_in_transformers(tmp_path: Path) -> None:
+    """An index that outlived its shards ended the publisher with a word about a shard."""
+    write(tmp_path / "old", 100)
+    write(tmp_path / "new", 1 << 30)
+    shutil.copy(next((tmp_path / "old").glob("*.index.json")), tmp_path / "new")
+    with Checkpoint(tmp_path / "new") as checkpoint:
+        assert [file.path.name for file in checkpoint.files] == ["model.safetensors"]
+        assert checkpoint.passed_by == ["model.safetensors.index.json"]

@@ -12,7 +12,7 @@ from dcr_daemon.checkpoint.blocks import BlockSet, block_bytes
 from dcr_daemon.checkpoint.directory import Checkpoint, read_side_files
 from dcr_daemon.checkpoint.reader import CheckpointReader
 from dcr_daemon.errors import DcrError, Fenced, Incompatible, NotFound, UsageError
-from dcr_daemon.events import Alarm, Emit, Waiting
+from dcr_daemon.events import Alarm, Degraded, Emit, Waiting
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.records import Stream, show_u64
 from dcr_daemon.publish.baseline.baseline import Baseline
@@ -29,6 +29,7 @@ from dcr_daemon.publish.timeouts import with_timeout
 from dcr_daemon.store.poller import Poller
 from dcr_daemon.store.port import Store
 from dcr_daemon.store.probe import probe
+from dcr_daemon.wording import shorten
 
 CREATION = 7200.0  #: seconds that members wait for a stream: rank 0 reads the whole base before it creates one
 
@@ -115,7 +116,7 @@ class _Opening:
             workers=resources.workers,
         )  # fmt: skip
         layout = await objects.read_layout(ledger.stream)
-        _check_base(resources.options, layout, resources.store.url)
+        _check_base(resources.options, layout, resources.store.url, emit=resources.emit)
         return RankContext(resources, objects, layout)
 
     async def __aenter__(self) -> Self:
@@ -255,10 +256,12 @@ class _StartOfMany:
             await write_anchor(self._resources, source, version=0, vector=vector, side_files=side_files)
 
 
-def _check_base(options: PublishOptions, layout: Layout, url: str) -> None:
+def _check_base(options: PublishOptions, layout: Layout, url: str, *, emit: Emit) -> None:
     """A base of another layout is a mistake that should not wait for the first update to show."""
     if options.base and options.base.exists():
         with Checkpoint(options.base) as checkpoint:
+            if checkpoint.passed_by:
+                emit(Degraded(what=f"base {options.base}: not read is {shorten(checkpoint.passed_by)}"))
             if checkpoint.layout != layout:
                 raise Incompatible(
                     f"base {options.base} has another layout than {url}: {differences(layout, checkpoint.layout)}",

@@ -54,6 +54,7 @@ class CheckpointCandidate:
         files: complete files by name.
         unfinished: the other files by name, each with what it lacks.
         index: the weight map of the index file; None without one.
+        passed_by: weight files beside those that are read.
         has_marker: whether the marker file is there and new enough, or none is asked for.
         rewritten: whether its files replace older ones.
         written_ns: the newest modification time among its files, complete or not; nanoseconds since 1970.
@@ -69,6 +70,7 @@ class CheckpointCandidate:
     files: dict[str, CompleteFile] = field(default_factory=dict)
     unfinished: dict[str, str] = field(default_factory=dict)
     index: dict[str, str] | None = None
+    passed_by: list[str] = field(default_factory=list)
     has_marker: bool = True
     rewritten: bool = False
     written_ns: int = 0

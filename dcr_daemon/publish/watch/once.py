@@ -15,11 +15,12 @@ _NEEDS_A_PERSON: tuple[Cause, ...] = ("misfit", "refused")
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A checkpoint that is a version now."""
+    """A checkpoint that is a version now; `not_read` names weight files in its directory that are no part of it."""
 
     path: str
     version: int
     step: int | None
+    not_read: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,9 @@ class OnceReport:
 
     def as_json(self) -> dict[str, Any]:
         """The result for programs."""
-        published = [{"path": p.path, "version": p.version, "step": p.step} for p in self.published]
+        published = [
+            {"path": p.path, "version": p.version, "step": p.step, "not_read": p.not_read} for p in self.published
+        ]
         skipped = [{"path": s.path, "cause": s.cause, "reason": s.reason} for s in self.not_published]
         return {"published": published, "not_published": skipped}
 

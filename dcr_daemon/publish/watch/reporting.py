@@ -6,10 +6,12 @@ from pathlib import Path
 
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.events import CheckpointSkipped, Degraded, Emit, Notice, Waiting
+from dcr_daemon.publish.watch.candidate import CheckpointCandidate
 from dcr_daemon.publish.watch.ingest import CheckpointMisfit
 from dcr_daemon.publish.watch.once import Cause, NotPublished
 from dcr_daemon.publish.watch.policy_paths import PolicyPaths, shape_of
 from dcr_daemon.publish.watch.selection import Candidates, Choice
+from dcr_daemon.wording import shorten
 
 
 class WatchReporter:
@@ -18,6 +20,7 @@ class WatchReporter:
     def __init__(self, watch: Path, paths: PolicyPaths, layout: Layout, *, emit: Emit) -> None:
         self._watch, self._paths, self._layout, self._emit = watch, paths, layout, emit
         self._waiting: dict[str, Notice] = {}
+        self._not_read: dict[str, str] = {}
         self._skipped: dict[tuple[Cause, str], str] = {}  #: reasons that were emitted, by checkpoint or shape
 
     def misfit(self, error: CheckpointMisfit) -> NotPublished:
@@ -25,6 +28,14 @@ class WatchReporter:
         skipped = NotPublished(error.relative, "misfit", error.message, error.hint)
         self._skip(skipped, key=error.relative)
         return skipped
+
+    def not_read(self, candidate: CheckpointCandidate) -> None:
+        """A checkpoint is taken from some of the weight files in its directory."""
+        names = shorten(candidate.passed_by)
+        if names and self._not_read.get(candidate.relative) != names:
+            self._not_read[candidate.relative] = names
+            read = shorten(sorted(candidate.files))
+            self._emit(Degraded(what=f"{candidate.relative}: not read beside {read}, as loaders do: {names}"))
 
     def passed_by(self, choice: Choice) -> list[NotPublished]:
         """Complete checkpoints that are not published because others are."""

@@ -21,6 +21,7 @@ from typing import Any
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.directory import find_index, read_index
 from dcr_daemon.checkpoint.safetensors import Header, read_header
+from dcr_daemon.checkpoint.weight_files import SINGLE, choose_weight_files
 from dcr_daemon.errors import Corrupt, DcrError, Incompatible
 from dcr_daemon.projection.files.piece_map import METADATA
 from dcr_daemon.publish.watch.candidate import CheckpointCandidate, CompleteFile, CompletePieces
@@ -200,28 +201,62 @@ class CheckpointScanner:
 
     def _scan_files(self, scan: _Scan, candidate: CheckpointCandidate, paths: list[Path]) -> CheckpointCandidate | None:
         """A directory of safetensors files: of whole tensors, or of a sharded writer."""
-        try:
-            index = find_index(candidate.path)
-            candidate.index = read_index(index) if index else None
-        except (Corrupt, Incompatible) as error:
-            candidate.unfinished["index"] = error.message
-        if candidate.index is not None:
-            named = set(candidate.index.values())
-            paths = [path for path in paths if path.name in named]
-            candidate.unfinished |= dict.fromkeys(named - {path.name for path in paths}, "not there yet")
-        present = {path.name: identity for path in paths if (identity := identify(path))}
+        beside = {path.name: identity for path in paths if (identity := identify(path))}
+        present = self._choose_files(scan, candidate, beside)
         candidate.written_ns = max((file.mtime_ns for file in present.values()), default=0)
         if self._is_version(candidate.relative, present):
-            return None
-        for path in paths:
-            scan.seen.add(path)
-            if path.name in present:
-                self._scan_file(scan, candidate, path=path, identity=present[path.name])
+            return self._outlived(candidate, present, beside)
+        for name, identity in present.items():
+            if name not in candidate.files and name not in candidate.unfinished:
+                self._scan_file(scan, candidate, path=candidate.path / name, identity=identity)
         if self._adds_nothing(candidate, present, layout=scan.layout):
             return None
         self._set_aside_left_over(candidate, present)
         if any(file.in_pieces for file in candidate.files.values()):
             self._judge_pieces(candidate, scan.layout)
+        return candidate
+
+    def _choose_files(
+        self, scan: _Scan, candidate: CheckpointCandidate, present: Mapping[str, FileIdentity]
+    ) -> dict[str, FileIdentity]:
+        """Those of the safetensors files that are the checkpoint; notes what the index says, and what is not read."""
+        name, index = "", None
+        try:
+            if path := find_index(candidate.path):
+                name, index = path.name, read_index(path)
+        except (Corrupt, Incompatible) as error:
+            candidate.unfinished["index"] = error.message
+        if index is not None and present and not present.keys() & set(index.values()):
+            index, candidate.passed_by = None, [name]  # it has outlived its files
+        single = SINGLE in present and (index is not None or len(present) > 1)
+        if single:
+            self._scan_file(scan, candidate, path=candidate.path / SINGLE, identity=present[SINGLE])
+            file = candidate.files.get(SINGLE)
+            if file is None and index is not None:  # the others may be needed, and are to be looked at as often
+                for other in present.keys() - {SINGLE}:
+                    scan.seen.add(candidate.path / other)
+                    self.files.why_unstable(candidate.path / other, present[other], timed=scan.timed)
+            single = all(spec.name in file.names for spec in scan.layout) if file else index is not None
+        chosen = choose_weight_files(present, index, index_name=name, single=single)
+        if SINGLE not in chosen.names:
+            candidate.files.pop(SINGLE, None)
+            candidate.unfinished.pop(SINGLE, None)
+        candidate.index = dict(index) if index is not None and chosen.by_index else None
+        candidate.passed_by += chosen.passed_by
+        candidate.unfinished |= {name: "not there yet" for name in chosen.names if name not in present}
+        return {name: present[name] for name in chosen.names if name in present}
+
+    def _outlived(
+        self, candidate: CheckpointCandidate, present: Mapping[str, FileIdentity], beside: Mapping[str, FileIdentity]
+    ) -> CheckpointCandidate | None:
+        """A version that hides newer files: a directory that was saved as one file, and then in shards."""
+        hidden = [name for name in candidate.passed_by if name in beside]
+        newer = shorten([name for name in hidden if beside[name].mtime_ns > candidate.written_ns])
+        if present.keys() != {SINGLE} or len(hidden) == len(candidate.passed_by) or not newer:
+            return None  # no index lists the others
+        candidate.refusal = (
+            f"{newer} are newer than {SINGLE}, a version that hides them from loaders: remove what is old"
+        )
         return candidate
 
     def _is_version(self, relative: str, present: Mapping[str, FileIdentity]) -> bool:
@@ -242,6 +277,7 @@ class CheckpointScanner:
         return bool(version) and held and not any(name in layout for file in names for name in file)
 
     def _scan_file(self, scan: _Scan, candidate: CheckpointCandidate, *, path: Path, identity: FileIdentity) -> None:
+        scan.seen.add(path)
         if not self._is_stable(scan, candidate, path=path, identity=identity):
             return
         if (path, identity) not in self._headers:

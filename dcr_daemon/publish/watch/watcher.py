@@ -180,7 +180,7 @@ class Watcher:
             for unit in current.pending(candidate):
                 await current.ingest(unit)
             sealed = await self._seal(current)
-            return Published(candidate.relative, sealed.version, sealed.step)
+            return Published(candidate.relative, sealed.version, sealed.step, tuple(candidate.passed_by))
         except CheckpointMisfit as error:
             skipped = self._skip_misfit(error)
             candidate.refusal = error.message
@@ -270,6 +270,7 @@ class Watcher:
     async def _open_attempt(self, candidate: CheckpointCandidate) -> CheckpointIngest:
         whole = self._selection.is_whole(candidate)
         check_headers(candidate, self._leader.layout, ignore=self._options.ignore, whole=whole)
+        self._reporter.not_read(candidate)
         attempt = await self._leader.begin(step=candidate.step)
         return CheckpointIngest(
             self._leader, attempt, relative=candidate.relative, ignore=self._options.ignore, emit=self._emit

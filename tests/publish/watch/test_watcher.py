@@ -714,3 +714,74 @@ def test_no_advice_would_make_a_critic_the_policy(world: PublishWorld, name: str
         once(world)
     assert "--ignore" not in str(caught.value)
     assert "--select" in caught.value.hint
+
+
+def stale_index(world: PublishWorld, out: Path, weights: Any) -> list[str]:
+    """Leave a checkpoint in shards at `out`, of which the index alone is a stale one; names of its files."""
+    world.write(out, weights, shard_bytes=2000)
+    return sorted(path.name for path in out.glob("*.safetensors*"))
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_one_file_goes_before_an_index_and_what_is_not_read_is_named(world: PublishWorld, gone: bool) -> None:
+    """transformers loads the file: a directory was saved in shards, and then again as one file."""
+    old, new = (step_weights(world.weights, seed=n) for n in (1, 2))
+    out = world.root / "out/step_1"
+    names = stale_index(world, out, old)
+    once(world)
+    if gone:
+        for path in out.glob("model-*"):
+            path.unlink()
+    write_safetensors(out / "model.safetensors", [(spec, new[spec.name]) for spec in world.layout])
+    report = once(world)
+    assert same_weights(world.reader.versions()[2], new)
+    assert list(report.published[0].not_read) == [name for name in names if not gone or name.endswith("json")]
+    assert any("index.json" in event.what for event in world.events.of(Degraded))
+    assert not once(world).published
+
+
+def test_one_file_that_lacks_tensors_does_not_go_before_the_index(world: PublishWorld) -> None:
+    new = step_weights(world.weights, seed=1)
+    out = world.write(world.root / "out/step_1", new, shard_bytes=2000)
+    write_safetensors(out / "model.safetensors", [(world.layout[0], new[world.layout[0].name])])
+    once(world)
+    assert same_weights(world.reader.versions()[1], new)
+
+
+def test_one_file_is_waited_for_while_an_older_index_lies_beside_it(world: PublishWorld) -> None:
+    out = world.write(world.root / "out/step_1", step_weights(world.weights, seed=1), shard_bytes=2000)
+    put(out / "model.safetensors", b"half a fi")
+    with pytest.raises(InputIncomplete, match=r"model\.safetensors"):
+        once(world)
+    assert sealed(world) == []
+
+
+def test_shards_that_an_older_file_hides_from_loaders_are_named(world: PublishWorld) -> None:
+    out = world.write(world.root / "out/step_1", step_weights(world.weights, seed=1))
+    once(world)
+    made = world.write(world.root / "made", step_weights(world.weights, seed=2), shard_bytes=2000)
+    for path in made.glob("*.safetensors*"):
+        path.rename(out / path.name)
+    with pytest.raises(Incompatible, match=r"newer than model\.safetensors"):
+        once(world)
+    assert sealed(world) == [1]
+
+
+def test_an_index_that_has_outlived_its_files_hides_no_others(world: PublishWorld) -> None:
+    out = world.write(world.root / "out/step_1", step_weights(world.weights, seed=1), shard_bytes=2000)
+    for path in out.glob("model-*"):
+        path.unlink()
+    new = step_weights(world.weights, seed=2)
+    write_safetensors(out / "weights.safetensors", [(spec, new[spec.name]) for spec in world.layout])
+    once(world)
+    assert same_weights(world.reader.versions()[1], new)
+
+
+def test_a_value_head_in_a_file_of_its_own_is_no_part_of_the_policy(world: PublishWorld) -> None:
+    new = step_weights(world.weights, seed=1)
+    for step, shard_bytes in ((1, 1 << 30), (2, 2000)):
+        out = world.write(world.root / f"out/step_{step}", new, shard_bytes=shard_bytes)
+        head = TensorSpec("v_head.summary.weight", "BF16", (1, 4))
+        write_safetensors(out / "value_head.safetensors", [(head, np.zeros(4, "<u2"))])
+    report = once(world)
+    assert [one.not_read for one in report.published] == [("value_head.safetensors",)] * 2
