@@ -13,6 +13,7 @@ from dcr_daemon.cli.progress import progress_bar
 from dcr_daemon.errors import UsageError
 
 if TYPE_CHECKING:
+    from dcr_daemon.ledger.retention.collector import Collected
     from dcr_daemon.ledger.retention.plan import Item, Plan
 
 _POLICY = "Policy"
@@ -62,10 +63,11 @@ def command(
 
     With --json: stream, head, dry_run, floor_before, floor, oldest (version to keep), held (why the floor is not
     at oldest), objects and bytes (deleted, or to be), kept, kept_bytes, unknown [key], unexplained [key], items [{key,
-    size, version, attempt, why}].
+    size, version, attempt, why}], refused (objects that the store did not let us delete).
 
-    If later records, or objects that the ledger does not know of (unexplained), show that it lacks records, nothing is
-    deleted and the exit code is 13.
+    If the store does not let us delete some objects, the exit code is 10 when all others are deleted. If later records,
+    or objects that the ledger does not know of (unexplained), show that it lacks records, nothing is deleted and the
+    exit code is 13.
     """
     from dcr_daemon.ledger.retention.plan import RetentionPolicy
     from dcr_daemon.ledger.retention.unexplained import check_explained
@@ -74,7 +76,7 @@ def command(
     if take_over and not policy.active:
         raise UsageError("nothing is claimed without a policy", hint="add --keep-versions or --keep-hours")
 
-    async def main() -> tuple[Plan, int]:
+    async def main() -> tuple[Plan, Collected | None, int]:
         from dcr_daemon.ledger.ledger import Ledger
         from dcr_daemon.ledger.retention.collector import Collector, collect
 
@@ -83,20 +85,23 @@ def command(
                 ledger = Ledger(store)
                 if dry_run:
                     await ledger.read()
-                    plan = await Collector(ledger, progress=progress).plan(policy)
+                    plan, done = await Collector(ledger, progress=progress).plan(policy), None
                 else:
-                    plan, _ = await collect(ledger, policy, name=name, take_over=take_over, progress=progress)
-                return plan, ledger.state.seal.version
+                    plan, done = await collect(ledger, policy, name=name, take_over=take_over, progress=progress)
+                return plan, done, ledger.state.seal.version
 
-    plan, head = run_async(main())
+    plan, done, head = run_async(main())
     if json:
-        print_json(_document(stream, plan, head, dry_run=dry_run))
+        print_json(_document(stream, plan, head, done=done))
     else:
-        _print(stream, plan, head, dry_run=dry_run)
+        _print(stream, plan, head, done=done)
     check_explained(plan, stream)
+    if done and done.refusal:
+        raise done.refusal
 
 
-def _document(stream: str, plan: Plan, head: int, *, dry_run: bool) -> dict[str, Any]:
+def _document(stream: str, plan: Plan, head: int, *, done: Collected | None) -> dict[str, Any]:
+    """`done`: None for a dry run."""
     items = [
         {"key": item.key, "size": item.size, "version": item.version, "attempt": item.attempt, "why": item.why.value}
         for item in plan.items
@@ -104,13 +109,14 @@ def _document(stream: str, plan: Plan, head: int, *, dry_run: bool) -> dict[str,
     return {
         "stream": stream,
         "head": head,
-        "dry_run": dry_run,
+        "dry_run": done is None,
         "floor_before": plan.before,
         "floor": plan.floor.floor,
         "oldest": plan.floor.oldest,
         "held": plan.floor.held,
-        "objects": len(items),
-        "bytes": plan.bytes,
+        "objects": done.objects if done else len(items),
+        "bytes": done.bytes if done else plan.bytes,
+        "refused": done.refused if done else 0,
         "kept": plan.kept,
         "kept_bytes": plan.kept_bytes,
         "unknown": list(plan.unknown),
@@ -119,20 +125,22 @@ def _document(stream: str, plan: Plan, head: int, *, dry_run: bool) -> dict[str,
     }
 
 
-def _print(stream: str, plan: Plan, head: int, *, dry_run: bool) -> None:
+def _print(stream: str, plan: Plan, head: int, *, done: Collected | None) -> None:
     if plan.items:
         print_table(("what", "objects ", "size ", "why"), _rows(plan.items))
     floor = f"version {plan.floor.floor}" + (f", was {plan.before}" if plan.rises else "")
-    would = "would be " if dry_run else ""
+    would = "" if done else "would be "
+    objects, deleted = (done.objects, done.bytes) if done else (len(plan.items), plan.bytes)
     print_fields(
         {
             "stream": stream,
             "head": f"version {head}",
             "floor": would * plan.rises + floor,
-            "deleted": f"{would if dry_run else ''}{len(plan.items)} objects, {size(plan.bytes)}",
+            "deleted": f"{would}{objects} objects, {size(deleted)}",
             "kept": f"{plan.kept} objects, {size(plan.kept_bytes)}",
         }
         | ({"held back": plan.floor.held} if plan.floor.held else {})
+        | ({"not deleted": f"{done.refused} objects: the store refuses"} if done and done.refused else {})
     )
     for key in plan.unknown:
         print_fields({"unknown, kept": key})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ import torch
 from safetensors.torch import save_file
 
 from dcr_daemon.cli.app import run
+from dcr_daemon.store.file import FileStore
 
 FIELDS = {
     "stream", "head", "dry_run", "floor_before", "floor", "oldest", "held", "objects", "bytes", "kept", "kept_bytes",
-    "unknown", "unexplained", "items",
+    "unknown", "unexplained", "items", "refused",
 }  # fmt: skip
 
 
@@ -144,3 +146,25 @@ def test_nothing_is_collected_while_a_record_is_missing(anchored: Any, capsys: p
     for options in ([], ["--dry-run"], ["--keep-versions", "1", "--take-over"]):
         assert "record 4 is missing" in str(said(capsys, "gc", anchored.url, *options, code=13))
     assert objects(anchored.home) == before
+
+
+def test_what_the_store_does_not_let_us_delete_is_an_error_after_the_rest(
+    anchored: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unlink = FileStore._unlink
+
+    def guarded(self: FileStore, path: Path) -> None:
+        if "data" in path.parts:
+            raise PermissionError(errno.EACCES, "no")
+        unlink(self, path)
+
+    monkeypatch.setattr(FileStore, "_unlink", guarded)
+    capsys.readouterr()
+    assert run(["gc", anchored.url, "--keep-versions", "1", "--json"]) == 10
+    out, err = capsys.readouterr()
+    done = json.loads(out)
+    deleted = {item["key"] for item in done["items"] if item["key"].startswith("anchors/")}
+    assert done["refused"] == len(done["items"]) - len(deleted) > 0
+    assert done["objects"] == len(deleted) > 0
+    assert not deleted & objects(anchored.home)
+    assert "cannot delete" in err

@@ -30,7 +30,7 @@ from dcr_daemon.ledger.retention.plan import (
     plan_retention,
 )
 from dcr_daemon.ledger.retention.unexplained import check_explained, is_unexplained
-from dcr_daemon.store.port import Entry
+from dcr_daemon.store.port import DeleteRefused, Entry
 from dcr_daemon.task_limiter import run_limited
 
 BATCH = 500  #: objects per delete; after each the caller is asked whether to go on
@@ -42,11 +42,16 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What was deleted: objects and bytes, and the floor that was applied."""
+    """What was deleted: objects and bytes, and the floor that was applied.
+
+    `refused`: objects that the store did not let us delete; `refusal`: the first reason.
+    """
 
     floor: int
     objects: int
     bytes: int
+    refused: int = 0
+    refusal: DeleteRefused | None = None
 
 
 class _FloorReached(Exception):
@@ -105,7 +110,7 @@ class Collector:
         runtime.failpoint("retention.floor")
 
     async def delete(self, plan: Plan, *, go_on: Callable[[], Awaitable[None]] | None = None) -> Collected:
-        """Delete what the plan names.
+        """Delete what the plan names, but for what the store refuses to delete: that keeps no other object.
 
         Args:
             go_on: awaited before each batch; what it raises ends the sweep.
@@ -117,16 +122,21 @@ class Collector:
         check_explained(plan, self._store.url)
         if self._ledger.state.floor < plan.floor.floor:
             raise UsageError(f"nothing may be deleted below {plan.floor.floor} before the ledger says so")
-        objects = size = 0
+        objects = size = refused = 0
+        refusal: DeleteRefused | None = None
         for first in range(0, len(plan.items), BATCH):
             if go_on:
                 await go_on()
-            batch = plan.items[first : first + BATCH]
+            batch = list(plan.items[first : first + BATCH])
             self._tell("deleting", first, len(plan.items))
-            await self._store.delete([item.key for item in batch])
+            try:
+                await self._store.delete([item.key for item in batch])
+            except DeleteRefused as error:
+                refusal, refused = refusal or error, refused + len(error.keys)
+                batch = [item for item in batch if item.key not in error.keys]
             runtime.failpoint("retention.deleted")
             objects, size = objects + len(batch), size + sum(item.size for item in batch)
-        return Collected(plan.floor.floor, objects, size)
+        return Collected(plan.floor.floor, objects, size, refused, refusal)
 
     # Facts.
 

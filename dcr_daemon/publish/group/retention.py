@@ -17,6 +17,7 @@ from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.retention.collector import Collector
 from dcr_daemon.ledger.retention.plan import Plan, RetentionPolicy
 from dcr_daemon.ledger.retention.unexplained import check_explained
+from dcr_daemon.store.port import DeleteRefused
 
 EVERY = 32  #: seals from one round to the next, if no anchor comes between
 
@@ -30,7 +31,7 @@ class Retention:
         self._seals = EVERY  # the first one is followed by a round
         self._again = False  #: an anchor was recorded during the round under way, which may not have seen it
         self._over = False  #: fenced, or closed: no round begins any more
-        self._said = ""
+        self._said = self._said_refused = ""
         self._alarmed = ""
 
     def sealed(self) -> None:
@@ -84,6 +85,15 @@ class Retention:
             if plan.rises or done.objects:
                 seconds = runtime.monotonic() - began
                 self._emit(Collected(floor=done.floor, objects=done.objects, bytes=done.bytes, seconds=seconds))
+            self._warn(done.refusal)
+
+    def _warn(self, refusal: DeleteRefused | None) -> None:
+        """Say once which objects cannot be deleted, and why; every round tries them again."""
+        folders = sorted({key.partition("/")[0] for key in refusal.keys}) if refusal else []
+        told = " ".join(folders)
+        if refusal and told != self._said_refused:
+            self._emit(Degraded(what=f"retention goes on, but what it may not delete stays: {refusal}"))
+        self._said_refused = told
 
     def _alarm(self, error: Corrupt) -> None:
         """The ledger is damaged, and nothing is deleted. Told once, and again if it is something else."""

@@ -13,7 +13,7 @@ from support.stores.wrapped import WrappedStore
 from support.streams.publish_world import PublishWorld, same_weights, step_weights
 
 from dcr_daemon.checkpoint.directory import Checkpoint
-from dcr_daemon.errors import Fenced, StoreUnavailable, UsageError
+from dcr_daemon.errors import Fenced, Incompatible, StoreUnavailable, UsageError
 from dcr_daemon.events import Alarm, Collected, Degraded, FencedOut, Retrying
 from dcr_daemon.ledger import names
 from dcr_daemon.ledger.ledger import Ledger
@@ -26,6 +26,7 @@ from dcr_daemon.publish.inputs.sources import FileSource
 from dcr_daemon.publish.options import PublishOptions
 from dcr_daemon.publish.publisher import Publisher
 from dcr_daemon.publish.watch.watcher import WatchOptions, run_watch
+from dcr_daemon.store.port import raise_refused
 
 
 async def opened(world: PublishWorld, store: Any = None, **more: Any) -> Leader:
@@ -203,6 +204,33 @@ def test_errors_are_told_and_end_nothing(world: PublishWorld) -> None:
         await session.close()
 
     asyncio.run(run())
+
+
+def test_what_may_not_be_deleted_is_told_once_with_why_and_the_rest_goes(world: PublishWorld) -> None:
+    """A policy that allows deletes below anchors/ only."""
+
+    class Guarded(WrappedStore):
+        async def delete(self, keys: Iterable[str]) -> None:
+            guarded = {key for key in keys if key.startswith("data/")}
+            await self.inner.delete([key for key in keys if key not in guarded])
+            denied = Incompatible("the store refused: 403 AccessDenied", hint="grant s3:DeleteObject")
+            raise_refused(dict.fromkeys(guarded, denied))
+
+    async def run() -> None:
+        session = await opened(world, Guarded(world.store()), keep_versions=2, anchor_every=2)
+        for weights in chain(world, 6):
+            await publish(session, weights, world)
+            await session.retention.ended()
+        assert session.ledger.state.floor == 4
+        assert listed(world, "data") == set(range(7))
+        assert listed(world, "anchors") == {4, 6}
+        await session.close()
+
+    asyncio.run(run())
+    (told,) = world.events.of(Degraded)
+    assert "403 AccessDenied" in told.what
+    assert "s3:DeleteObject" in told.what
+    assert sum(event.objects for event in world.events.of(Collected)) > 0
 
 
 @pytest.mark.parametrize("when", ["planning", "deleting"])
