@@ -18,16 +18,18 @@ Work = Callable[[], Coroutine[Any, Any, T]]
 class TaskLimiter:
     """Starts tasks within bounds.
 
-    As a context manager: when it is left, all tasks have ended, or one has failed and the others are cancelled. A class
-    that keeps one for longer calls `finish` or `cancel` instead.
+    As a context manager: when it is left, all tasks have ended, or one has failed and the others are cancelled (with
+    `settles`: they have ended too). A class that keeps one for longer calls `finish` or `cancel` instead.
 
     Args:
         limit: how many tasks run at a time; None for any number.
         budget_bytes: bytes that the running tasks may have together; a single task may have more.
+        settles: a failure lets the tasks that run come to their end, and only keeps others from starting. For
+            downloads: what is half there is not thrown away because a neighbour failed.
     """
 
-    def __init__(self, limit: int | None, budget_bytes: int | None = None) -> None:
-        self._limit, self._budget_bytes = limit, budget_bytes
+    def __init__(self, limit: int | None, budget_bytes: int | None = None, *, settles: bool = False) -> None:
+        self._limit, self._budget_bytes, self._settles = limit, budget_bytes, settles
         self._sizes: dict[asyncio.Task[Any], int] = {}
         self._one_ended = asyncio.Event()
         self._failure: BaseException | None = None
@@ -69,6 +71,11 @@ class TaskLimiter:
             await self._wait_one()
         self.raise_failure()
 
+    async def settle(self) -> None:
+        """Wait until all tasks have ended, whatever becomes of them."""
+        while self._sizes:
+            await self._wait_one()
+
     async def cancel(self) -> None:
         """Cancel the tasks that run; returns when all have ended."""
         running = list(self._sizes)
@@ -95,14 +102,16 @@ class TaskLimiter:
         try:
             while error is None and self._sizes and not self._failure:
                 await self._wait_one()
+            if self._settles and isinstance(error or self._failure, Exception):
+                await self.settle()
         finally:
             await self.cancel()
         if error is None:
             self.raise_failure()
 
 
-async def run_limited(works: Iterable[Work[T]], limit: int) -> list[T]:
+async def run_limited(works: Iterable[Work[T]], limit: int, *, settles: bool = False) -> list[T]:
     """Run at most `limit` at a time; returns what all return, in order. Raises what the first to fail has raised."""
-    async with TaskLimiter(limit) as group:
+    async with TaskLimiter(limit, settles=settles) as group:
         tasks = [await group.start(work) for work in works]
     return [task.result() for task in tasks]

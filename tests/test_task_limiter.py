@@ -71,6 +71,19 @@ def test_the_first_failure_is_raised_and_ends_the_rest() -> None:
     assert len(work.ended) < 10
 
 
+def test_one_failure_does_not_throw_away_its_neighbours_where_they_settle() -> None:
+    work = Work()
+
+    async def run() -> None:
+        works = [partial(work.run, 1), work.fail, partial(work.run, 2), partial(work.run, 3), partial(work.run, 4)]
+        await run_limited(works, 4, settles=True)
+
+    with pytest.raises(Corrupt, match="spoilt"):
+        asyncio.run(run())
+    assert work.running == 0
+    assert {1, 2, 3} <= set(work.ended)
+
+
 def test_whoever_is_cancelled_leaves_nothing_behind() -> None:
     work = Work()
 

@@ -7,6 +7,7 @@ again. Bytes that differ are fetched once more; a second difference is damage in
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
@@ -31,6 +32,7 @@ from dcr_daemon.ledger.records import (
     Stream,
 )
 from dcr_daemon.ledger.slot import pause_before
+from dcr_daemon.store.partial import PartialFile
 from dcr_daemon.store.port import Store
 from dcr_daemon.task_limiter import run_limited
 
@@ -79,8 +81,12 @@ class Objects:
         self._patience = patience
         self._workers = workers
 
-    async def read(self, ref: ObjectRef | ChunkRef, version: int | None, *, limit: int) -> bytes:
+    async def read(
+        self, ref: ObjectRef | ChunkRef, version: int | None, *, limit: int, keep: PartialFile | None = None
+    ) -> bytes:
         """The bytes that `ref` names. `version`: the one that it belongs to; None for what is never deleted.
+
+        `keep`: where to keep what has arrived, so that a restart goes on there. The caller clears it.
 
         Raises:
             Corrupt: it has other bytes than the digest says, at two reads, or more than `limit` of them.
@@ -89,13 +95,16 @@ class Objects:
         """
         if ref.size > limit:
             raise Corrupt(f"{self._name(ref)} is said to have {ref.size} bytes; the limit is {limit}")
-        for _ in range(2):
-            try:
-                body = await self._fetch(ref, version)
-            except Corrupt:  # more bytes than it should have
-                continue
-            if len(body) == ref.size and await self._digest(body) == ref.sha256:
-                return body
+        reads = 2
+        while reads:
+            resumed = keep is not None and await keep.exists()
+            with contextlib.suppress(Corrupt):  # more bytes than it should have
+                body = await self._fetch(ref, version, keep)
+                if len(body) == ref.size and await self._digest(body) == ref.sha256:
+                    return body
+            if keep:
+                await keep.clear()
+            reads -= not resumed  # what an earlier process left on this disk says nothing about the bucket
         raise Corrupt(
             f"{self._name(ref)} does not have the bytes that the ledger names (SHA-256 {ref.sha256[:12]}…), twice",
             hint="the bucket or the way to it damages objects; `dcr verify` tells what can be rebuilt",
@@ -126,9 +135,9 @@ class Objects:
             raise Corrupt(f"the parts of version {seal.version} do not add up to its {seal.changed} changes")
         return parts
 
-    async def read_chunk(self, chunk: ChunkRef, version: int) -> bytes:
+    async def read_chunk(self, chunk: ChunkRef, version: int, *, keep: PartialFile | None = None) -> bytes:
         """The verified, still encoded bytes of one chunk of `version`."""
-        return await self.read(chunk, version, limit=CHUNK_LIMIT)
+        return await self.read(chunk, version, limit=CHUNK_LIMIT, keep=keep)
 
     async def read_anchor_index(self, anchor: Anchor) -> AnchorIndex:
         """The files of an anchor, all of them below its own prefix."""
@@ -147,9 +156,9 @@ class Objects:
         """The tables of what is in the files of an anchor, still packed; None if it has none."""
         return await self.read(index.contents, index.version, limit=CONTENTS_LIMIT) if index.contents else None
 
-    async def read_file(self, ref: ObjectRef, version: int) -> bytes:
+    async def read_file(self, ref: ObjectRef, version: int, *, keep: PartialFile | None = None) -> bytes:
         """One verified file of an anchor (at most about 1 GiB)."""
-        return await self.read(ref, version, limit=FILE_LIMIT)
+        return await self.read(ref, version, limit=FILE_LIMIT, keep=keep)
 
     async def _read_part(self, seal: Seal, ref: ObjectRef) -> Part:
         body = await self.read(ref, seal.version, limit=PART_LIMIT)
@@ -167,11 +176,11 @@ class Objects:
         self._below(names.attempt(seal.version, seal.attempt), part.chunks, ref)
         return part
 
-    async def _fetch(self, ref: ObjectRef | ChunkRef, version: int | None) -> bytes:
+    async def _fetch(self, ref: ObjectRef | ChunkRef, version: int | None, keep: PartialFile | None) -> bytes:
         deadline, tries = runtime.monotonic() + self._patience, 0
         while True:
             try:
-                return await self.store.get(ref.key, limit=ref.size)
+                return await self.store.get(ref.key, limit=ref.size, keep=keep)
             except KeyNotFound:
                 if version is not None and self._refresh and version >= self._floor():
                     await self._refresh()

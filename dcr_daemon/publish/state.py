@@ -49,6 +49,10 @@ class StateDirectory:
     def spool(self) -> Path:
         return self.path / "spool"
 
+    @property
+    def fetched(self) -> Path:
+        return self.path / "fetched"
+
     def name(self, given: str | None) -> str:
         """The publisher's name: `given`, else the one kept here, else a new one; kept for the next start."""
         kept = self.path / "name"

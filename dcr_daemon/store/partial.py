@@ -33,6 +33,10 @@ class PartialFile:
         self._workers = workers
         self._broken = False
 
+    async def exists(self) -> bool:
+        """Whether anything is kept, perhaps by an earlier process."""
+        return await self._workers.run(self.path.exists)
+
     async def load(self) -> bytes:
         """What is kept; empty if there is nothing, or it cannot be read."""
         found = await self._workers.run_uncancellable(self._read)

@@ -2,12 +2,14 @@
 fingerprint.
 
 It uses the directory engine, so that the result passes the same checks as a served replica. It builds in a directory
-beside the target, which gets the target's name when it is proved.
+beside the target, which gets the target's name when it is proved; what was fetched is kept there if the store fails.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -22,7 +24,16 @@ from dcr_daemon.disk import sync_directory
 from dcr_daemon.engine.directory.checkout import describe_difference
 from dcr_daemon.engine.directory.engine import DirectoryEngine
 from dcr_daemon.engine.port import Swapped, TensorClass, Transaction, Verdict
-from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, Incompatible, NotFound, ResourceExhausted, UsageError
+from dcr_daemon.errors import (
+    Corrupt,
+    DcrError,
+    EngineRefused,
+    Incompatible,
+    NotFound,
+    ResourceExhausted,
+    StoreUnavailable,
+    UsageError,
+)
 from dcr_daemon.events import Committed, Emit, Retrying, discard
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import BelowFloor, ObjectPending, Objects
@@ -55,10 +66,12 @@ async def materialize(
 ) -> Materialized:
     """Build version `version` (None: the newest sealed) in `out`, from the cheapest anchor or `base` and the chain.
 
-    `out` appears complete and proved, or not at all. No subscriber state is read or written.
+    `out` appears complete and proved, or not at all. No subscriber state is read or written. If the store stops
+    answering, what has arrived is kept beside `out`, and the next call goes on there.
 
     Raises:
-        UsageError: `out` exists and is not empty.
+        UsageError: `out` exists and is not empty, or another process builds it.
+        StoreUnavailable: the store does not answer.
         NotFound: no such stream or version, or nothing to start from and no `base` given.
         Incompatible: `base` is not a version this can start from.
         Corrupt: objects of the stream do not give the fingerprint of the seal.
@@ -111,16 +124,32 @@ def _version(record: Stream | Seal) -> int:
 
 @contextlib.contextmanager
 def _workshop(out: Path) -> Iterator[Path]:
-    """A directory beside `out`, on its file system, that is gone afterwards whatever happens."""
-    shop = out.parent / f".{out.name}.dcr-{os.getpid()}-{runtime.nonce(2)}"
+    """A directory beside `out`, on its file system; one process at a time uses it.
+
+    It is gone afterwards, unless the store did not answer or this process was ended: then what has arrived stays, and
+    the next build of `out` goes on there. Everything in it is verified when it is used.
+    """
+    shop = out.parent / f".{out.name}.dcr-partial"
     try:
-        shop.mkdir(parents=True)
+        shop.mkdir(parents=True, exist_ok=True)
+        lock = os.open(shop, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         raise ResourceExhausted(f"cannot write beside {out}: {error.strerror}", hint="name another --out") from error
     try:
-        yield shop
-    finally:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UsageError(f"another process builds {out}", hint="wait for it, or name another --out") from error
+        try:
+            yield shop
+        except (StoreUnavailable, KeyboardInterrupt, asyncio.CancelledError):
+            raise
+        except BaseException:
+            shutil.rmtree(shop, ignore_errors=True)
+            raise
         shutil.rmtree(shop, ignore_errors=True)
+    finally:
+        os.close(lock)
 
 
 class _Builder:
@@ -135,6 +164,7 @@ class _Builder:
         self._transactions = 0
         self._reached: int | None = None  # the version that the engine holds by now
         self._failed: DcrError | None = None  # the first damage met
+        self._left: int | None = None  # the version that an interrupted build left in `shop/out`
         # set by `build`
         self._stage: Stage
         self._routes: Routes
@@ -156,7 +186,8 @@ class _Builder:
         self._failed = None
         found = None if base is None else await self._version_of(base, layout)
         start = found if found is not None and found <= target else None
-        self._base, self._routes = base, Routes(self._ledger.history, target, base=start)
+        self._left = await self._left_over(target)
+        self._base, self._routes = base, Routes(self._ledger.history, target, held=self._left, base=start)
         try:
             await self._try_routes(target)
         except NoRoute as error:
@@ -181,8 +212,11 @@ class _Builder:
 
     async def _try(self, route: Route, target: int) -> None:
         facts = await self._stage.stream_facts()
-        self._reached = None
-        shutil.rmtree(self._shop / "out", ignore_errors=True)
+        start = route.hops[0] - 1 if route.hops else target
+        self._reached = self._left if route.anchor is None and start == self._left else None
+        self._left = None  # only the first try goes on with it
+        if self._reached is None:
+            shutil.rmtree(self._shop / "out", ignore_errors=True)
         engine = DirectoryEngine(self._shop / "out", budget=BUDGET)
         try:
             await engine.attach(facts)
@@ -194,6 +228,19 @@ class _Builder:
         finally:
             await engine.close()
         shutil.rmtree(self._shop / "out" / ".dcr")
+
+    async def _left_over(self, target: int) -> int | None:
+        """The version, up to `target`, that an interrupted build has reached; None if there is none that is proved."""
+        if not (self._shop / "out").exists():
+            return None
+        engine = DirectoryEngine(self._shop / "out", budget=BUDGET)
+        try:
+            version = (await engine.attach(await self._stage.stream_facts())).version
+        except DcrError:
+            return None
+        finally:
+            await engine.close()
+        return version if version is not None and version <= target else None
 
     async def _fill(self, engine: DirectoryEngine, route: Route) -> None:
         """Apply a route to an empty engine. When the floor rises over it, what is left is planned again (must L6)."""

@@ -57,7 +57,7 @@ PLACES = {
     "dcr_daemon.publish.group.member": "Retrying Waiting",
     "dcr_daemon.publish.group.opening": "Waiting Degraded",
     "dcr_daemon.publish.group.peers": "Degraded",
-    "dcr_daemon.publish.group.retention": "Degraded Retrying Degraded",
+    "dcr_daemon.publish.group.retention": "Degraded Retrying Degraded Degraded",
     "dcr_daemon.publish.publisher": "Retrying Degraded Retrying Waiting",
     "dcr_daemon.publish.timeouts": "Waiting",
     "dcr_daemon.publish.version.uploads": "Waiting",

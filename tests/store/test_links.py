@@ -18,7 +18,8 @@ from dcr_daemon.store.partial import PartialFile
 from dcr_daemon.store.retry import RetryPolicy
 from dcr_daemon.store.s3 import client, download
 from dcr_daemon.store.s3.attempt import WINDOW_BYTES
-from dcr_daemon.store.s3.link import FEWEST, FIRST, SILENCE, STREAM_RATE, WINDOW, Link, Progress
+from dcr_daemon.store.s3.link import FEWEST, SILENCE, STREAM_RATE, WINDOW, Link, Progress
+from dcr_daemon.subscribe.materialize import materialize
 
 QUICK = RetryPolicy(seconds=3.0, first=0.001, longest=0.002, stall=0.3)  #: stalls are found after 0.3 s
 SIZE = 200_000
@@ -130,6 +131,38 @@ async def test_a_disk_that_keeps_nothing_does_not_matter(fake_s3, tmp_path: Path
         assert begins(server)[1] > 0
 
 
+# A whole build, with one fault at each of its requests in turn.
+
+
+def bucket_of(home: Path) -> dict[str, bytes]:
+    """A stream in a directory, as the objects of a bucket."""
+    files = (path for path in home.rglob("*") if path.is_file() and not path.relative_to(home).parts[0].startswith("."))
+    return {f"run/{path.relative_to(home).as_posix()}": path.read_bytes() for path in files}
+
+
+@pytest.mark.parametrize("fault", ["hang:400", "drip:400", "stall", "cut:300", "drop-after", "slow-down"])
+async def test_one_fault_at_any_request_costs_one_more_request(
+    fake_s3, make_stream, tmp_path: Path, fault: str
+) -> None:
+    stream = await make_stream(2)
+    await stream.anchor(0)
+    await stream.publish(1, 2)
+    objects = await asyncio.to_thread(bucket_of, stream.home)
+
+    async def build(name: str, faults: list[str]) -> int:
+        async with fake_s3(objects=objects, patience=QUICK) as (server, store):
+            server.faults.extend(faults)
+            server.drip = (1, 0.05)
+            await materialize(store, out=tmp_path / name)
+            assert stream.versions.version_of(tmp_path / name) == 2
+            return len(server.seen)
+
+    clean = await build("clean", [])
+    numbers = range(clean) if fault in ("cut:300", "drop-after") else range(0, clean, 3)
+    for number in numbers:
+        assert await build(f"at-{number}", ["ok"] * number + [fault]) <= clean + 1, number
+
+
 # Uploads.
 
 
@@ -155,19 +188,21 @@ async def test_a_slow_upload_is_not_given_up(fake_s3) -> None:
 
 async def test_requests_follow_the_goodput(clock) -> None:
     link = Link(32)
-    assert link.limit == FIRST
     async with link:
-        for second in range(20):
+        for seconds in range(20):
             clock.time += 1.0
             link.moved(20 << 10)
-            assert FEWEST <= link.limit <= FIRST, second
-        assert link.limit == FEWEST
+            assert link.limit == FEWEST, seconds
         link.moved(int(10 * STREAM_RATE * WINDOW))  # a fast link is known at once
         assert link.limit >= 10
         for _ in range(10):
             clock.time += 1.0
             link.moved(1 << 20)
         assert link.limit == 32
+        for _ in range(20):
+            clock.time += 1.0
+            link.moved(20 << 10)
+        assert link.limit == FEWEST
 
 
 async def test_an_idle_link_is_not_a_slow_one(clock) -> None:
@@ -181,23 +216,26 @@ async def test_an_idle_link_is_not_a_slow_one(clock) -> None:
 
 
 async def test_a_lower_limit_lets_requests_end_and_begins_no_more(clock) -> None:
-    link, running = Link(4), 0
-    most = list[int]()
+    link, most, running = Link(32), 0, 0
+    async with link:
+        link.moved(64 << 20)
 
     async def request() -> None:
-        nonlocal running
+        nonlocal most, running
         async with link:
             running += 1
-            most.append(running)
+            most = max(most, running)
             await asyncio.sleep(0)
-            clock.time += WINDOW
-            link.moved(1)
             running -= 1
 
-    await asyncio.gather(*(request() for _ in range(12)))
-    assert max(most[:4]) == FIRST
-    assert max(most[5:]) == FEWEST
-    assert len(most) == 12
+    await asyncio.gather(*(request() for _ in range(40)))
+    assert most == 32
+    async with link:
+        clock.time += WINDOW
+        link.moved(1)
+    most = 0
+    await asyncio.gather(*(request() for _ in range(40)))
+    assert most == FEWEST
 
 
 def test_neighbours_that_receive_keep_a_starved_request_alive_but_not_for_ever(clock: runtime.Runtime) -> None:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 import pytest
+from support.stores.wrapped import WrappedStore
 
-from dcr_daemon.errors import Corrupt, Incompatible, NotFound, UsageError
+from dcr_daemon.errors import Corrupt, Incompatible, NotFound, StoreUnavailable, UsageError
 from dcr_daemon.events import Committed, Retrying
 from dcr_daemon.ledger import names
 from dcr_daemon.subscribe.materialize import materialize
@@ -97,18 +99,62 @@ async def test_a_damaged_stream_builds_nothing(make_stream, tmp_path):
     assert not left_over(tmp_path / "out")
 
 
-async def test_an_interrupted_build_leaves_nothing(make_stream, tmp_path):
+async def test_an_interrupted_build_makes_nothing_and_the_next_one_goes_on_there(make_stream, tmp_path):
     stream = await make_stream(2)
     await stream.anchor(0)
     await stream.publish(1, 2)
+    out = tmp_path / "out"
     for delay in (0.0, 0.01, 0.03, 0.06):
-        task = asyncio.create_task(materialize(stream.store, out=tmp_path / f"out-{delay}"))
+        task = asyncio.create_task(materialize(stream.store, out=out))
         await asyncio.sleep(delay)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        assert not left_over(tmp_path / "out")
-        if task.cancelled():
-            assert not (tmp_path / f"out-{delay}").exists()
+        if not task.cancelled():
+            break
+        assert not out.exists()
+        assert left_over(out) in ([], [".out.dcr-partial"])
+    else:
+        await materialize(stream.store, out=out)
+    assert stream.versions.version_of(out) == 2
+    assert not left_over(out)
+
+
+async def test_what_came_before_the_store_failed_is_not_fetched_again(make_stream, tmp_path):
+    class Failing(WrappedStore):
+        """Counts the objects of deltas that it gives, and fails from one on."""
+
+        given, last = Counter(), 3
+
+        async def get(self, key, *, limit, keep=None):
+            if key.endswith(".dcr"):
+                if self.given.total() == self.last:
+                    raise StoreUnavailable("no answer")
+                self.given[key] += 1
+            return await self.inner.get(key, limit=limit, keep=keep)
+
+    stream, out = await make_stream(5), tmp_path / "out"
+    await stream.anchor(0)
+    await stream.publish(1, 2, 3, 4, 5)
+    store = Failing(stream.store)
+    with pytest.raises(StoreUnavailable):
+        await materialize(store, out=out)
+    assert not out.exists()
+    assert left_over(out) == [".out.dcr-partial"]
+    store.last = None
+    await materialize(store, out=out)
+    assert set(store.given.values()) == {1}
+    assert stream.versions.version_of(out) == 5
+    assert not left_over(out)
+
+
+async def test_two_builds_of_one_directory_do_not_share_it(make_stream, tmp_path):
+    stream = await make_stream(2)
+    await stream.anchor(0)
+    out = tmp_path / "out"
+    ended = await asyncio.gather(*(materialize(stream.store, out=out) for _ in range(2)), return_exceptions=True)
+    (refused,) = [error for error in ended if isinstance(error, Exception)]
+    assert isinstance(refused, UsageError)
+    assert stream.versions.version_of(out) == 0
 
 
 class TestDamage:

@@ -24,6 +24,7 @@ from dcr_daemon.events import Degraded, Emit, Rebuilding
 from dcr_daemon.ledger.objects import ObjectPending, Objects
 from dcr_daemon.ledger.records import Anchor, AnchorIndex, ChunkRef, ObjectRef, Part, Seal
 from dcr_daemon.publish.baseline.baseline import Baseline
+from dcr_daemon.publish.baseline.fetched import FetchedObjects
 from dcr_daemon.runtime import Workers
 from dcr_daemon.store.poller import REPORT_EVERY
 from dcr_daemon.task_limiter import TaskLimiter
@@ -41,8 +42,11 @@ class Rebuild:
         thorough: read all objects, whatever the tables of contents say.
     """
 
-    def __init__(self, objects: Objects, baseline: Baseline, *, workers: Workers, emit: Emit) -> None:
+    def __init__(
+        self, objects: Objects, baseline: Baseline, *, fetched: FetchedObjects, workers: Workers, emit: Emit
+    ) -> None:
         self._objects, self._baseline, self._workers, self._emit = objects, baseline, workers, emit
+        self._fetched = fetched
         self.damaged: set[int] = set()
         self.thorough = False
 
@@ -103,7 +107,7 @@ class Rebuild:
         progress = _Progress(self._emit, what, sum(file.size for file in files))
 
         async def load(ref: ObjectRef) -> None:
-            body = await self._objects.read_file(ref, version)
+            body = await self._fetched.read(ref, lambda keep: self._objects.read_file(ref, version, keep=keep))
             for tensor, elements in await self._workers.run_uncancellable(self._place, body, ref.key):
                 filled[tensor] += elements
             progress.add(ref.size)
@@ -200,7 +204,7 @@ class Rebuild:
         return wanted, damage
 
     async def _open(self, ref: ChunkRef, seal: Seal) -> Chunk:
-        data = await self._objects.read_chunk(ref, seal.version)
+        data = await self._fetched.read(ref, lambda keep: self._objects.read_chunk(ref, seal.version, keep=keep))
         chunk = await self._workers.run(open_chunk, data, self._baseline.layout)
         found = (chunk.id.stream, chunk.id.attempt, chunk.id.base, chunk.id.version)
         if found != (seal.stream, seal.attempt, seal.base, seal.version):

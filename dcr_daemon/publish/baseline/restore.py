@@ -21,6 +21,7 @@ from dcr_daemon.ledger.records import show_u64, total_of
 from dcr_daemon.ledger.route import NoRoute, Route
 from dcr_daemon.ledger.routes import Routes
 from dcr_daemon.publish.baseline.baseline import Baseline, check_vector
+from dcr_daemon.publish.baseline.fetched import FetchedObjects
 from dcr_daemon.publish.baseline.rebuild import Rebuild
 from dcr_daemon.runtime import Workers
 
@@ -28,17 +29,29 @@ from dcr_daemon.runtime import Workers
 class Restorer:
     """Reads one stream into one baseline. The ledger has been read up to this process's claim.
 
+    Args:
+        fetched: a directory on disk for objects that arrive slowly; it is empty when a baseline is restored.
+
     Attributes:
         mismatches: how often in a row the restored baseline did not fit those of the other ranks. From the second time
             on every object is read, whatever the tables of contents say.
     """
 
     def __init__(
-        self, ledger: Ledger, objects: Objects, baseline: Baseline, base: Path | None, workers: Workers, emit: Emit
+        self,
+        ledger: Ledger,
+        objects: Objects,
+        baseline: Baseline,
+        base: Path | None,
+        workers: Workers,
+        emit: Emit,
+        *,
+        fetched: Path,
     ) -> None:
         self._ledger, self._objects, self._baseline = ledger, objects, baseline
         self._base, self._emit = base, emit
-        self._rebuild = Rebuild(objects, baseline, workers=workers, emit=emit)
+        self._fetched = FetchedObjects(fetched, workers=workers)
+        self._rebuild = Rebuild(objects, baseline, fetched=self._fetched, workers=workers, emit=emit)
         self.mismatches = 0
 
     async def restore(self) -> None:
@@ -53,8 +66,11 @@ class Restorer:
             StoreUnavailable: the bucket does not answer, or objects that the ledger names are not there.
         """
         head = self._ledger.state.seal.version
-        if self._baseline.version == head:
-            return
+        if self._baseline.version != head:
+            await self._restore(head)
+        await self._fetched.forget()
+
+    async def _restore(self, head: int) -> None:
         self._rebuild.damaged.clear()
         self._rebuild.thorough = self.mismatches > 1
         have = await self._cached(head)

@@ -87,8 +87,14 @@ class RankContext:
             baseline = Baseline(self.state.path, blocks, self.ledger.stream.stream, self.workers)
         self._baseline = baseline
         self._restorer = Restorer(
-            self.ledger, self.objects, baseline, self.options.base, self.workers, self.emit
-        )  # fmt: skip
+            self.ledger,
+            self.objects,
+            baseline,
+            self.options.base,
+            self.workers,
+            self.emit,
+            fetched=self.state.fetched,
+        )
         self._scrub = Scrub(baseline, self.options.scrub_rate)
 
     def read(self, tensor: int, start: int, count: int) -> Bits:

@@ -18,8 +18,7 @@ from dcr_daemon import runtime
 
 STREAM_RATE = 16 << 10  #: bytes per second that a large request should have on average
 WINDOW = 5.0  #: seconds over which goodput is measured
-FIRST = 4  #: requests at a time before anything was measured
-FEWEST = 2  #: with one of them stalled, the link is still used
+FEWEST = 4  #: also before anything was measured; the link is still used while one or two of them are stalled
 SILENCE = 300.0  #: seconds without a byte of its own after which the bytes of others do not count for a request
 
 
@@ -33,7 +32,7 @@ class Link:
 
     def __init__(self, most: int) -> None:
         self.bytes = 0
-        self.limit = min(FIRST, most)
+        self.limit = min(FEWEST, most)
         self._most, self._running = most, 0
         self._since, self._before = runtime.monotonic(), 0
         self._changed = asyncio.Event()

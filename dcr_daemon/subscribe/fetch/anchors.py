@@ -1,7 +1,7 @@
 """Downloads anchors for an engine: verified files in the state directory, deleted once they are loaded.
 
 They are not in the staging directory, because a whole model does not belong in tmpfs. An interrupted download continues
-with the files that are there.
+with the files that are there, whole or in part.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dcr_daemon.errors import Corrupt, ResourceExhausted
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.records import Anchor, ObjectRef
 from dcr_daemon.runtime import Workers
+from dcr_daemon.store.partial import PartialFile
 from dcr_daemon.subscribe.fetch.files import file_digest, write_staged
 from dcr_daemon.subscribe.fetch.stage import CONCURRENCY
 from dcr_daemon.task_limiter import TaskLimiter
@@ -46,7 +47,7 @@ class AnchorFiles:
         if len(wanted) != len(index.files) + len(index.extras):
             raise Corrupt(f"the index of anchor {anchor.version} names a file twice")
         self._check_room(place, wanted)
-        async with TaskLimiter(CONCURRENCY, BUDGET_BYTES) as group:
+        async with TaskLimiter(CONCURRENCY, BUDGET_BYTES, settles=True) as group:
             for path, ref in wanted.items():
                 await group.start(partial(self._fetch_file, path, ref, anchor.version), ref.size)
         return [str(place / _file_name(ref)) for ref in index.files]
@@ -54,7 +55,9 @@ class AnchorFiles:
     async def _fetch_file(self, path: Path, ref: ObjectRef, version: int) -> None:
         if await self._workers.run(file_digest, path) == ref.sha256:
             return
-        body = await self._objects.read_file(ref, version)
+        keep = PartialFile(path, workers=self._workers)
+        body = await self._objects.read_file(ref, version, keep=keep)
+        await keep.clear()
         await self._workers.run(write_staged, path, body)
         runtime.failpoint("subscribe.anchor.file")
 

@@ -18,13 +18,16 @@ from dcr_daemon.errors import Corrupt, KeyNotFound, ResourceExhausted, StoreUnav
 from dcr_daemon.events import ChunkFetched, Degraded, Emit, Retrying
 from dcr_daemon.ledger import names
 from dcr_daemon.ledger.records import OpenRef
+from dcr_daemon.store.partial import PartialFile
 from dcr_daemon.store.port import Entry, Store
 from dcr_daemon.subscribe.fetch.stage import CONCURRENCY, Stage
-from dcr_daemon.task_limiter import TaskLimiter
+from dcr_daemon.task_limiter import run_limited
+
+STOP_SECONDS = 5.0  #: a request that takes longer is continued by whoever stages the version
 
 
 class Prefetch:
-    """Fetches one attempt in the background, from when it is made. `stop` waits for the requests under way."""
+    """Fetches one attempt in the background, from when it is made."""
 
     def __init__(self, store: Store, stage: Stage, *, opened: OpenRef, poll: float, emit: Emit) -> None:
         self.opened = opened
@@ -36,8 +39,10 @@ class Prefetch:
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
+        """End it; the requests under way have some seconds to come to their end. What has arrived is kept."""
         self._stopped.set()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await runtime.run_until_first(asyncio.wait([self._task]), runtime.sleep(STOP_SECONDS))
+        await self.cancel()
 
     async def cancel(self) -> None:
         self._task.cancel()
@@ -57,11 +62,8 @@ class Prefetch:
     async def _look(self) -> None:
         """Fetch the chunks that LIST names and that are not staged yet."""
         fresh = [entry async for entry in self._store.list(self._prefix) if self._wanted(entry)]
-        async with TaskLimiter(CONCURRENCY) as group:
-            for entry in fresh:
-                if self._stopped.is_set():
-                    return
-                await group.start(partial(self._fetch, entry))
+        works = (partial(self._fetch, entry) for entry in fresh if not self._stopped.is_set())
+        await run_limited(works, CONCURRENCY, settles=True)
 
     def _wanted(self, entry: Entry) -> bool:
         name = PurePosixPath(entry.key).name
@@ -75,30 +77,38 @@ class Prefetch:
         )
 
     async def _fetch(self, entry: Entry) -> None:
-        began = runtime.monotonic()
+        began, path = runtime.monotonic(), self._place / PurePosixPath(entry.key).name
         try:
-            body = await self._store.get(entry.key, limit=CHUNK_LIMIT)
-            found = read_id(body)
+            async with self._stage.fetching(path, entry.size) as keep:
+                body = await self._store.get(entry.key, limit=entry.size, keep=keep)
+                await self._check(body, keep)
+                runtime.failpoint("subscribe.prefetch.fetched")
+                await self._stage.write_chunk(path, body, keep)
         except KeyNotFound:
             return
         except Corrupt:
             self._refused.add(entry.key)
             return
-        opened = self.opened
-        of = (self._stage.stream.stream, opened.seq, opened.base, opened.version, opened.group)
-        if (found.stream, found.attempt, found.base, found.version, found.group) != of:
-            self._refused.add(entry.key)
-            return
-        runtime.failpoint("subscribe.prefetch.fetched")
-        await self._stage.add_chunk(self._place / PurePosixPath(entry.key).name, body)
         runtime.failpoint("subscribe.prefetch.kept")
         self._emit(
             ChunkFetched(
-                version=opened.version,
-                attempt=opened.seq,
+                version=self.opened.version,
+                attempt=self.opened.seq,
                 key=entry.key,
                 bytes=len(body),
                 sealed=False,
                 seconds=runtime.monotonic() - began,
             )
         )
+
+    async def _check(self, body: bytes, keep: PartialFile) -> None:
+        """Raise `Corrupt` for a chunk that does not say that it is of this attempt."""
+        try:
+            found = read_id(body)
+            opened = self.opened
+            of = (self._stage.stream.stream, opened.seq, opened.base, opened.version, opened.group)
+            if (found.stream, found.attempt, found.base, found.version, found.group) != of:
+                raise Corrupt(f"a chunk of {found} is not of the attempt {opened.seq}")
+        except Corrupt:
+            await keep.clear()
+            raise

@@ -2,13 +2,15 @@
 
 It promises: a `VersionDelta` consists of exactly the chunks that the seal's parts name, each with its SHA-256 (must
 F1); chunks that a prefetch brought are verified again then; the directory never holds more than `limit` bytes. Files
-left by an earlier run are used if their digest is right, so that a restart fetches only what is missing.
+left by an earlier run are used if their digest is right, and those that had arrived in part are continued, so that a
+restart fetches only what is missing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath
 
@@ -21,6 +23,7 @@ from dcr_daemon.errors import Corrupt, DcrError, ResourceExhausted
 from dcr_daemon.events import ChunkFetched, Emit, Staged
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.records import ChunkRef, Part, Seal, Stream
+from dcr_daemon.store.partial import SUFFIX, PartialFile, partial_path
 from dcr_daemon.subscribe.fetch.files import file_digest, write_staged
 from dcr_daemon.task_limiter import run_limited
 
@@ -54,9 +57,11 @@ class Stage:
         self._workers = workers
         self._emit = emit
         self._sizes: dict[Path, int] = {
-            file: file.stat().st_size for file in path.glob("*-*/*.dcr") if not file.name.startswith(".")
+            file: file.stat().st_size
+            for file in [*path.glob("*-*/*.dcr"), *path.glob(f"*-*/.*.dcr{SUFFIX}")]
+            if file.suffix == SUFFIX or not file.name.startswith(".")
         }
-        self.used = sum(self._sizes.values())  #: bytes of chunks that are here or being written
+        self.used = sum(self._sizes.values())  #: bytes of chunks that are here, in whole or part, or being fetched
 
     def attempt_path(self, version: int, attempt: int) -> Path:
         """Directory of one attempt's chunks."""
@@ -105,10 +110,11 @@ class Stage:
         place = self.attempt_path(seal.version, seal.attempt)
         wanted = {place / PurePosixPath(chunk.key).name: (chunk, part) for part in parts for chunk in part.chunks}
         size = sum(chunk.size for chunk, _ in wanted.values())
-        self._drop([path for path in self._sizes if path.parent == place and path not in wanted])
-        self._make_room(wanted.keys(), size, kept)
+        staged = wanted.keys() | {partial_path(path) for path in wanted}
+        self._drop([path for path in self._sizes if path.parent == place and path not in staged])
+        self._make_room(staged, size, kept)
         works = (partial(self._complete, path, chunk, part, seal) for path, (chunk, part) in wanted.items())
-        await run_limited(works, CONCURRENCY)
+        await run_limited(works, CONCURRENCY, settles=True)
         self._emit(Staged(version=seal.version, bytes=size, chunks=len(wanted)))
         return VersionDelta(
             version=seal.version,
@@ -137,9 +143,10 @@ class Stage:
                 return
             self._drop([path])
         began = runtime.monotonic()
-        body = await self.objects.read_chunk(chunk, seal.version)
-        self._check(body, chunk, part)
-        await self.add_chunk(path, body)
+        async with self.fetching(path, chunk.size) as keep:
+            body = await self.objects.read_chunk(chunk, seal.version, keep=keep)
+            self._check(body, chunk, part)
+            await self.write_chunk(path, body, keep)
         runtime.failpoint("subscribe.chunk.kept")
         self._emit(
             ChunkFetched(
@@ -168,18 +175,37 @@ class Stage:
         if found != same:
             raise Corrupt(f"{chunk.key} holds a chunk of {found}, its part is of {same}", hint="run `dcr verify`")
 
-    async def add_chunk(self, path: Path, body: bytes) -> None:
-        """Write a chunk. Raises `ResourceExhausted` above the limit or when the file system is full."""
-        if self.used + len(body) > self.limit:
+    @contextlib.asynccontextmanager
+    async def fetching(self, path: Path, size: int) -> AsyncIterator[PartialFile]:
+        """Room for a chunk of `size` bytes while it is fetched and written. What has arrived is kept if it fails.
+
+        Raises:
+            ResourceExhausted: above the limit.
+        """
+        keep = PartialFile(path, workers=self._workers)
+        held = self.used - self._sizes.get(path, 0) - self._sizes.get(keep.path, 0)
+        if held + size > self.limit:
             raise ResourceExhausted(f"staging {self.path} is full ({self.limit} bytes)", hint="raise --staging-limit")
         self._drop([path])
-        self._sizes[path] = len(body)
-        self.used += len(body)
+        self._count(keep.path, 0)  # it becomes the chunk, and takes the chunk's room
+        self._count(path, size)
         try:
-            await self.write(path, body)
+            yield keep
         except BaseException:
-            self._drop([path])
+            self._count(path, 0)
+            self._count(keep.path, keep.kept)
             raise
+
+    async def write_chunk(self, path: Path, body: bytes, keep: PartialFile) -> None:
+        """Write a chunk whole or not at all, in the place of what had arrived of it."""
+        await keep.clear()
+        await self.write(path, body)
+
+    def _count(self, path: Path, size: int) -> None:
+        """`path` takes `size` bytes from now on; 0: it is not counted."""
+        self.used += size - self._sizes.pop(path, 0)
+        if size:
+            self._sizes[path] = size
 
     async def write(self, path: Path, body: bytes) -> None:
         """Write a file whole or not at all."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from dcr_daemon.canonical.box import Box
 from dcr_daemon.checkpoint.blocks import Block, BlockSet
 from dcr_daemon.checkpoint.contents import Contents, join_tables
 from dcr_daemon.codec.decode import Chunk
-from dcr_daemon.errors import Corrupt
+from dcr_daemon.errors import Corrupt, StoreUnavailable
 from dcr_daemon.events import Alarm, Degraded, Rebuilding, Retrying
 from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.audit.verify import verify
@@ -27,6 +28,7 @@ from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.records import Anchor, ObjectRef, Seal
 from dcr_daemon.publish.baseline.baseline import Baseline
+from dcr_daemon.publish.baseline.fetched import FetchedObjects
 from dcr_daemon.publish.baseline.rebuild import Rebuild
 from dcr_daemon.publish.baseline.restore import Restorer
 from dcr_daemon.publish.options import PublishOptions
@@ -84,7 +86,9 @@ class Rig:
         objects = Objects(self.store, floor=lambda: 0, patience=0, workers=workers)
         baseline = Baseline(path, share, more.get("stream", ledger.stream.stream), workers)
         try:
-            await Restorer(ledger, objects, baseline, more.get("base"), workers, self.world.events).restore()
+            events = self.world.events
+            restorer = Restorer(ledger, objects, baseline, more.get("base"), workers, events, fetched=path / "fetched")
+            await restorer.restore()
         finally:
             workers.close()
         return baseline
@@ -304,9 +308,9 @@ def test_files_that_do_not_hold_the_share_are_no_anchor(write: Any) -> None:
         state = rig.world.root / "short"
         state.mkdir()
         baseline = Baseline(state, rig.share(2), ledger.stream.stream, workers)
-        await Rebuild(objects, baseline, workers=workers, emit=rig.world.events).load_anchor(
-            await ledger.history.anchor(2)
-        )
+        fetched = FetchedObjects(state / "fetched", workers=workers)
+        rebuild = Rebuild(objects, baseline, fetched=fetched, workers=workers, emit=rig.world.events)
+        await rebuild.load_anchor(await ledger.history.anchor(2))
 
     with pytest.raises(Corrupt, match="does not hold all of"):
         asyncio.run(load())
@@ -489,3 +493,38 @@ def test_a_chunk_that_touches_nothing_is_not_decoded(write: Any, monkeypatch: py
     norm = BlockSet(rig.world.layout, [Block(5, Box.flat(0, 32))])
     rig.check(asyncio.run(rig.restore(norm, base=rig.world.base)))
     assert set(decoded) == {5}
+
+
+def test_a_restart_in_the_middle_of_a_slow_rebuild_asks_for_nothing_twice(write: Any) -> None:
+    """The store keeps all that it gives, as one over a slow link, and fails at the second object."""
+    rig = write()
+
+    class Slow(Counting):
+        left = 1
+
+        async def get(self, key: str, *, limit: int, keep: Any = None) -> bytes:
+            if keep is None:
+                return await super().get(key, limit=limit)
+            if len(found := await keep.load()) == limit:
+                return bytes(found)
+            if not self.left:
+                raise StoreUnavailable("no answer")
+            self.left -= 1
+            body = await super().get(key, limit=limit)
+            await keep.append(body[: len(body) // 2])
+            return body
+
+    share, rig.store = rig.share(0), Slow(rig.bucket)
+    with pytest.raises(StoreUnavailable):
+        asyncio.run(rig.restore(share))
+    (kept,) = (rig.world.root / "fresh" / "fetched").iterdir()
+    assert hashlib.sha256(kept.read_bytes()).hexdigest() == kept.name.strip(".").partition(".")[0], "whole"
+    rig.store.left = 1000
+    before = rig.store.left
+    rig.check(asyncio.run(rig.restore(share)))
+    asked = before - rig.store.left
+    fresh = Slow(rig.bucket)
+    fresh.left, rig.store = before, fresh
+    rig.check(asyncio.run(rig.restore(share, "other")))
+    assert before - fresh.left == asked + 1, "all but the one were asked for"
+    assert not (rig.world.root / "fresh" / "fetched").exists()
