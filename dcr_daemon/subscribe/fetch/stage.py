@@ -180,7 +180,7 @@ class Stage:
         """Room for a chunk of `size` bytes while it is fetched and written. What has arrived is kept if it fails.
 
         Raises:
-            ResourceExhausted: above the limit.
+            ResourceExhausted: above the limit, at once, or at the end because a sealed version needed the room.
         """
         keep = PartialFile(path, workers=self._workers)
         held = self.used - self._sizes.get(path, 0) - self._sizes.get(keep.path, 0)
@@ -191,6 +191,9 @@ class Stage:
         self._count(path, size)
         try:
             yield keep
+            if path not in self._sizes:
+                self._drop([path])
+                raise ResourceExhausted(f"the room of {path.name} was needed for a version that is sealed")
         except BaseException:
             self._count(path, 0)
             self._count(keep.path, keep.kept)
