@@ -1,6 +1,6 @@
 """How much of a slow link the S3 store uses: bytes that arrived, against what the link could have carried in that time.
 
-    python benchmarks/links.py [--seconds 60] [--rates 20 100 1000] [--stalled 0 0.1] [--objects 24] [--json]
+    python benchmarks/links.py [--seconds 120] [--rates 20 100 1000] [--stalled 0 0.1] [--objects 24] [--json]
 
 A small S3 server in this process sends over one shared link of so many KB per second, a few bytes of each stream in
 turn. A share of the answers (0.1: every tenth) stalls half-way for ever. As many objects as the link carries in
@@ -37,7 +37,7 @@ class SlowServer:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
                 await self._answer(head, writer)
-        except (asyncio.IncompleteReadError, ConnectionError):
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
             writer.close()
 
     async def _answer(self, head: str, writer: asyncio.StreamWriter) -> None:
@@ -111,7 +111,7 @@ async def measure(rate: float, stalled: float, *, seconds: float, objects: int) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--rates", type=float, nargs="+", default=[20, 100, 1000], help="KB per second")
     parser.add_argument("--stalled", type=float, nargs="+", default=[0.0, 0.1], help="share of the answers")
     parser.add_argument("--objects", type=int, default=24)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
 import pytest
 from support.events import RecordedEvents
 from support.stores.memory import MemoryStore
+from support.stores.wrapped import WrappedStore
 from support.streams.writer import StreamWriter
 from support.virtual_time import VirtualTimeRuntime
 
@@ -21,6 +23,7 @@ from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.objects import BelowFloor, ObjectPending, Objects
 from dcr_daemon.ledger.records import ObjectRef, Part, Seal
 from dcr_daemon.runtime import Workers
+from dcr_daemon.store.partial import PartialFile
 
 
 @pytest.fixture
@@ -118,6 +121,32 @@ class TestDamage:
         stream.store.requests.clear()
         stream.store.before = heal
         assert asyncio.run(reader.read_chunk(chunk, 1)) == good
+
+    def test_what_an_earlier_process_left_is_thrown_away_if_it_is_wrong(
+        self, stream: StreamWriter, tmp_path: Path
+    ) -> None:
+        """It says nothing about the bucket, which may still be misread once."""
+
+        class Continuing(WrappedStore):
+            """Goes on after what is kept, as the S3 store does; the first whole read is damaged."""
+
+            began: ClassVar[list[int]] = []
+
+            async def get(self, key: str, *, limit: int, keep: Any = None) -> bytes:
+                body, kept = await self.inner.get(key, limit=limit), bytes(await keep.load())
+                self.began.append(len(kept))
+                return b"damaged" if self.began == [4, 0] else kept + body[len(kept) :]
+
+        async def check() -> None:
+            keep, store = PartialFile(tmp_path / "chunk", workers=Workers(1)), Continuing(stream.store)
+            await keep.append(b"junk")
+            (chunk,) = part_of(stream, 1).chunks[:1]
+            body = await Objects(store, floor=lambda: 0).read_chunk(chunk, 1, keep=keep)
+            assert records.digest(body) == chunk.sha256
+            assert store.began == [4, 0, 0]
+            assert not await keep.exists()
+
+        asyncio.run(check())
 
     def test_a_size_over_the_limit_is_not_even_fetched(self, stream: StreamWriter, reader: Objects) -> None:
         chunk = msgspec.structs.replace(part_of(stream, 1).chunks[0], size=CHUNK_LIMIT + 1)
