@@ -444,7 +444,7 @@ async def test_the_same_replica_cannot_run_twice_on_one_state(following):
             await replica.run()
 
 
-@pytest.mark.parametrize("replica", ["", "..", "../r1", "node-1", "R1", "r1\n", "a" * 33])
+@pytest.mark.parametrize("replica", ["", "..", "../r1", "-node", "node.", "R1", "r1\n", "a" * 64])
 async def test_an_id_that_is_no_name_is_refused_before_anything_is_made(make_stream, make_replica, replica):
     """It would name a directory of the state, and an object of the stream."""
     stream = await make_stream()
