@@ -10,6 +10,7 @@ from dcr_daemon.cli.options import EndpointUrl, Json, Profile, Region, StoreOpti
 from dcr_daemon.cli.output import clock, print_json, print_table, share, size
 
 if TYPE_CHECKING:
+    from dcr_daemon.ledger.fold import Step
     from dcr_daemon.ledger.ledger import Ledger
     from dcr_daemon.ledger.records import AnyRecord, Stream
 
@@ -25,10 +26,12 @@ def command(
     profile: Profile = None,
     json: Json = False,
 ) -> None:
-    """List the versions of a stream: changed elements, payload and source; aborted and open attempts too.
+    """List the versions of a stream: changed elements, payload and source; aborted and open attempts, void records too.
 
-    With --json one object per line and version: version, step, state (sealed, open or aborted), seq, attempt, epoch,
-    changed (elements), elements, bytes, dense_bytes, source, at, reason.
+    With --json one object per line and version: version, step, state (sealed, open, aborted or void), seq, attempt,
+    epoch, changed (elements), elements, bytes, dense_bytes, source, at, reason. A void record has no version.
+
+    The exit code is 13 if a record is missing.
     """
 
     async def main() -> tuple[list[Row], int]:
@@ -64,40 +67,17 @@ def _cells(row: Row, floor: int) -> tuple[Any, ...]:
 
 
 async def read_rows(ledger: Ledger, limit: int | None) -> list[Row]:
-    """One row per attempt of the newest `limit` versions (None: all), oldest first."""
-    from dcr_daemon.ledger.records import Stream
+    """One row per attempt of the newest `limit` versions (None: all) and per void record, oldest first."""
+    from dcr_daemon.ledger.audit.replay import read_steps
 
     state = await ledger.read_whole()
     first = 0 if limit is None else max(0, state.seal.version - limit + 1)
     rows = [] if first else [_stream_row(ledger.stream)]
     start = (await ledger.history.seal(first)).previous if first else 0
     opened: dict[int, AnyRecord] = {}
-    async for record in valid_records(ledger, start):
-        if not isinstance(record, Stream):
-            rows += _rows_of(record, opened)
+    async for step in read_steps(ledger.store, ledger.stream.stream, start=start, last=ledger.tip.seq):
+        rows += _rows_of(step.record, opened) if step.record else [_void_row(step)]
     return rows + [_row(record, "open") for record in opened.values()]
-
-
-async def valid_records(ledger: Ledger, start: int) -> Any:
-    """The valid records in the slots after `start`, in order. `start` itself must hold a valid record."""
-    from dcr_daemon.ledger.fold import begin, fold, tip_before
-    from dcr_daemon.ledger.holes import missing_records
-    from dcr_daemon.ledger.slot import read_slot
-
-    async def body(seq: int) -> bytes:
-        found = await read_slot(ledger.store, seq)
-        if found is None:
-            raise missing_records(ledger.store.url, [seq])
-        return found
-
-    first = await body(start)
-    before = tip_before(ledger.tip.stream, start, body=first) if start else None
-    tip = fold(before, first).tip if before else begin(await body(0))[0]
-    while tip.seq < ledger.tip.seq:
-        step = fold(tip, await body(tip.seq + 1))
-        tip = step.tip
-        if step.record is not None:
-            yield step.record
 
 
 def _rows_of(record: AnyRecord, opened: dict[int, AnyRecord]) -> list[Row]:
@@ -139,6 +119,14 @@ def _row(record: Any, state: str) -> Row:
         "at": record.at,
         "reason": getattr(record, "reason", None),
     }
+
+
+def _void_row(step: Step) -> Row:
+    """A record that does not count."""
+    keys = ("version", "step", "attempt", "epoch", "source", "at")
+    counts = dict.fromkeys(("changed", "elements", "bytes", "dense_bytes"), 0)
+    seq = step.tip.seq
+    return dict.fromkeys(keys) | counts | {"state": "void", "seq": seq, "reason": f"record {seq}: {step.void}"}
 
 
 def _stream_row(record: Stream) -> Row:

@@ -28,7 +28,8 @@ def command(
     A replica's report is a hint: the replica overwrites it, and no decision depends on it.
 
     With --json: stream (url, id, layout), head (version, step, seq, at), epoch (seq, name, released), open, floor,
-    anchors [{version, bytes, seq}], replicas [{id, …}].
+    anchors [{version, bytes, seq}], void [{seq, why}] (records after the newest seal that do not count), replicas [{id,
+    …}]. The exit code is 13 if a record is missing.
     """
 
     async def main() -> dict[str, Any]:
@@ -51,6 +52,7 @@ def command(
             "floor": status["floor"],
             "anchors": anchors or "none",
         }
+        | {f"void record {void['seq']}": void["why"] for void in status["void"]}
     )
     if status["replicas"]:
         print_table(
@@ -69,6 +71,7 @@ async def read_status(store: Store) -> dict[str, Any]:
     """The answer of `dcr status --json`. Raises what reading a ledger raises."""
     import msgspec
 
+    from dcr_daemon.ledger.audit.replay import read_steps
     from dcr_daemon.ledger.ledger import Ledger
 
     ledger = Ledger(store)
@@ -82,6 +85,11 @@ async def read_status(store: Store) -> dict[str, Any]:
         "open": msgspec.to_builtins(state.open) if state.open else None,
         "floor": state.floor,
         "anchors": [{"version": a.version, "bytes": a.bytes, "seq": a.seq} for a in await ledger.history.anchors()],
+        "void": [
+            {"seq": step.tip.seq, "why": step.void}
+            async for step in read_steps(store, ledger.stream.stream, start=state.seal.seq, last=ledger.tip.seq)
+            if step.record is None
+        ],
         "replicas": await _read_replicas(store),
     }
 

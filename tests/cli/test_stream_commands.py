@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from dcr_daemon.cli.app import run
 
 LOG_FIELDS = {"version", "step", "state", "seq", "attempt", "epoch", "changed", "bytes", "dense_bytes", "source"}
-STATUS_FIELDS = {"stream", "head", "epoch", "floor", "anchors", "replicas"}
+STATUS_FIELDS = {"stream", "head", "epoch", "floor", "anchors", "void", "replicas"}
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> list[dict[str, Any]]:

@@ -195,12 +195,28 @@ class TestWhatCanBeDone:
         assert "`dcr materialize --version 1 --base DIR`" in damages(stream)[key].repair
         assert "by the anchor of version 3" in damages(stream)[key].repair
 
-    def test_a_gap_in_the_ledger_is_beyond_us(self, stream: StreamWriter) -> None:
-        del stream.store.objects[names.record(5)]
-        report = check(stream)
-        assert report.records == 5
-        assert "missing although later ones exist" in report.damages[0].what
-        assert "backup" in report.damages[0].repair
+    def test_every_missing_record_is_named_and_comes_back_from_a_copy(self, stream: StreamWriter) -> None:
+        whole = dict(stream.store.objects)
+        for first in range(1, stream.ledger.tip.seq):
+            for lost in ({first}, {first, first + 1}, {first, stream.ledger.tip.seq - 1}):
+                if max(lost) == stream.ledger.tip.seq:
+                    continue
+                for seq in lost:
+                    del stream.store.objects[names.record(seq)]
+                report = check(stream)
+                assert report.records == first
+                assert [d.key for d in report.damages] == [names.record(seq) for seq in sorted(lost)]
+                for damage in report.damages:
+                    assert "missing although later ones exist" in damage.what
+                    assert "from a backup" in damage.repair
+                    assert "Without a copy the stream ends here" in damage.repair
+                stream.store.objects |= {names.record(seq): whole[names.record(seq)] for seq in lost}
+                assert check(stream).ok, "the repair works"
+
+    def test_without_its_first_record_a_ledger_is_damaged_and_not_absent(self, stream: StreamWriter) -> None:
+        del stream.store.objects[names.record(0)]
+        with pytest.raises(Corrupt, match="record 0 is missing"):
+            check(stream)
 
 
 class TestThatItAddsUp:
@@ -284,7 +300,7 @@ class TestRetention:
     def raise_floor(self, stream: StreamWriter) -> None:
         asyncio.run(stream.ledger.append(lambda header: Floor(**header.fields, floor=3)))
         for key in [*stream.store.objects]:
-            if key.startswith(("data/0/", "data/1/", "data/2/", "anchors/1/")):
+            if key.startswith(("data/1/", "data/2/", "anchors/1/")):
                 del stream.store.objects[key]
 
     def test_below_the_floor_nothing_is_looked_for(self, stream: StreamWriter) -> None:
@@ -292,6 +308,27 @@ class TestRetention:
         report = check(stream)
         assert report.ok
         assert (report.floor, report.versions, report.anchors) == (3, 2, 1)
+
+    def test_the_vector_of_version_0_is_kept_and_checked(self, stream: StreamWriter) -> None:
+        key = names.vector(0, 0)
+        whole = stream.store.objects[key]
+        self.raise_floor(stream)
+        for spoiled in (b"", whole[:-1], b"\1" + whole[1:], None):
+            stream.store.objects.pop(key)
+            if spoiled is not None:
+                stream.store.objects[key] = spoiled
+            (damage,) = check(stream).damages
+            assert damage.key == key
+            assert damage.repair.startswith("no version is lost")
+            stream.store.objects[key] = whole
+        assert check(stream).ok
+
+    def test_data_that_the_ledger_does_not_know_of_is_damage(self, stream: StreamWriter) -> None:
+        key = names.chunk(5, 999, "g", 0, "a0", 0)
+        stream.store.objects[key] = b"x"
+        (damage,) = check(stream).damages
+        assert damage.key == "data/5/999/"
+        assert "lost its newest records" in damage.repair
 
     def test_a_floor_that_rises_while_we_look_makes_no_damage(self, stream: StreamWriter) -> None:
         once = [True]

@@ -56,6 +56,7 @@ class Check:
         self._workers = workers
         # No patience: an object that is missing is what this command has to report.
         self._reader = Objects(store, floor=lambda: floor, emit=emit, patience=0, workers=workers)
+        self._first_reader = Objects(store, floor=lambda: 0, emit=emit, patience=0, workers=workers)
         self._slots = asyncio.Semaphore(AT_ONCE)
         self._layout: Layout
         self._totals = {0: stream.total} | {seal.version: seal.after for seal in seals.values()}
@@ -72,11 +73,12 @@ class Check:
                 hint="put the layout back: any checkpoint of this stream gives the same bytes",
             ) from error
         self._count(stream.layout.size)
-        if self._floor == 0:
-            vector = await self._try(
-                stream.fingerprint.key, 0, self._reader.read_vector(stream, self._layout), stream.fingerprint.size
-            )
-            self._known = None if vector is None else (0, vector)
+        vector = await self._try(
+            stream.fingerprint.key, 0, self._first_reader.read_vector(stream, self._layout), stream.fingerprint.size
+        )
+        self._known = None if vector is None else (0, vector)
+        if vector is None and self._floor:
+            self.damages = [msgspec.structs.replace(d, version=None, repair=_FIRST) for d in self.damages]
 
     async def version(self, seal: Seal) -> None:
         """Everything that one seal names, and that the chunks lead from the vector before to its own."""
@@ -278,6 +280,11 @@ class Check:
         self.damages = [msgspec.structs.replace(d, rebuildable=True) if d.key == key else d for d in self.damages]
 
 
+#: of the vector of version 0 below the floor, which is never deleted
+_FIRST = (
+    "no version is lost: an engine that holds the base checkpoint is not recognised any more, and loads an anchor; "
+    "a backup of the object, or the same from any other stream that was created from this base, puts it right"
+)
 _MISLEADS = (
     "replicas are not concerned; a rank of many that restores without a cache needs an anchor at or above it: "
     "restarted with --anchor-every 1 the publisher writes one at once"

@@ -1,4 +1,4 @@
-"""Reads every record from the first, in order, with its verdict: for people and for `verify`, not for daemons."""
+"""Reads records in order, several at once, with their verdicts: for people and for `verify`, not for daemons."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from dcr_daemon.errors import NotFound
-from dcr_daemon.ledger.fold import Step, begin, fold
+from dcr_daemon.ledger.fold import Step, begin, fold, tip_before
 from dcr_daemon.ledger.holes import find_above, missing_records
 from dcr_daemon.ledger.slot import read_slot
 from dcr_daemon.store.port import Store
@@ -24,6 +24,8 @@ async def replay(store: Store, *, ahead: int = AHEAD) -> AsyncIterator[Step]:
     """
     body = await read_slot(store, 0)
     if body is None:
+        if await find_above(store, -1) is not None and await read_slot(store, 0) is None:
+            raise missing_records(store.url, [0])
         raise NotFound(f"there is no stream at {store.url}", hint="a publisher makes one with --create")
     tip, stream = begin(body)
     yield Step(tip, stream)
@@ -41,3 +43,27 @@ async def replay(store: Store, *, ahead: int = AHEAD) -> AsyncIterator[Step]:
             if await find_above(store, tip.seq) is not None and await read_slot(store, tip.seq + 1) is None:
                 raise missing_records(store.url, [tip.seq + 1])
             return
+
+
+async def read_steps(store: Store, stream: str, *, start: int, last: int, ahead: int = AHEAD) -> AsyncIterator[Step]:
+    """Fold the slots after `start`, which holds a record that counts, up to `last`.
+
+    Raises:
+        Corrupt: a record is missing.
+    """
+    before = await _present(store, start)
+    claimed = tip_before(stream, start, body=before) if start else None
+    tip = fold(claimed, before).tip if claimed else begin(await _present(store, 0))[0]
+    while tip.seq < last:
+        seqs = range(tip.seq + 1, min(tip.seq + ahead, last) + 1)
+        for body in await asyncio.gather(*(_present(store, seq) for seq in seqs)):
+            step = fold(tip, body)
+            tip = step.tip
+            yield step
+
+
+async def _present(store: Store, seq: int) -> bytes:
+    body = await read_slot(store, seq)
+    if body is None:
+        raise missing_records(store.url, [seq])
+    return body

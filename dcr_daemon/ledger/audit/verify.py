@@ -19,6 +19,7 @@ from dcr_daemon.ledger.audit.checks import Check
 from dcr_daemon.ledger.audit.repairs import Damage, Repairs
 from dcr_daemon.ledger.audit.replay import replay
 from dcr_daemon.ledger.fold import Step
+from dcr_daemon.ledger.holes import find_holes
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.records import Anchor, Seal, State, Stream
 from dcr_daemon.ledger.retention.collector import Collector
@@ -179,16 +180,21 @@ async def _read_ledger(store: Store) -> _Found:
                 found.seals.append(step.record)
             elif isinstance(step.record, Anchor):
                 found.anchors.append(step.record)
-    except Corrupt as error:
+    except Corrupt:
         if found is None:
             raise
-        found.damages.append(
-            Damage(
-                key=names.record(found.records),
-                version=None,
-                what=error.message,
-                repair="the ledger above it cannot be trusted: restore the record from a backup of the bucket",
-            )
-        )
+        last = found.records - 1
+        found.damages += [_missing(seq) for seq in await find_holes(store, last) or [last + 1]]
     assert found is not None
     return found
+
+
+def _missing(seq: int) -> Damage:
+    return Damage(
+        key=names.record(seq),
+        version=None,
+        what=f"record {seq} is missing although later ones exist; nothing above it was checked",
+        repair="put the object back as it was: from a backup or another copy of the bucket, or, if the bucket keeps "
+        "versions, by deleting its delete marker. Without a copy the stream ends here: create a new one from the "
+        "newest checkpoint (docs/OPERATIONS.md, 'A damaged ledger')",
+    )
