@@ -122,6 +122,7 @@ class TorchMemory(HostTables):
         by_parameter: dict[str, list[int]] = {}
         for number, group in enumerate(groups):
             by_parameter.setdefault(self._rows[group.row].parameter, []).append(number)
+        self._batches = []  # the device must not hold two transactions
         with self._aside():
             self._batches = [self._batch(name, groups, numbers) for name, numbers in by_parameter.items()]
         self._count = len(groups)

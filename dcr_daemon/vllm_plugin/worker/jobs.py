@@ -17,6 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from dcr_daemon.engine.staged import unreadable
 from dcr_daemon.errors import Corrupt, DcrError, ResourceExhausted
 from dcr_daemon.vllm_plugin.calls import Code, JobKind, JobState, JobStatus
@@ -137,7 +139,7 @@ class BackgroundThread:
             job.result = job.work(job)
         except Cancelled:
             return JobState.CANCELLED
-        except (DcrError, OSError) as error:
+        except (DcrError, OSError, MemoryError, torch.OutOfMemoryError) as error:
             job.code, job.error = code_of(error), str(error)
             return JobState.FAILED
         except Exception as error:  # the thread must survive any job, and the caller must get the error
@@ -151,9 +153,11 @@ class BackgroundThread:
 def code_of(error: Exception) -> Code:
     """The code that tells the caller what to do about an error.
 
-    An `OSError` says nothing about the bytes of a version, so it is never `CORRUPT`: the subscriber counts that as a
-    refusal of the version (must P4).
+    An `OSError` and a lack of memory, of the host or of the device, say nothing about the bytes of a version, so they
+    are never `CORRUPT` or `FAILED`: the subscriber counts those as refusals of the version (must P4).
     """
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return Code.EXHAUSTED
     if isinstance(error, OSError):
         error = unreadable(error.filename or "a file", error)
     if isinstance(error, Corrupt):

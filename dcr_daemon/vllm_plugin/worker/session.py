@@ -357,6 +357,7 @@ class WorkerSession:
             raise Refusal(Code.REFUSED, f"transaction {self._txn_id} is {self._state}; it ends in commit or rollback")
         self._background.quiesce()
         self._forget()
+        self._free_groups()
         return self.status()
 
     def _end(self, txn: str, outcome: str) -> calls.Status:
@@ -364,8 +365,14 @@ class WorkerSession:
         for name in list(self._outcomes)[:-KEPT_OUTCOMES]:
             del self._outcomes[name]
         self._forget()
+        self._free_groups()
         self.dirty = False
         return self.status()
+
+    def _free_groups(self) -> None:
+        """Give back what a transaction took on the device: between two of them the memory is vLLM's."""
+        if self._attachment is not None and self._attachment.memory is not None:
+            self._attachment.memory.set_groups(())
 
     def _forget(self) -> None:
         """Forget the transaction; the results of jobs that are running or finished become void."""

@@ -22,6 +22,7 @@ from dcr_daemon.vllm_plugin import calls
 from dcr_daemon.vllm_plugin.calls import EXIT_DIRTY, Code, JobState, Op, TxnState
 from dcr_daemon.vllm_plugin.loader import place_model
 from dcr_daemon.vllm_plugin.weights import faults
+from dcr_daemon.vllm_plugin.weights.memory import HostMemory
 from dcr_daemon.vllm_plugin.worker import extension
 from dcr_daemon.vllm_plugin.worker.session import WorkerSession
 
@@ -266,6 +267,45 @@ def test_a_process_or_disk_in_trouble_refuses_no_version(
         driver.finish("t")
         assert os.strerror(number) in refused(driver, Op.JOIN, Code.EXHAUSTED, id="t")
     driver.prepare("u", hops[1])
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room"), torch.OutOfMemoryError("no room on the device")])
+def test_a_transaction_that_memory_has_no_room_for_refuses_no_version(
+    driver: Driver, hops, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HostMemory, "set_groups", fail)
+        driver.ok(Op.START, id="t", kind="prepare", hops=[hops[1][0].hop])
+        driver.finish("t")
+    assert "no room" in refused(driver, Op.JOIN, Code.EXHAUSTED, id="t")
+    driver.prepare("u", hops[1])
+
+
+@pytest.mark.parametrize("end", ["commit", "rollback", "drop"])
+def test_the_memory_of_a_transaction_is_free_when_it_has_ended(
+    driver: Driver, hops, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    counts: list[int] = []
+    set_groups = HostMemory.set_groups
+
+    def counting(memory: HostMemory, groups: Any) -> None:
+        counts.append(len(groups))
+        set_groups(memory, groups)
+
+    monkeypatch.setattr(HostMemory, "set_groups", counting)
+    driver.prepare("t", hops[1])
+    if end == "drop":
+        driver.ok(Op.DROP)
+    else:
+        driver.swap("t")
+        if end == "rollback":
+            driver.ok(Op.ROLLBACK, calls.Sums, txn="t")
+        driver.ok(Op.COMMIT if end == "commit" else Op.CLOSE, txn="t")
+    assert counts[0] > 0
+    assert counts[-1] == 0
 
 
 def test_a_lack_of_descriptors_in_a_load_is_an_exhausted_reply(
