@@ -68,7 +68,21 @@ StagingLimit = Annotated[
     int | None,
     typer.Option(metavar="BYTES", min=1 << 20, help="Most bytes in the staging directory.", rich_help_panel=_STAGING),
 ]
-Poll = Annotated[float, typer.Option(metavar="SECONDS", min=0.01, help="Seconds between polls of the ledger.")]
+Poll = Annotated[
+    float,
+    typer.Option(
+        envvar="DCR_POLL", metavar="SECONDS", min=0.01, help="Seconds between polls of the ledger after a new record."
+    ),
+]
+PollMax = Annotated[
+    float,
+    typer.Option(
+        envvar="DCR_POLL_MAX",
+        metavar="SECONDS",
+        min=0.01,
+        help="Most seconds between polls; the pause grows with the time in which no record came, by 2% of it.",
+    ),
+]
 Patience = Annotated[
     float,
     typer.Option(
@@ -116,6 +130,7 @@ def command(
     staging: Staging = None,
     staging_limit: StagingLimit = None,
     poll: Poll = 1.0,
+    poll_max: PollMax = 30.0,
     patience: Patience = 60.0,
     ready_within: ReadyWithin = 4,
     scrub_every: ScrubEvery = 3600.0,
@@ -147,6 +162,7 @@ def command(
         pin=pin,
         base=base,
         poll=poll,
+        poll_max=poll_max,
         patience=patience,
         scrub_every=scrub_every,
         scrub_rate=scrub_rate,

@@ -16,14 +16,20 @@ GAP_CHECK = 60  #: polls without a record between two checks that no record is m
 
 @dataclass(frozen=True, slots=True)
 class Polling:
-    """Seconds between polls: `active` after a record and while a version is open, else growing to `idle`; jittered."""
+    """Seconds between polls: `first` after something was found, then longer with each that finds nothing; jittered.
 
-    active: float = 1.0
-    idle: float = 5.0
+    Each pause is longer than the one before by `growth`, so it is about `growth` times what was waited so far: whatever
+    comes is noticed late by that share of the wait, by `longest` seconds at most.
+    """
+
+    first: float = 1.0
+    longest: float = 30.0
+    growth: float = 0.02
 
     def pause(self, looks: int) -> float:
         """Seconds to sleep after `looks` polls in a row that found nothing."""
-        delay: float = max(self.active, min(self.active * 1.25 ** min(looks - 1, 64), self.idle))
+        steps = min(looks - 1, 1000)  # no pause is above `longest` for longer, and no power overflows
+        delay: float = max(self.first, min(self.first * (1 + self.growth) ** steps, self.longest))
         return delay * (0.75 + runtime.jitter() / 2)
 
 
@@ -39,20 +45,18 @@ class Follower:
         poll: Callable[[], Awaitable[bool]],
         check_gap: Callable[[], Awaitable[None]],
         *,
-        busy: Callable[[], bool],
         polling: Polling,
         emit: Emit,
         url: str,
     ) -> None:
         self._poll = poll
         self._check_gap = check_gap
-        self._busy = busy
         self._polling = polling
         self._emit = emit
         self._url = url
         self._given: deque[AnyRecord] = deque()
         self._looks = 0  # polls that found nothing, in all
-        self._idle = 0  # in a row, while no version was open
+        self._idle = 0  # in a row
 
     def give(self, record: AnyRecord) -> None:
         """Called by the ledger for every record that counts, whoever caused it to be read."""
@@ -73,7 +77,7 @@ class Follower:
                 self._idle = 0
                 continue
             self._looks += 1
-            self._idle = 1 if self._busy() else self._idle + 1
+            self._idle += 1
             await runtime.sleep(self._polling.pause(self._idle))
         self._idle = 0
         return self._given.popleft()

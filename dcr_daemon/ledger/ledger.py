@@ -249,9 +249,7 @@ class Ledger:
 
     def follow(self) -> Follower:
         """Every record that counts from the present tip on, as an endless async iterator."""
-        follower = Follower(
-            self._poll, self.check_gap, busy=self._busy, polling=self._polling, emit=self._emit, url=self.store.url
-        )
+        follower = Follower(self._poll, self.check_gap, polling=self._polling, emit=self._emit, url=self.store.url)
         self._followers.add(follower)
         return follower
 
@@ -259,9 +257,6 @@ class Ledger:
         """Raise `Corrupt` if records exist above a free slot at the tail: something deleted one (must L2)."""
         async with self._lock:
             await self._check_above(by_list=False)
-
-    def _busy(self) -> bool:
-        return self._tip is not None and self._tip.state.open is not None
 
     async def _poll(self) -> bool:
         """Read the next slot; returns whether it was occupied."""

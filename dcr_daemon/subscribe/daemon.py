@@ -19,7 +19,6 @@ from dcr_daemon.disk import disk_error, disk_full
 from dcr_daemon.engine.port import Engine
 from dcr_daemon.errors import DcrError, Fenced, NotFound, StoreUnavailable, UsageError
 from dcr_daemon.events import Emit, FencedOut, LedgerRead, Retrying, Waiting
-from dcr_daemon.ledger.follow import Polling
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.store.port import Store
@@ -37,7 +36,7 @@ from dcr_daemon.subscribe.status import StatusWriter
 __all__ = ["STAGING_LIMIT", "SubscribeOptions", "run_subscribe"]
 
 T = TypeVar("T")
-IDLE = 5.0  #: times `poll`, between polls of a ledger in which nothing is open
+REPORT_PAUSE = 10  #: times the longest pause between two polls: between two reports of a replica that has no news
 
 
 async def run_subscribe(options: SubscribeOptions, store: Store, *, engine: Engine, emit: Emit) -> None:
@@ -57,7 +56,7 @@ async def run_subscribe(options: SubscribeOptions, store: Store, *, engine: Engi
     workers = runtime.Workers()
     try:
         with _only_one(home), _staging(options, home) as staging:
-            ledger = Ledger(store, mark=home / "seen.json", emit=emit, polling=_polling(options))
+            ledger = Ledger(store, mark=home / "seen.json", emit=emit, polling=options.polling)
             await _wait_until_read(options, emit, ledger.read)
             emit(LedgerRead(head=ledger.state.seal.version))
             runtime.failpoint("subscribe.found")
@@ -93,7 +92,13 @@ async def _run(
         workers=workers,
         emit=emit,
     )
-    status = StatusWriter(ledger.store, options.replica, stream=ledger.stream.stream, emit=emit)
+    status = StatusWriter(
+        ledger.store,
+        options.replica,
+        stream=ledger.stream.stream,
+        emit=emit,
+        refresh=REPORT_PAUSE * options.polling.longest,
+    )
     scrub = Scrub(
         engine, every=0 if options.once else options.scrub_every, rate=options.scrub_rate, status=status, emit=emit
     )
@@ -108,7 +113,7 @@ async def _run(
         stage=stage,
         anchors=AnchorFiles(home, objects, workers=workers),
         computed=computed,
-        follower=LedgerFollower(ledger, stage, poll=options.poll, emit=emit),
+        follower=LedgerFollower(ledger, stage, polling=options.polling, emit=emit),
         status=status,
         scrub=scrub,
     )
@@ -132,6 +137,7 @@ async def _run(
 
 async def _wait_until_read(options: SubscribeOptions, emit: Emit, read: Callable[[], Awaitable[T]]) -> T:
     """What `read` returns. Unless `once`, waits for a stream that is not there yet or a store that does not answer."""
+    looks = 0
     while True:
         try:
             return await read()
@@ -139,11 +145,8 @@ async def _wait_until_read(options: SubscribeOptions, emit: Emit, read: Callable
             if options.once:
                 raise
             emit(Waiting(what=error.message) if isinstance(error, NotFound) else Retrying(what=error.message))
-            await runtime.sleep(options.poll * IDLE * (0.75 + runtime.jitter() / 2))
-
-
-def _polling(options: SubscribeOptions) -> Polling:
-    return Polling(active=options.poll, idle=options.poll * IDLE)
+            looks += 1
+            await runtime.sleep(options.polling.pause(looks))
 
 
 def _staging(options: SubscribeOptions, home: Path) -> contextlib.AbstractContextManager[Path]:

@@ -10,7 +10,7 @@ import asyncio
 from dcr_daemon import runtime
 from dcr_daemon.errors import ResourceExhausted
 from dcr_daemon.events import Emit, OpenSeen, Retrying, SealSeen
-from dcr_daemon.ledger.follow import Follower
+from dcr_daemon.ledger.follow import Follower, Polling
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.records import Abort, AnyRecord, Epoch, Open, OpenRef, Release, Seal
 from dcr_daemon.subscribe.backoff import back_off
@@ -21,8 +21,8 @@ from dcr_daemon.subscribe.fetch.stage import Stage
 class LedgerFollower:
     """Follows the ledger in the background. To be made after the first `Ledger.read`, before anything reads on."""
 
-    def __init__(self, ledger: Ledger, stage: Stage, *, poll: float, emit: Emit) -> None:
-        self._ledger, self._stage, self._poll, self._emit = ledger, stage, poll, emit
+    def __init__(self, ledger: Ledger, stage: Stage, *, polling: Polling, emit: Emit) -> None:
+        self._ledger, self._stage, self._polling, self._emit = ledger, stage, polling, emit
         self._records: Follower = ledger.follow()
         self._changed = asyncio.Event()
         self._prefetch: Prefetch | None = None
@@ -49,7 +49,7 @@ class LedgerFollower:
                         tries = 0
                 except ResourceExhausted as error:
                     self._emit(Retrying(what=str(error)))
-                    await runtime.sleep(back_off(self._poll, tries))
+                    await runtime.sleep(back_off(self._polling.first, tries))
                     tries += 1
         finally:
             if self._prefetch:
@@ -73,7 +73,9 @@ class LedgerFollower:
     def _start_prefetch(self, opened: OpenRef) -> None:
         # A reader that lags behind the ledger sees opens whose seals are there already.
         if opened.version > max(self._skip, self._ledger.state.seal.version):
-            self._prefetch = Prefetch(self._ledger.store, self._stage, opened=opened, poll=self._poll, emit=self._emit)
+            self._prefetch = Prefetch(
+                self._ledger.store, self._stage, opened=opened, polling=self._polling, emit=self._emit
+            )
 
     async def _stop_prefetch(self) -> None:
         if self._prefetch:

@@ -1,8 +1,8 @@
 """The status object of a replica: one small object that it overwrites; nothing depends on it for safety (must L7).
 
-It is written at every change and every `REFRESH` seconds; a store that does not take it is no reason to stop. An
-incarnation nonce and a counter tell writers apart: if another incarnation's counter moves after this process's first
-write, two processes use the same replica id.
+It is written at every change, and now and then while nothing changes; a store that does not take it is no reason to
+stop. An incarnation nonce and a counter tell writers apart: if another incarnation's counter moves after this process's
+first write, two processes use the same replica id.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from dcr_daemon.untrusted import decode_json
 
 FORMAT = 1
 LIMIT = 64 << 10  #: bytes
-REFRESH = 30.0  #: seconds between two writes when nothing changes
 LAST_WRITE = 5.0  #: seconds for which a replica that ends waits for its last write
 
 
@@ -62,9 +61,13 @@ def decode_status(body: bytes) -> ReplicaStatus | None:
 
 
 class StatusWriter:
-    """Writes the status object in the background; `set` is cheap and never waits."""
+    """Writes the status object in the background; `set` is cheap and never waits.
 
-    def __init__(self, store: Store, replica: str, *, stream: str, emit: Emit, refresh: float = REFRESH) -> None:
+    Args:
+        refresh: seconds between two writes while nothing changes.
+    """
+
+    def __init__(self, store: Store, replica: str, *, stream: str, emit: Emit, refresh: float) -> None:
         self._store, self._emit, self._refresh = store, emit, refresh
         self._key = names.replica(replica)
         self._incarnation = runtime.nonce()

@@ -8,6 +8,7 @@ not answer or a foreign object only end or delay the prefetch, never the replica
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from functools import partial
 from pathlib import PurePosixPath
 
@@ -17,6 +18,7 @@ from dcr_daemon.codec.decode import read_id
 from dcr_daemon.errors import Corrupt, KeyNotFound, ResourceExhausted, StoreUnavailable
 from dcr_daemon.events import ChunkFetched, Degraded, Emit, Retrying
 from dcr_daemon.ledger import names
+from dcr_daemon.ledger.follow import Polling
 from dcr_daemon.ledger.records import OpenRef
 from dcr_daemon.store.partial import PartialFile
 from dcr_daemon.store.port import Entry, Store
@@ -25,13 +27,18 @@ from dcr_daemon.task_limiter import run_limited
 
 STOP_SECONDS = 5.0  #: a request that takes longer is continued by whoever stages the version
 
+#: of the pause between two LISTs, so that about a tenth of an upload is left to fetch after the seal. A LIST costs as
+#: much as a dozen GETs: it is repeated less often than the GET of the next record.
+GROWTH = 0.1
+
 
 class Prefetch:
     """Fetches one attempt in the background, from when it is made."""
 
-    def __init__(self, store: Store, stage: Stage, *, opened: OpenRef, poll: float, emit: Emit) -> None:
+    def __init__(self, store: Store, stage: Stage, *, opened: OpenRef, polling: Polling, emit: Emit) -> None:
         self.opened = opened
-        self._store, self._stage, self._poll, self._emit = store, stage, poll, emit
+        self._store, self._stage, self._emit = store, stage, emit
+        self._polling = replace(polling, growth=GROWTH)
         self._prefix = names.attempt(opened.version, opened.seq)
         self._place = stage.attempt_path(opened.version, opened.seq)
         self._refused: set[str] = set()
@@ -49,6 +56,7 @@ class Prefetch:
         await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
+        looks = 0
         while not self._stopped.is_set():
             try:
                 await self._look()
@@ -57,7 +65,8 @@ class Prefetch:
                 return
             except StoreUnavailable as error:
                 self._emit(Retrying(what=f"prefetch of version {self.opened.version}: {error.message}"))
-            await runtime.wait_event(self._stopped, self._poll)
+            looks += 1
+            await runtime.wait_event(self._stopped, self._polling.pause(looks))
 
     async def _look(self) -> None:
         """Fetch the chunks that LIST names and that are not staged yet."""
