@@ -18,7 +18,7 @@ from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.publish.group.anchors import AnchorPolicy, SinceAnchor
 from dcr_daemon.publish.group.opening import open_leader
 from dcr_daemon.publish.options import PublishOptions
-from dcr_daemon.publish.watch.published import read_published
+from dcr_daemon.publish.watch.published import FileTimes, read_published
 
 HEAD = 10_000
 CHAIN = 50  #: versions since the newest anchor
@@ -45,12 +45,17 @@ def long(world: PublishWorld) -> MemoryStore:
     return store
 
 
+async def nothing() -> list[FileTimes]:
+    return []
+
+
 async def start(world: PublishWorld, store: MemoryStore, state: Path) -> int:
     """Requests from start to the first attempt's `open`, with all that a watching publisher asks for."""
     store.requests.clear()
     options = PublishOptions(state=state, name="trainer", workers=1)
     session = await open_leader(options, store, emit=world.events)
-    await read_published(session.ledger, session.context.state.path / "published.json", watch=world.root / "watched")
+    cache = session.context.state.path / "published.json"
+    await read_published(session.ledger, cache, watch=world.root / "watched", on_disk=nothing)
     await session.begin()
     asked = sum(store.requests.values())
     assert session.head == HEAD

@@ -50,6 +50,11 @@ def checkpoint_identity(files: Iterable[FileIdentity], listed: str = "") -> froz
     return frozenset([*alone, FileIdentity(f"{len(rest)} files", sizes, times, _digest([f.inode for f in rest]))])
 
 
+def newest_time(files: Iterable[FileIdentity]) -> int:
+    """The latest modification time (ns) of some files; 0 of none."""
+    return max((file.mtime_ns for file in files), default=0)
+
+
 def is_digest(file: FileIdentity) -> bool:
     """Whether this stands for many files, as `checkpoint_identity` makes it."""
     return bool(_MANY_FILES.match(file.name))

@@ -114,8 +114,11 @@ class CheckpointIngest:
         """Raise `SourceChanged` if a file that was read is not the same any more."""
         _check_unchanged(self._ingested)
 
-    async def finish_and_seal(self) -> SealedVersion:
+    async def finish_and_seal(self, earlier_ns: int) -> SealedVersion:
         """All files are ingested: make the version.
+
+        Args:
+            earlier_ns: the modification time of the newest file of any version before.
 
         Raises:
             CheckpointMisfit: tensors are missing or added, all named.
@@ -126,7 +129,9 @@ class CheckpointIngest:
             await self._leader.context.workers.run(self._validator.finish, self._leader.read)
         for (given, canonical), tensors in self._validator.rounded.items():
             self._emit(Rounded(tensors=tensors, given=given, canonical=canonical))
-        source: dict[str, Any] = msgspec.to_builtins(PublishedCheckpoint(self.relative, sorted(self.identity)))
+        source: dict[str, Any] = msgspec.to_builtins(
+            PublishedCheckpoint(self.relative, sorted(self.identity), earlier_ns)
+        )
         return await self._leader.seal(self._attempt, source=source, check=self.check)
 
     def close(self) -> None:

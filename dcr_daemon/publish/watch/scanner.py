@@ -31,7 +31,7 @@ from dcr_daemon.publish.watch.pieces.fit import PieceFit
 from dcr_daemon.publish.watch.pieces.reader import PieceFiles
 from dcr_daemon.publish.watch.pieces.tables import PieceTables
 from dcr_daemon.publish.watch.policy_paths import DEPTH, PolicyPaths
-from dcr_daemon.publish.watch.published import PublishedFiles
+from dcr_daemon.publish.watch.published import FileTimes, Published, PublishedFiles
 from dcr_daemon.publish.watch.rewrites import Rewrites
 from dcr_daemon.publish.watch.write_state import WriteState, file_system_of
 from dcr_daemon.wording import shorten
@@ -39,6 +39,8 @@ from dcr_daemon.wording import shorten
 SHARDED = "sharded"  #: where torch's writer leaves the pieces from which it makes the checkpoint one level up
 UNWRITTEN = "its bytes from {} on were never written: preallocated, or copied with holes (or give --marker)"
 LEFT_OVER = "not written again yet: the checkpoint is being rewritten in place (touch what stays as it is)"
+
+_DATA_FILES = (".safetensors", ".distcp", METADATA)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,27 @@ class CheckpointScanner:
         """A checkpoint is a version now: `scan` does not find it again."""
         self._published.add(relative, identity)
         self._rewrites.forget(relative)
+
+    def mark_unread(self, published: Published) -> None:
+        """What is known of the versions that are not among those marked as published."""
+        self._published.newest_ns, self._published.unread_ns = published.newest_ns, published.unread_ns
+
+    @property
+    def newest_ns(self) -> int:
+        """The modification time of the newest file of any version."""
+        return self._published.newest_ns
+
+    def file_times(self) -> list[FileTimes]:
+        """When the files of every directory that may be a checkpoint were written."""
+        found = []
+        for directory in self._directories(self._root, 0):
+            try:
+                paths = [path for path in directory.iterdir() if path.name.endswith(_DATA_FILES)]
+            except OSError:
+                continue
+            if times := [file.mtime_ns for path in paths if (file := identify(path))]:
+                found.append(FileTimes(directory.relative_to(self._root).as_posix(), min(times), max(times)))
+        return found
 
     @property
     def blind_spot(self) -> str:

@@ -137,9 +137,7 @@ class Watcher:
     async def run(self) -> OnceReport:
         """Publish until cancelled; with `once`, until what was complete at the start is published."""
         self._scanner = self._new_scanner(await read_config(self._leader.ledger, self._options.base))
-        cache = self._leader.context.state.path / "published.json"
-        for source in await read_published(self._leader.ledger, cache, watch=self._options.watch):
-            self._mark_published(source.path, source.identity)
+        await self._read_published()
         try:
             if self._options.once:
                 return await self._run_once()
@@ -152,6 +150,23 @@ class Watcher:
                 self._inotify.close()
             if self._current:
                 self._current.close()
+
+    async def _read_published(self) -> None:
+        """Find out which checkpoints below the watched directory are versions already."""
+        context = self._leader.context
+        published = await read_published(
+            self._leader.ledger,
+            context.state.path / "published.json",
+            watch=self._options.watch,
+            on_disk=lambda: context.workers.run(self._scanner.file_times),
+        )
+        for source in published.sources:
+            self._mark_published(source.path, source.identity)
+        self._scanner.mark_unread(published)
+        if published.passed_by:
+            names = shorten(published.passed_by)
+            what = f"not published, being older than the newest {len(published.sources)} versions: {names}"
+            self._emit(Degraded(what=f"{what}; to publish one all the same, `touch` its files"))
 
     async def _run_once(self) -> OnceReport:
         await self._scan()
@@ -294,7 +309,7 @@ class Watcher:
         return ""
 
     async def _seal(self, current: CheckpointIngest) -> SealedVersion:
-        sealed = await current.finish_and_seal()
+        sealed = await current.finish_and_seal(self._scanner.newest_ns)
         self._current, self._failures = None, {}
         current.close()
         self._mark_published(current.relative, current.identity)

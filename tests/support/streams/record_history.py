@@ -81,18 +81,19 @@ class HistoryWriter:
         opened = self.tip.state.open
         self.append(Abort, attempt=opened.seq, version=opened.version, reason="test")
 
-    def seal(self, at: str = "2026-01-01T00:00:00+00:00") -> Seal:
+    def seal(self, at: str = "2026-01-01T00:00:00+00:00", source: dict[str, object] | None = None) -> Seal:
         opened = self.tip.state.open
         sums = self._object(names.vector(opened.version, opened.seq), self.sums(opened.version))
         return self.append(
             Seal, at=at, version=opened.version, base=opened.base, attempt=opened.seq, parts=[], fingerprint=sums,
             before=self.total(opened.base), after=self.total(opened.version), previous=self.tip.state.seal.seq,
             changed=0, elements=sum(s.elements for s in self.layout), bytes=self.size, dense_bytes=self.layout.nbytes,
+            source=source,
         )  # fmt: skip
 
-    def version(self, at: str = "2026-01-01T00:00:00+00:00") -> Seal:
+    def version(self, at: str = "2026-01-01T00:00:00+00:00", source: dict[str, object] | None = None) -> Seal:
         self.open()
-        return self.seal(at)
+        return self.seal(at, source)
 
     def versions(self, count: int, *, anchors_every: int = 0) -> None:
         for _ in range(count):
