@@ -218,6 +218,11 @@ class TestWhatCanBeDone:
         with pytest.raises(Corrupt, match="record 0 is missing"):
             check(stream)
 
+    def test_a_stream_without_its_first_record_is_not_called_absent(self, stream: StreamWriter) -> None:
+        del stream.store.objects[names.record(0)]
+        with pytest.raises(Corrupt, match="record 0 is missing"):
+            check(stream)
+
 
 class TestThatItAddsUp:
     """Objects that verify one by one and are wrong together."""
