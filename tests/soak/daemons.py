@@ -149,9 +149,10 @@ class Daemon:
             with self.events.open("rb") as file:
                 file.seek(self._read)
                 for line in file:
-                    if line.endswith(b"\n"):
-                        self._read += len(line)
-                        yield json.loads(line)
+                    if not line.endswith(b"\n"):
+                        return  # the rest of it comes
+                    self._read += len(line)
+                    yield json.loads(line)
 
     def close(self) -> None:
         if self.disk:

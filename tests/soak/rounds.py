@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,8 +68,9 @@ async def soak(
     """Play rounds on one new stream. A round that fails is the last one; `home` keeps its logs."""
     draw, done = random.Random(f"stream of {seed}"), Soaked(seed)
     anchors, keep = draw.choice((1, 2, 4)), draw.choice((2, 3, 5))
+    world = World(home, weed, fork_server, seed=seed, anchor_every=anchors, keep=keep)
     try:
-        async with World(home, weed, fork_server, seed=seed, anchor_every=anchors, keep=keep) as world:
+        async with world:
             for round_ in rounds:
                 began = time.monotonic()
                 tell(f"  {round_}")
@@ -77,8 +79,9 @@ async def soak(
             await world.stop()
             if left := _children(fork_server.pid):
                 raise Failed(f"processes left over: {left}")
-    except Failed as error:
-        done.failure = f"{rounds[done.rounds] if done.rounds < len(rounds) else 'the end'}: {error}"
+    except Exception as error:  # noqa: BLE001 - one of the harness, too, fails this soak and not those after it
+        told = str(error) if isinstance(error, Failed) else traceback.format_exc()
+        done.failure = f"{rounds[done.rounds] if done.rounds < len(rounds) else 'the end'}: {told}"
     done.versions = world.head
     done.restarts = sum(max(daemon.lives - 1, 0) for daemon in world.daemons)
     return done

@@ -15,7 +15,6 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -88,10 +87,7 @@ class Soaks:
     def play(self, seed: int, rounds: Sequence[Round], *, again: str) -> Soaked:
         home, began = self.place / f"{seed}-{time.time_ns()}", time.monotonic()
         places = {"home": home, "weed": self._weed, "fork_server": self._fork_server}
-        try:
-            done = asyncio.run(soak(seed, rounds, tell=self._tell, **places))
-        except Exception:  # noqa: BLE001 - a fault of the harness fails this soak, not those after it
-            done = Soaked(seed, failure=traceback.format_exc())
+        done = asyncio.run(soak(seed, rounds, tell=self._tell, **places))
         said = f"{done.rounds} rounds in {time.monotonic() - began:.0f} s, {done.versions} versions"
         print(f"seed {seed}: {said}", flush=True)
         if done.failure:

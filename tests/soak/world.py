@@ -61,11 +61,20 @@ class World:
         self.seals: dict[int, Seal] = {}
         self.served: dict[str, int] = {}  #: newest version that a replica has said that it serves
         self.told: Counter[str] = Counter()
+        self.daemons: list[Daemon] = []
         self.store: Store
         self._ledger: Ledger | None = None  #: what was read of it so far
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
+        try:
+            await self._open()
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def _open(self) -> None:
         for place in (self.stream.watch, self.stream.inbox):
             place.mkdir()
         self.store = await open_store(self.stream.url, endpoint_url=self.weed.server.endpoint_url)
@@ -79,7 +88,6 @@ class World:
         for replica in self.replicas:
             replica.start()
         await self.settle()
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         try:
@@ -91,14 +99,11 @@ class World:
 
     async def _daemon(self, kind: type[Any], name: str) -> Any:
         network = await self._stack.enter_async_context(BadNetwork(self.weed.server.endpoint_url))
-        return kind(name, self.home / name, self.stream, network, self.fork_server)
+        self.daemons.append(kind(name, self.home / name, self.stream, network, self.fork_server))
+        return self.daemons[-1]
 
     async def _created(self) -> bool:
         return await self.state() is not None
-
-    @property
-    def daemons(self) -> list[Daemon]:
-        return [self.watcher, self.library, *self.replicas]
 
     def daemon(self, name: str) -> Daemon:
         """A daemon by its name; `holder` is the publisher that holds the stream now."""
