@@ -200,7 +200,8 @@ class Replica(Daemon):
 
     def arguments(self) -> list[str]:
         places = ["--state", str(self.state), "--staging", str(self.home / "staging")]
-        engine = ["--engine", f"dir://{self.directory}", "--replica", self.name, "--poll", "0.1", "--patience", "2"]
+        engine = ["--engine", f"dir://{self.directory}", "--replica", self.name, "--patience", "2"]
+        engine += ["--poll", "0.1", "--poll-max", "0.2"]
         return ["subscribe", "--from", self.stream.url, *engine, *places, *_observed(self)]
 
 
