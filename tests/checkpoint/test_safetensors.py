@@ -82,6 +82,16 @@ def test_elements_are_written_in_place_and_seen_through_maps_of_the_file(tmp_pat
             file.bits("bf16")[2] = 0
 
 
+def test_what_a_file_holds_already_is_not_written_again(tmp_path: Path) -> None:
+    """So a rollback on a full disk needs no space for what was not written, in extents that a reflink shares."""
+    path = tmp_path / "a.safetensors"
+    write_safetensors(path, [(TensorSpec("x", "BF16", (4,)), np.arange(4, dtype="<u2"))])
+    with SafetensorsFile(path) as unwritable:
+        unwritable.write_elements("x", np.array([1, 3]), values=np.array([1, 3], "<u2"))
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            unwritable.write_elements("x", np.array([1, 3]), values=np.array([1, 4], "<u2"))
+
+
 @pytest.mark.parametrize("apart", [1, 2, 8191, 8192, 8193, 8194, 100_000])
 def test_positions_that_are_near_or_far_from_each_other_are_all_written_and_nothing_else(tmp_path, apart) -> None:
     """Around the gap up to which elements are written together, and over the limit of one write."""
