@@ -55,7 +55,8 @@ class Attached(msgspec.Struct, frozen=True, kw_only=True):
     because then only `token` and `incarnation` are up to date in this answer (must E6). `version` is the version that
     the engine was last proved at in this incarnation, None if it is unproved. `serving` tells whether it generates now.
     `vector` is the live fingerprint vector (u64 little-endian, layout order; 0 where the class is not `exact`).
-    `classes` are in layout order.
+    `classes` are in layout order. `unverified`: the weights may be anybody's, and `load` does not replace them before
+    `prove` has accepted them as a version.
     """
 
     token: int
@@ -65,6 +66,7 @@ class Attached(msgspec.Struct, frozen=True, kw_only=True):
     serving: bool
     vector: bytes
     classes: list[TensorClass]
+    unverified: bool = False
 
 
 class VersionDelta(msgspec.Struct, frozen=True, kw_only=True):

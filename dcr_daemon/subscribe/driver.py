@@ -247,14 +247,16 @@ class Driver:
         self._blank = not vector.any()
         if attached.version is not None and attached.version > context.ledger.state.seal.version:
             await context.ledger.read()  # another subscriber has brought it further than this process has read
+        live = LiveWeights(vector, attached.classes)
         version = await locate(
             context.ledger,
-            LiveWeights(vector, attached.classes),
+            live,
             objects=context.objects,
             layout=context.layout,
             highest=context.ledger.state.seal.version,
             hint=attached.version,
             thorough=bool(self._backoff.bad_anchors),
+            below_floor=attached.unverified,
             emit=self._emit,
         )
         if version is None:
@@ -266,20 +268,24 @@ class Driver:
             self._computed_lost = error
             return
         try:
-            await self._prove(version, computed)
+            await self._prove(version, live, computed)
         except BelowFloor as error:  # the floor has risen since it was located: an anchor is the way on
             self._emit(Degraded(what=f"the engine's version {version} cannot be verified: {error.message}"))
             return
         self.version = version
 
-    async def _prove(self, version: int, computed: str) -> None:
+    async def _prove(self, version: int, live: LiveWeights, computed: str) -> None:
         pin = self._context.options.pin
         if pin is not None and version > pin:
             raise EngineRefused(
                 f"the engine is at version {version}, above the pinned {pin}",
                 hint="restart the engine with older weights, or publish those as a new version",
             )
-        vector = await self._context.stage.vector_file(await self._context.ledger.version_record(version))
+        record = await self._context.ledger.version_record(version)
+        if live.digest == record.fingerprint.sha256:  # below the floor the object may be gone
+            vector = await self._context.stage.write_vector(record, live.stored)
+        else:
+            vector = await self._context.stage.vector_file(record)
         runtime.failpoint("subscribe.located")
         await self._engine.prove(version, vector, str(version), computed)
         runtime.failpoint("subscribe.proved")

@@ -2,13 +2,15 @@
 
 The search ends at the floor, below which no chain begins; and if there is an anchor, after the newest versions, since
 from older ones the chain costs more than the anchor. So unknown weights cost the same in a long history as in a short
-one.
+one. Only weights that may be anybody's, and are not replaced unless they are of this stream, are compared with all
+versions: the records of those below the floor stay.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -19,7 +21,7 @@ from dcr_daemon.errors import Corrupt, NotFound
 from dcr_daemon.events import Emit, Waiting
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import BelowFloor, Objects
-from dcr_daemon.ledger.records import Seal, Stream, show_u64, total_of
+from dcr_daemon.ledger.records import Seal, Stream, digest, show_u64, total_of
 
 REPORT = 512  #: seals read between two reports
 #: Versions compared before version 0 is: a fresh engine holds the base, and must not pay for a long history. If an
@@ -27,22 +29,31 @@ REPORT = 512  #: seals read between two reports
 RECENT = 256
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LiveWeights:
     """An engine's weights, as attach describes them: `vector` is u64, in layout order, 0 where a class is not exact."""
 
     vector: Vector
     classes: Sequence[TensorClass]
 
+    @cached_property
+    def stored(self) -> bytes:
+        """The vector as an object of the bucket holds it."""
+        return self.vector.astype("<u8").tobytes()
+
+    @cached_property
+    def digest(self) -> str:
+        return digest(self.stored)
+
 
 async def matches(record: Stream | Seal, live: LiveWeights, *, objects: Objects, layout: Layout) -> bool:
     """Whether live sums are those of a version, on every tensor that the engine holds exactly (F3).
 
-    An engine that holds all tensors is told apart by the record's total; the whole vector is fetched only then.
+    For an engine that holds all tensors the record is enough: it has the digest of the whole vector.
     """
     exact = np.array([kind is TensorClass.EXACT for kind in live.classes], dtype=bool)
-    if exact.all() and show_u64(total(live.vector)) != total_of(record):
-        return False
+    if exact.all():
+        return show_u64(total(live.vector)) == total_of(record) and live.digest == record.fingerprint.sha256
     try:
         expected = await objects.read_vector(record, layout)
     except BelowFloor:
@@ -59,6 +70,7 @@ async def locate(
     highest: int,
     hint: int | None = None,
     thorough: bool = False,
+    below_floor: bool = False,
     emit: Emit,
 ) -> int | None:
     """The newest version up to `highest` whose vector the live weights have; None if they are of no version.
@@ -68,6 +80,7 @@ async def locate(
             equal content is then one empty step of the chain away.
         thorough: compare all versions above the floor. Otherwise None may also mean: of an old version, from which
             the route by an anchor is cheaper.
+        below_floor: compare those below it too.
 
     Raises:
         Corrupt: the engine was proved at a version that this ledger does not have (must T1).
@@ -89,7 +102,7 @@ async def locate(
     # F3).
     lost = hint is not None and 0 < hint < ledger.state.floor
     looked = 0
-    async for record in _newest_first(ledger, highest):
+    async for record in _newest_first(ledger, highest, lowest=1 if below_floor else ledger.state.floor):
         if lost and isinstance(record, Stream):
             break
         if await matches(record, live, objects=objects, layout=layout):
@@ -98,7 +111,7 @@ async def locate(
         if looked == RECENT:
             if not lost and await matches(ledger.stream, live, objects=objects, layout=layout):
                 return 0
-            if not thorough and await _anchored(ledger, highest):
+            if not (thorough or below_floor) and await _anchored(ledger, highest):
                 return None
         if looked % REPORT == 0:
             emit(Waiting(what=f"which version the engine holds: {looked} versions compared"))
@@ -113,10 +126,10 @@ async def _anchored(ledger: Ledger, highest: int) -> bool:
     return False
 
 
-async def _newest_first(ledger: Ledger, highest: int) -> AsyncIterator[Stream | Seal]:
-    """The records that sealed what may be held, from `highest` down to the floor; version 0 last."""
+async def _newest_first(ledger: Ledger, highest: int, *, lowest: int) -> AsyncIterator[Stream | Seal]:
+    """The records that sealed what may be held, from `highest` down to `lowest`; version 0 last."""
     async for seal in ledger.history.seals_back(highest):
-        if seal.version < ledger.state.floor:
+        if seal.version < lowest:
             break
         yield seal
     yield ledger.stream

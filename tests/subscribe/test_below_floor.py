@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from support.streams.writer import StreamWriter
 
-from dcr_daemon.errors import NotFound
+from dcr_daemon.errors import EngineRefused, NotFound
 from dcr_daemon.events import Committed, Retrying, Serving
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.retention.collector import collect
@@ -260,3 +260,26 @@ class TestMaterialize:
         if when == "before":
             await self.collected.wait()
         return await materialize(held, version=2, out=out)
+
+
+@pytest.mark.parametrize("version", [0, 2])
+async def test_a_directory_at_a_version_below_the_floor_is_adopted_and_an_unknown_one_is_not(
+    make_stream, make_replica, version
+):
+    """A copy of what `dcr materialize` once built: its version's objects are deleted, but its record is not."""
+    stream = await make_stream(5)
+    await stream.publish(1, 2, 3, 4)
+    await stream.anchor(4)
+    await stream.publish(5)
+    await gc(stream, 1)
+    replica, stranger = make_replica(stream), make_replica(stream)
+    stream.versions.save(replica.directory, version)
+    await replica.once()
+    assert stream.versions.version_of(replica.directory) == 5
+    assert [event.route for event in replica.events.of(Committed)] == ["anchor", "chain"]
+    values = {name: bits ^ 1 for name, bits in stream.versions.values[version].items()}
+    unknown = stream.versions.put(values)
+    stream.versions.save(stranger.directory, unknown)
+    with pytest.raises(EngineRefused, match="neither empty nor at a version of this stream"):
+        await stranger.once()
+    assert stream.versions.version_of(stranger.directory) == unknown

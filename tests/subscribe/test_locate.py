@@ -84,7 +84,9 @@ async def test_a_recent_return_to_the_base_is_the_recent_version() -> None:
 
 
 async def test_an_engine_whose_version_was_collected_is_not_called_by_the_older_name_of_the_same_weights() -> None:
-    """Version 1 changed nothing, and its vector is gone: its engine must not be proved at version 0 again (F3)."""
+    """Version 1 changed nothing, and its vector is gone: its engine must not be proved at version 0 again (F3).
+
+    What an engine holds exactly is known by the digest in the record; of one that holds less, the vector is needed."""
     store = MemoryStore()
     await make_history(store, [0, 0, 1, 2])
     ledger = Ledger(store)
@@ -96,7 +98,29 @@ async def test_an_engine_whose_version_was_collected_is_not_called_by_the_older_
     objects = Objects(store, floor=lambda: ledger.state.floor)
     at: dict[str, Any] = {"objects": objects, "layout": LAYOUT, "highest": 3, "emit": lambda _: None}
     live = LiveWeights(vector_of(0), [TensorClass.EXACT] * len(LAYOUT))
-    assert await locate(ledger, live, hint=1, **at) == 1
+    less = LiveWeights(vector_of(0) * [1, 0], [TensorClass.EXACT, TensorClass.LOADER_COMPUTED])
+    assert await locate(ledger, live, hint=1, **at) == await locate(ledger, less, hint=1, **at) == 1
     del store.objects[seal.fingerprint.key]
-    assert await locate(ledger, live, hint=1, **at) is None
-    assert await locate(ledger, live, hint=None, **at) == 0
+    assert await locate(ledger, live, hint=1, **at) == 1
+    assert await locate(ledger, less, hint=1, **at) is None
+    assert await locate(ledger, less, hint=None, **at) == 0
+
+
+async def test_versions_below_the_floor_are_known_by_their_records_where_that_is_asked_for() -> None:
+    store = MemoryStore()
+    await make_history(store, [0, 1, 2, 3])
+    ledger = Ledger(store)
+    await ledger.claim("trainer")
+    index, sums = ObjectRef("anchors/3/1/index.json", 0, records.digest(b"")), records.show_u64(total(vector_of(3)))
+    await ledger.append(lambda header: Anchor(**header.fields, version=3, index=index, total=sums, bytes=0))
+    await ledger.append(lambda header: Floor(**header.fields, floor=3))
+    for version in (0, 1, 2):
+        del store.objects[(await ledger.version_record(version)).fingerprint.key]
+    objects = Objects(store, floor=lambda: ledger.state.floor)
+    at: dict[str, Any] = {"objects": objects, "layout": LAYOUT, "highest": 3, "emit": lambda _: None}
+    for version in (1, 2):
+        live = LiveWeights(vector_of(version), [TensorClass.EXACT] * len(LAYOUT))
+        assert await locate(ledger, live, **at) is None
+        assert await locate(ledger, live, below_floor=True, **at) == version
+    unknown = LiveWeights(vector_of(9), [TensorClass.EXACT] * len(LAYOUT))
+    assert await locate(ledger, unknown, below_floor=True, **at) is None

@@ -101,6 +101,7 @@ class DirectoryEngine:
                 serving=False,
                 vector=state.vector.astype("<u8").tobytes(),
                 classes=[TensorClass.EXACT] * len(state.layout),
+                unverified=state.unverified,
             )
 
     def _repair_and_claim(self, facts: StreamFacts) -> Marker | None:

@@ -76,8 +76,12 @@ class Stage:
     async def vector_file(self, record: Stream | Seal) -> str:
         """The file of a version's whole fingerprint vector, verified."""
         vector = await self.objects.read_vector(record, self.layout)
+        return await self.write_vector(record, vector.astype("<u8").tobytes())
+
+    async def write_vector(self, record: Stream | Seal, body: bytes) -> str:
+        """The same of a vector that is known; `body` has the digest that the record names."""
         path = self.path / f"vector-{record.fingerprint.sha256}.bin"
-        await self.write(path, vector.astype("<u8").tobytes())
+        await self.write(path, body)
         return str(path)
 
     async def stage_deltas(self, seals: Sequence[Seal], before: Stream | Seal) -> list[VersionDelta]:
