@@ -16,13 +16,18 @@ from soak.checks import check
 from soak.daemons import Failed
 from soak.faults import TakeOver
 from soak.files import Wiped, flip
+from soak.links import other_time
 from soak.results import MARKS, Soaked, read_results, report, table
 from soak.rounds import FOR_ROOT, KINDS, draw_rounds, play, soak
 from soak.run import MODULES
 from soak.world import World
 from support.faults.sampling import COMMIT
 from support.processes.fork_server import ForkServer
+from support.stores.faulty_proxy import BadNetwork, Planned
+from support.stores.faulty_proxy import Fault as Answer
 from support.stores.seaweed import SeaweedProcess, set_environment
+
+from dcr_daemon.store import open_store
 
 pytestmark = [pytest.mark.crash, pytest.mark.seaweed]
 SEED = int(COMMIT, 16) if COMMIT != "released" else 0
@@ -124,6 +129,37 @@ async def test_faults_of_every_kind_are_drawn_and_take_overs_are_played(places: 
         await play(world, round_)
         assert all(fault.struck for fault in round_.faults)
         await world.stop()
+
+
+async def test_a_planned_fault_befalls_the_requests_that_it_names(places: dict[str, Any]) -> None:
+    url, calls = places["weed"].server.stream(), list[str]()
+    async with BadNetwork(places["weed"].server.endpoint_url) as network:
+        store = await open_store(url, endpoint_url=network.url)
+        for key in ("data/1", "data/2"):
+            await store.create(key, b"0123456789")
+
+        def of(key: str) -> Callable[[str, str], bool]:
+            return lambda method, path: method == "GET" and path.endswith(key)
+
+        network.plan(Planned(matches=of("data/1"), nth=2, edit=lambda body: b"x" + body[1:]))
+        lost = Planned(matches=of("data/2"), fault=Answer.RESET_AFTER, after=lambda: calls.append("answered"))
+        network.plan(lost)
+        read = [await store.get("data/1", limit=100) for _ in range(3)]
+        assert read == [b"0123456789", b"x123456789", b"0123456789"]
+        assert not lost.met
+        assert await store.get("data/2", limit=100) == b"0123456789", "the request is repeated"
+        assert lost.met
+        assert calls == ["answered"]
+        network.clear()
+        await store.close()
+
+
+def test_a_record_with_another_time_is_a_record() -> None:
+    body = b'{"kind":"seal","at":"2026-11-30T09:59:59Z","seq":7}'
+    for where in (0.0, 0.5, 0.99):
+        changed = other_time(body, where)
+        assert sum(a != b for a, b in zip(body, changed, strict=True)) == 1
+        assert json.loads(changed) | {"at": ""} == json.loads(body) | {"at": ""}
 
 
 def test_results_add_up(tmp_path: Path) -> None:
