@@ -134,3 +134,41 @@ async def test_the_moment_that_was_left_does_not_hide_what_the_store_said(clock)
     with pytest.raises(StoreUnavailable, match="the key is not known"):
         await retry(deny, what="get x", patience=RetryPolicy(10.0, first=0.4, longest=0.4), gate=nullcontext())
     assert given[-1] < 0.25
+
+
+async def test_the_window_doubles_while_tries_stall_and_a_try_that_moves_ends_that(clock) -> None:
+    given: list[float] = []
+
+    async def stall(seconds: float) -> None:
+        given.append(seconds)
+        clock.time += seconds
+        raise Transient("no answer", stalled=len(given) != 3)
+
+    arrived = iter(range(0, 1000 * PROGRESS_BYTES, PROGRESS_BYTES))
+    with pytest.raises(RuntimeError, match="enough"):
+        await retry(
+            stall,
+            what="get",
+            patience=RetryPolicy(60.0, first=0.1, longest=0.1),
+            gate=nullcontext(),
+            progress=lambda: next(arrived) if len(given) < 6 else enough(),
+        )
+    assert given == pytest.approx([10.0, 20.0, 40.0, 10.0, 20.0, 40.0])
+
+
+def enough() -> int:
+    raise RuntimeError("enough")
+
+
+async def test_what_may_move_for_longer_than_the_patience_is_tried_again(clock) -> None:
+    tries = 0
+
+    async def long(_: float) -> None:
+        nonlocal tries
+        tries += 1
+        clock.time += 1000.0
+        raise Transient("broke off near its end")
+
+    with pytest.raises(StoreUnavailable, match="tried 3 times"):
+        await retry(long, what="put", patience=PATIENCE, gate=nullcontext(), fewest=3)
+    assert tries == 3
