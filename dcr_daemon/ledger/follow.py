@@ -11,7 +11,8 @@ from dcr_daemon.errors import StoreUnavailable
 from dcr_daemon.events import Emit, Retrying
 from dcr_daemon.ledger.records import AnyRecord
 
-GAP_CHECK = 60  #: polls without a record between two checks that no record is missing
+GAP_AFTER = 30  #: polls in a row without a record after which it is looked for a missing one
+GAP_EVERY = 6  #: polls of which one then looks further ahead, instead of at the next slot: a poll stays one request
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class Follower:
     def __init__(
         self,
         poll: Callable[[], Awaitable[bool]],
-        check_gap: Callable[[], Awaitable[None]],
+        check_gap: Callable[[int], Awaitable[None]],
         *,
         polling: Polling,
         emit: Emit,
@@ -55,8 +56,7 @@ class Follower:
         self._emit = emit
         self._url = url
         self._given: deque[AnyRecord] = deque()
-        self._looks = 0  # polls that found nothing, in all
-        self._idle = 0  # in a row
+        self._idle = 0  # polls in a row that found nothing
 
     def give(self, record: AnyRecord) -> None:
         """Called by the ledger for every record that counts, whoever caused it to be read."""
@@ -76,7 +76,6 @@ class Follower:
             if await self._look():
                 self._idle = 0
                 continue
-            self._looks += 1
             self._idle += 1
             await runtime.sleep(self._polling.pause(self._idle))
         self._idle = 0
@@ -84,8 +83,10 @@ class Follower:
 
     async def _look(self) -> bool:
         try:
-            if self._looks and self._looks % GAP_CHECK == 0:
-                await self._check_gap()
+            turn, polls = divmod(self._idle - GAP_AFTER, GAP_EVERY)
+            if turn >= 0 and polls == 0:
+                await self._check_gap(turn)
+                return False
             return await self._poll()
         except StoreUnavailable as error:
             self._emit(Retrying(what=f"the store of {self._url}: {error.message}"))

@@ -10,7 +10,7 @@ records below it.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from dcr_daemon.errors import Corrupt
 from dcr_daemon.ledger import names
@@ -24,13 +24,16 @@ CONFIRMED = 100  #: slots that a listing does not show and that are read: it may
 _RECORD = re.compile(r"ledger/([0-9]{16})\.json")
 
 
-async def find_above(store: Store, tail: int, *, by_list: bool = True) -> int | None:
+async def find_above(
+    store: Store, tail: int, *, by_list: bool = True, doublings: Iterable[int] = range(REACH)
+) -> int | None:
     """A record above the free slot `tail + 1`; None if none is found. A slot that is still free afterwards is a hole.
 
     Args:
+        doublings: of the distance at which to look.
         by_list: also list the names above it, of this thousand and the next: one or two requests more.
     """
-    for n in range(REACH):
+    for n in doublings:
         seq = tail + 1 + (1 << n)
         if await read_slot(store, seq) is not None:
             return seq

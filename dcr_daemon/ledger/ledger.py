@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,7 +26,7 @@ from dcr_daemon.ledger.fold import Step, Tip, begin, fold, judge
 from dcr_daemon.ledger.follow import Follower, Polling
 from dcr_daemon.ledger.high_water_mark import HighWaterMark
 from dcr_daemon.ledger.history import History
-from dcr_daemon.ledger.holes import find_above, find_holes, missing_records
+from dcr_daemon.ledger.holes import REACH, find_above, find_holes, missing_records
 from dcr_daemon.ledger.records import Epoch, Record, Release, Seal, State, Stream
 from dcr_daemon.ledger.slot import TRIES, judge_slot, occupy, read_slot
 from dcr_daemon.ledger.tail import Tail
@@ -253,10 +253,14 @@ class Ledger:
         self._followers.add(follower)
         return follower
 
-    async def check_gap(self) -> None:
-        """Raise `Corrupt` if records exist above a free slot at the tail: something deleted one (must L2)."""
+    async def check_gap(self, turn: int | None = None) -> None:
+        """Raise `Corrupt` if records exist above a free slot at the tail: something deleted one (must L2).
+
+        Args:
+            turn: look at one distance only, another one at each turn: that is one request. None: at all of them.
+        """
         async with self._lock:
-            await self._check_above(by_list=False)
+            await self._check_above(by_list=False, doublings=range(REACH) if turn is None else [turn % REACH])
 
     async def _poll(self) -> bool:
         """Read the next slot; returns whether it was occupied."""
@@ -316,9 +320,9 @@ class Ledger:
             else:
                 self._looked_above = True
 
-    async def _check_above(self, *, by_list: bool = True) -> bool:
+    async def _check_above(self, *, by_list: bool = True, doublings: Iterable[int] = range(REACH)) -> bool:
         """Whether records appeared above the tip meanwhile. Raises `Corrupt` if the slot after the tip is a hole."""
-        if await find_above(self.store, self.tip.seq, by_list=by_list) is None:
+        if await find_above(self.store, self.tip.seq, by_list=by_list, doublings=doublings) is None:
             return False
         # The higher record became durable after this one, so this one may have arrived since it was read.
         if await read_slot(self.store, self.tip.seq + 1) is None:

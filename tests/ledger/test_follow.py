@@ -17,7 +17,7 @@ from support.virtual_time import VirtualTimeRuntime
 from dcr_daemon.errors import Corrupt, ResourceExhausted
 from dcr_daemon.events import Alarm, Retrying
 from dcr_daemon.ledger import names
-from dcr_daemon.ledger.follow import GAP_CHECK, Polling
+from dcr_daemon.ledger.follow import GAP_AFTER, Polling
 from dcr_daemon.ledger.high_water_mark import HighWaterMark
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.records import Open, Seal
@@ -116,7 +116,7 @@ def test_an_idle_ledger_is_asked_less_and_less_often_and_after_a_record_at_once(
         await reader.read()
         follower = reader.follow()
         quiet = [None] * 55
-        acting(still, *quiet, lambda: asyncio.ensure_future(writer.open()))
+        acting(still, *quiet, *quiet, lambda: asyncio.ensure_future(writer.open()))
         store.requests.clear()
         await anext(follower)
         idle = list(still.slept)
@@ -168,7 +168,7 @@ def test_a_gap_is_noticed_by_a_reader_that_waits_for_ever(
         del store.objects[names.record(2)]
         with pytest.raises(Corrupt, match="record 2 "):
             await anext(follower)
-        assert len(still.slept) == GAP_CHECK
+        assert len(still.slept) == GAP_AFTER
 
     asyncio.run(check())
 

@@ -119,7 +119,7 @@ def replica_at_the_edge_of_a_hole(put: Put) -> None:
     put(ledgers, "find_above", _nothing_above)
 
 
-async def _nothing_above(store: Any, tail: int, *, by_list: bool = True) -> int | None:
+async def _nothing_above(store: Any, tail: int, **_: Any) -> int | None:
     return None
 
 

@@ -1,0 +1,108 @@
+"""What one replica asks of the store, counted in virtual time: the real subscriber over a bucket in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from collections import Counter
+from collections.abc import AsyncIterator
+from concurrent.futures import Executor
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from sim.clock import Inline, Loop
+
+from dcr_daemon import runtime
+from dcr_daemon.engine.directory.engine import DirectoryEngine
+from dcr_daemon.events import discard
+from dcr_daemon.subscribe.daemon import SubscribeOptions, run_subscribe
+from support.stores.memory import MemoryStore
+from support.streams.versions import Versions
+from support.streams.writer import StreamWriter
+
+
+class LoopRuntime(runtime.SystemRuntime):
+    """Time is that of the event loop, byte work is done in place, and jitter is always in the middle."""
+
+    def __init__(self, loop: Loop) -> None:
+        super().__init__()
+        self._loop = loop
+
+    def monotonic(self) -> float:
+        return self._loop.time()
+
+    def now(self) -> datetime:
+        return datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=self._loop.time())
+
+    def jitter(self) -> float:
+        return 0.5
+
+    def executor(self, count: int) -> Executor:
+        return Inline(self._loop, lambda: 0.0)
+
+
+class ReplicaBench:
+    """A stream in memory and one replica of it. `requests` is the counter of its store."""
+
+    def __init__(self, stream: StreamWriter, store: MemoryStore) -> None:
+        self.stream, self.store = stream, store
+
+    async def idle(self, seconds: float) -> Counter[str]:
+        """Requests of the replica while nobody publishes."""
+        self.store.requests.clear()
+        await asyncio.sleep(seconds)
+        return Counter(self.store.requests)
+
+    async def update(self, version: int, *, upload: float, rest: float) -> Counter[str]:
+        """Requests of the replica for one version, whose chunks come over `upload` seconds, and `rest` seconds more."""
+        total, chunks = Counter[str](), self.stream.chunks
+        await self._apart(total, self.stream.open(version))
+        made, refs = chunks(version), []
+        for chunk in made:
+            total += await self.idle(upload / len(made))
+            refs.append(await self._apart(total, self.stream.put(version, chunk)))
+        await self._apart(total, self.stream.seal(version, refs))
+        return total + await self.idle(rest)
+
+    async def _apart(self, total: Counter[str], writing: Any) -> Any:
+        """What the publisher asks for does not count; the replica has no turn meanwhile: the bucket takes no time."""
+        self.store.requests.clear()
+        return await writing
+
+
+@contextlib.asynccontextmanager
+async def _bench(home: Path, **options: float) -> AsyncIterator[ReplicaBench]:
+    store = MemoryStore()
+    versions = Versions(home)
+    stream = StreamWriter(store.url, versions, store)
+    await stream.create()
+    versions.save(home / "current")
+    engine = DirectoryEngine(home / "current")
+    chosen = SubscribeOptions(replica="r1", state=home / "state", staging=home / "staging", scrub_every=0, **options)
+    task = asyncio.ensure_future(run_subscribe(chosen, store, engine=engine, emit=discard))
+    await asyncio.sleep(60)
+    try:
+        yield ReplicaBench(stream, store)
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await engine.close()
+
+
+def measure(what: Any, **options: float) -> Any:
+    """Run `what(bench)` in virtual time; `options` are the subscriber's."""
+    loop, before = Loop(), runtime._current
+
+    async def main() -> Any:
+        with tempfile.TemporaryDirectory() as home:
+            async with _bench(Path(home), **options) as bench:
+                return await what(bench)
+
+    runtime.install(LoopRuntime(loop))
+    try:
+        return loop.run_until_complete(main())
+    finally:
+        runtime.install(before)
+        loop.close()
