@@ -29,7 +29,9 @@ from dcr_daemon.publish.group.opening import open_coordinator
 from dcr_daemon.publish.group.projected import RankProjection, Trainer
 from dcr_daemon.publish.group.update_inputs import RankShards, UpdateInput, whole_tensors
 from dcr_daemon.publish.group.update_steps import HandOver, diff_update, run_on_thread
+from dcr_daemon.publish.inputs.model_config import read_config
 from dcr_daemon.publish.inputs.tensors import check_kind, needs_projection
+from dcr_daemon.publish.inputs.tied import TiedTensors, find_tied, has_pairs
 from dcr_daemon.publish.options import KEEP_VERSIONS, SCRUB_RATE, PublishOptions, default_state, parse_codec
 from dcr_daemon.publish.rank import find_rank
 from dcr_daemon.publish.version.attempt import Attempt
@@ -142,16 +144,18 @@ class Publisher:
         self._rounded: set[tuple[str, str]] = set()  #: pairs of dtypes of which an event was emitted
         self._loop: LoopThread | None = LoopThread("dcr-publisher")
 
-        async def open_all() -> tuple[Store, Coordinator]:
+        async def open_all() -> tuple[Store, Coordinator, TiedTensors]:
             store = await open_store(stream, endpoint_url=endpoint_url, region=region, profile=profile, emit=self._emit)
             try:
-                return store, await open_coordinator(self._options, store, emit=self._emit, rank=self._rank)
+                coordinator = await open_coordinator(self._options, store, emit=self._emit, rank=self._rank)
+                tied = await _tied(coordinator, self._options) if self._rank.alone else TiedTensors()
+                return store, coordinator, tied
             except BaseException:
                 await store.close()
                 raise
 
         try:
-            self._store, self._coordinator = self._loop.call(open_all())
+            self._store, self._coordinator, self._tied = self._loop.call(open_all())
             self._loop.call(self._start_idle_checks())
         except BaseException:
             self._loop.close()
@@ -212,7 +216,7 @@ class Publisher:
         layout, options = self._coordinator.layout, self._options
         if self._rank.alone and not (self._trainer.says or self._projection) and not needs_projection(weights, layout):
             subject = f"step {step}" if step is not None else "the update"
-            return whole_tensors(weights, layout, subject=subject, ignore=options.ignore)
+            return whole_tensors(weights, layout, subject=subject, ignore=options.ignore, tied=self._tied)
         self._projection = self._projection or RankProjection(
             self._trainer, self._rank, layout=layout, ignore=options.ignore, limit=block_bytes(options.chunk_bytes),
             emit=self._emit,
@@ -363,3 +367,12 @@ class Publisher:
         except DcrError:
             if error is None:
                 raise
+
+
+async def _tied(coordinator: Coordinator, options: PublishOptions) -> TiedTensors:
+    """The tied tensors of a publisher that has all of the layout."""
+    layout, context = coordinator.layout, coordinator.context
+    if not has_pairs(layout):
+        return TiedTensors()
+    config = await read_config(coordinator.ledger, options.base)
+    return await context.workers.run(lambda: find_tied(layout, config, read=coordinator.read))

@@ -25,6 +25,7 @@ from dcr_daemon.publish.group.coordinator import Coordinator
 from dcr_daemon.publish.group.projected import AgreedProjection, RankProjection
 from dcr_daemon.publish.inputs.sources import Source, TensorSource, synchronize_sources
 from dcr_daemon.publish.inputs.tensors import as_shards, as_stream, as_table
+from dcr_daemon.publish.inputs.tied import TiedTensors
 from dcr_daemon.publish.inputs.validator import UpdateValidator
 from dcr_daemon.publish.version.attempt import Attempt
 
@@ -119,14 +120,16 @@ async def _hold(coordinator: Coordinator, agreed: AgreedProjection) -> None:
     coordinator.context.hold(agreed.owned)
 
 
-def whole_tensors(weights: Any, layout: Layout, *, subject: str, ignore: Sequence[str]) -> TensorTable | TensorStream:
+def whole_tensors(
+    weights: Any, layout: Layout, *, subject: str, ignore: Sequence[str], tied: TiedTensors
+) -> TensorTable | TensorStream:
     """The input of a process that has all weights under the checkpoint's names.
 
     Args:
         weights: a module, a mapping, or an iterable of pairs.
-        subject, ignore: of `UpdateValidator`.
+        subject, ignore, tied: of `UpdateValidator`.
     """
-    validator = UpdateValidator(subject, layout, ignore=ignore)
+    validator = UpdateValidator(subject, layout, ignore=ignore, tied=tied)
     table = as_table(weights, layout)
     if table is None:
         return TensorStream(as_stream(weights, layout), validator)
@@ -162,6 +165,8 @@ class TensorTable(_WholeTensors):
         def aliases(extra: Source, index: int) -> bool:
             return index in inputs and isinstance(extra, TensorSource) and extra.aliases(inputs[index])
 
+        followers = self._validator.followers(read)
+        inputs |= {index: inputs[source.index] for index, source in followers}
         self._validator.finish(read, aliases)
 
     async def diff(self, coordinator: Coordinator, record: Open, *, attempt: Attempt, on_loop: OnLoop) -> None:
@@ -185,4 +190,6 @@ class TensorStream(_WholeTensors):
             if inputs:
                 synchronize_sources([source])
                 await on_loop(attempt.diff((index, source.contiguous()) for index, source in inputs))
+        if followers := self._validator.followers(coordinator.read):
+            await on_loop(attempt.diff(followers))
         self._validator.finish(coordinator.read)

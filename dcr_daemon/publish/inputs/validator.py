@@ -14,18 +14,15 @@ from typing import TypeVar
 
 import numpy as np
 
-from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.codec.chunk import SEGMENT_BYTES
 from dcr_daemon.projection.mismatches import MISMATCHES, LayoutMismatches
 from dcr_daemon.projection.values import castable, rounds
 from dcr_daemon.publish.inputs.sources import Source
+from dcr_daemon.publish.inputs.tied import ReadBits, TiedSource, TiedTensors, equal_bits
 from dcr_daemon.wording import shorten
 
 S = TypeVar("S", bound=Source)
-
-#: `(layout index, first element, elements)` -> bits of the canonical dtype, as this update has them
-ReadBits = Callable[[int, int, int], Bits]
 
 
 class UpdateValidator:
@@ -34,10 +31,13 @@ class UpdateValidator:
     Args:
         subject: the update in words, for errors.
         ignore: globs of names outside the layout to drop.
+        tied: tensors that follow one another.
     """
 
-    def __init__(self, subject: str, layout: Layout, *, ignore: Sequence[str] = ()) -> None:
-        self._subject, self._layout = subject, layout
+    def __init__(
+        self, subject: str, layout: Layout, *, ignore: Sequence[str] = (), tied: TiedTensors | None = None
+    ) -> None:
+        self._subject, self._layout, self._tied = subject, layout, tied or TiedTensors()
         self._mismatches = LayoutMismatches(layout, ignore)
         self._accepted: set[int] = set()
         self._rejected: set[int] = set()
@@ -85,13 +85,37 @@ class UpdateValidator:
         """Layout tensors of which `given` may be a second copy."""
         return [i for i, s in enumerate(self._layout) if s.shape == given.shape and castable(given.dtype, s.dtype)]
 
+    def followers(self, read: ReadBits) -> list[tuple[int, TiedSource]]:
+        """Layout tensors that were not given and follow one that was, to be diffed when no tensor will come any more.
+
+        Args:
+            read: the layout tensors as this update has them.
+        """
+        held = {self._layout[i].name for i in self._accepted}
+        sources = [
+            (i, self._layout.index(source))
+            for i, spec in enumerate(self._layout)
+            if i not in self._accepted | self._rejected and (source := self._tied.source(spec.name, held))
+        ]
+        self._accepted.update(i for i, _ in sources)
+        return [(i, TiedSource(self._layout[i], source, read)) for i, source in sources]
+
+    def _check_tied(self, read: ReadBits) -> None:
+        """Tied tensors that were both given must be equal: a server has one tensor for them."""
+        for names in self._tied.pairs:
+            first, second = map(self._layout.index, names)
+            if {first, second} <= self._accepted and not equal_bits(first, second, spec=self._layout[first], read=read):
+                self._mismatches.note("tied by config.json and different", f"{names[0]} (from {names[1]})")
+
     def check(self) -> None:
         """Raise `Incompatible` for what is already known to be wrong; more tensors may still come."""
         self._mismatches.check(self._subject)
 
     def check_complete(self) -> None:
         """Raise `Incompatible` for what is known to be wrong when no tensor will come any more."""
+        held = {self._layout[i].name for i in self._accepted}
         missing = [s.name for i, s in enumerate(self._layout) if i not in self._accepted | self._rejected]
+        missing = [name for name in missing if not self._tied.source(name, held)]
         for name in missing:
             self._mismatches.note("missing", name)
         if missing:  # then an extra tensor that may be a copy may as well be a renamed one
@@ -106,6 +130,7 @@ class UpdateValidator:
             read: the layout tensors as this update has them.
             aliases: whether an extra tensor is the very memory of the one given for a layout tensor.
         """
+        self._check_tied(read)
         extras, self._extras = self._extras, []
         for given, source in extras:
             assert source is not None

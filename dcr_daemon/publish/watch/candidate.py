@@ -10,6 +10,7 @@ from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.safetensors import Header
 from dcr_daemon.errors import Incompatible
 from dcr_daemon.projection.files.piece_map import METADATA, SHARDING_INFO
+from dcr_daemon.publish.inputs.tied import TiedTensors
 from dcr_daemon.publish.watch.file_identity import FileIdentity, checkpoint_identity
 from dcr_daemon.publish.watch.pieces.fit import PieceFit
 from dcr_daemon.publish.watch.pieces.reader import PieceFiles
@@ -55,6 +56,7 @@ class CheckpointCandidate:
         unfinished: the other files by name, each with what it lacks.
         index: the weight map of the index file; None without one.
         passed_by: weight files beside those that are read.
+        tied: tensors of the layout that it need not hold.
         has_marker: whether the marker file is there and new enough, or none is asked for.
         rewritten: whether its files replace older ones.
         written_ns: the newest modification time among its files, complete or not; nanoseconds since 1970.
@@ -71,6 +73,7 @@ class CheckpointCandidate:
     unfinished: dict[str, str] = field(default_factory=dict)
     index: dict[str, str] | None = None
     passed_by: list[str] = field(default_factory=list)
+    tied: TiedTensors = field(default_factory=TiedTensors)
     has_marker: bool = True
     rewritten: bool = False
     written_ns: int = 0
@@ -109,7 +112,8 @@ class CheckpointCandidate:
     def missing_tensors(self, layout: Layout) -> list[str]:
         """Layout tensors that no complete file holds."""
         held = {name for file in self.files.values() for name in file.names}
-        return [spec.name for spec in layout if spec.name not in held]
+        missing = [spec.name for spec in layout if spec.name not in held]
+        return [name for name in missing if self.tied.source(name, held) is None]
 
     def is_final(self, *, marker: bool) -> bool:
         """Whether something says that no more files will come. Tensors that are missing then are an error.
@@ -125,13 +129,15 @@ class CheckpointCandidate:
         trusted = marker and not numbered
         return trusted or self.index is not None or all_shards or "model.safetensors" in self.files
 
-    def check_index(self) -> None:
+    def check_index(self, layout: Layout) -> None:
         """Raise `Incompatible` if the index and the (complete) files disagree."""
         if self.index is None:
             return
         homes = {name: file.path.name for file in self.files.values() for name in file.names}
-        if wrong := sorted(n for n in self.index.keys() | homes.keys() if self.index.get(n) != homes.get(n)):
+        wrong = {name for name in self.index.keys() | homes.keys() if self.index.get(name) != homes.get(name)}
+        wrong -= {name for name in wrong - homes.keys() if self.tied.explains_absence(name, homes, layout)}
+        if wrong:
             raise Incompatible(
-                f"the index of {self.path} disagrees with its files about {shorten(wrong)}",
+                f"the index of {self.path} disagrees with its files about {shorten(sorted(wrong))}",
                 hint="nothing of it is published; write the checkpoint again, or remove it",
             )

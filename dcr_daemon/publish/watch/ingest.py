@@ -18,6 +18,7 @@ from dcr_daemon.events import Emit, Rounded, ShardTaken
 from dcr_daemon.projection.files.piece_map import METADATA
 from dcr_daemon.publish.group.leader import Leader
 from dcr_daemon.publish.inputs.sources import FileSource, Source, SourceChanged
+from dcr_daemon.publish.inputs.tied import TiedTensors
 from dcr_daemon.publish.inputs.validator import UpdateValidator
 from dcr_daemon.publish.version.attempt import Attempt
 from dcr_daemon.publish.version.versions import SealedVersion
@@ -51,10 +52,12 @@ class CheckpointIngest:
     Files that hold tensors outside the layout stay open until it ends: one may be a copy of a tensor still to come.
     """
 
-    def __init__(self, leader: Leader, attempt: Attempt, *, relative: str, ignore: tuple[str, ...], emit: Emit) -> None:
+    def __init__(
+        self, leader: Leader, attempt: Attempt, *, relative: str, ignore: tuple[str, ...], tied: TiedTensors, emit: Emit
+    ) -> None:
         self.relative = relative
         self._leader, self._attempt, self._emit = leader, attempt, emit
-        self._validator = UpdateValidator(relative, leader.layout, ignore=ignore)
+        self._validator = UpdateValidator(relative, leader.layout, ignore=ignore, tied=tied)
         self._ingested: dict[Path, FileIdentity] = {}
         self._open: list[SafetensorsFile] = []
 
@@ -124,6 +127,7 @@ class CheckpointIngest:
             CheckpointMisfit: tensors are missing or added, all named.
             SourceChanged: as `check`.
         """
+        await self._attempt.diff(self._validator.followers(self._leader.read))
         await self._attempt.finish()
         with _judging(self.relative, lambda: self.identity):
             await self._leader.context.workers.run(self._validator.finish, self._leader.read)
@@ -159,13 +163,13 @@ def check_headers(candidate: CheckpointCandidate, layout: Layout, *, ignore: tup
     """
     with _judging(candidate.relative, lambda: candidate.identity):
         if whole:
-            candidate.check_index()
+            candidate.check_index(layout)
         if candidate.pieces:
             candidate.pieces.fit.check(candidate.relative)
             given = [tensor.given for tensor in candidate.pieces.fit.tensors]
         else:
             given = [spec for file in candidate.files.values() if file.header for spec in file.header.specs]
-        validator = UpdateValidator(candidate.relative, layout, ignore=ignore)
+        validator = UpdateValidator(candidate.relative, layout, ignore=ignore, tied=candidate.tied)
         for spec in given:
             validator.accept(spec)
         if whole:

@@ -24,6 +24,7 @@ from dcr_daemon.checkpoint.safetensors import Header, read_header
 from dcr_daemon.checkpoint.weight_files import SINGLE, choose_weight_files
 from dcr_daemon.errors import Corrupt, DcrError, Incompatible
 from dcr_daemon.projection.files.piece_map import METADATA
+from dcr_daemon.publish.inputs.tied import TiedTensors
 from dcr_daemon.publish.watch.candidate import CheckpointCandidate, CompleteFile, CompletePieces
 from dcr_daemon.publish.watch.file_identity import FileIdentity, checkpoint_identity, identify
 from dcr_daemon.publish.watch.file_stability import OPEN, STABLE_SCANS_UNCLOSED, FileStability
@@ -62,6 +63,7 @@ class CheckpointScanner:
         marker: name of the file that a complete checkpoint must hold.
         ignore: globs of names outside the layout that checkpoints in pieces may hold.
         config: the model's `config.json`, for checkpoints under a training framework's names.
+        tied: tensors of the layout that a checkpoint need not hold.
         kernel: is asked about files; by default about those on the file system of `root`.
         unknown_scans: of `FileStability`.
 
@@ -79,15 +81,17 @@ class CheckpointScanner:
         marker: str | None,
         ignore: Sequence[str] = (),
         config: Mapping[str, Any] | None = None,
+        tied: TiedTensors | None = None,
         kernel: WriteState | None = None,
         unknown_scans: int = STABLE_SCANS_UNCLOSED,
     ) -> None:
+        self._tied = tied or TiedTensors()
         self._kernel = kernel or WriteState(file_system_of(root))
         self.files = FileStability(self._kernel, unknown_scans=unknown_scans)
         self.files_found = 0
         self._root, self._marker, self._paths = root, marker, paths or PolicyPaths()
         self._exclude = {path.resolve() for path in exclude}
-        self._tables = PieceTables(ignore, config)
+        self._tables = PieceTables(ignore, config, tied=self._tied)
         self._published = PublishedFiles(root)
         self._rewrites = Rewrites(self._published)
         self._unwritten: dict[tuple[Path, FileIdentity], str] = {}
@@ -198,7 +202,7 @@ class CheckpointScanner:
         relative = directory.relative_to(self._root).as_posix()
         if not self._paths.selects(relative):
             return None
-        candidate = CheckpointCandidate(directory, _printable(relative), self._paths.step(relative))
+        candidate = CheckpointCandidate(directory, _printable(relative), self._paths.step(relative), tied=self._tied)
         try:
             names = sorted(path.name for path in directory.iterdir())
         except PermissionError as error:  # it may hold what the trainer takes for published
@@ -259,7 +263,7 @@ class CheckpointScanner:
                 for other in present.keys() - {SINGLE}:
                     scan.seen.add(candidate.path / other)
                     self.files.why_unstable(candidate.path / other, present[other], timed=scan.timed)
-            single = all(spec.name in file.names for spec in scan.layout) if file else index is not None
+            single = self._holds_all(file, scan.layout) if file else index is not None
         chosen = choose_weight_files(present, index, index_name=name, single=single)
         if SINGLE not in chosen.names:
             candidate.files.pop(SINGLE, None)
@@ -268,6 +272,10 @@ class CheckpointScanner:
         candidate.passed_by += chosen.passed_by
         candidate.unfinished |= {name: "not there yet" for name in chosen.names if name not in present}
         return {name: present[name] for name in chosen.names if name in present}
+
+    def _holds_all(self, file: CompleteFile, layout: Layout) -> bool:
+        held = set(file.names)
+        return all(spec.name in held or self._tied.source(spec.name, held) for spec in layout)
 
     def _outlived(
         self, candidate: CheckpointCandidate, present: Mapping[str, FileIdentity], beside: Mapping[str, FileIdentity]

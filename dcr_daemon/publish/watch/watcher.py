@@ -27,6 +27,7 @@ from dcr_daemon.publish.group.leader import Leader
 from dcr_daemon.publish.group.opening import open_leader
 from dcr_daemon.publish.inputs.model_config import read_config
 from dcr_daemon.publish.inputs.sources import SourceChanged
+from dcr_daemon.publish.inputs.tied import TiedTensors, find_tied
 from dcr_daemon.publish.options import PublishOptions
 from dcr_daemon.publish.version.versions import SealedVersion
 from dcr_daemon.publish.watch.candidate import CheckpointCandidate, CompleteFile, CompletePieces
@@ -110,6 +111,7 @@ class Watcher:
             leader.layout, paths, marker=options.marker is not None, newest=options.newest
         )
         self._reporter = WatchReporter(options.watch, paths, leader.layout, emit=emit)
+        self._tied = TiedTensors()
         self._scanner = self._new_scanner(None)
         self._changed = asyncio.Event()  #: a file event came
         self._last_timed_scan = float("-inf")
@@ -131,12 +133,15 @@ class Watcher:
             marker=options.marker,
             ignore=options.ignore,
             config=config,
+            tied=self._tied,
             unknown_scans=STABLE_SCANS if options.once else STABLE_SCANS_UNCLOSED,
         )
 
     async def run(self) -> OnceReport:
         """Publish until cancelled; with `once`, until what was complete at the start is published."""
-        self._scanner = self._new_scanner(await read_config(self._leader.ledger, self._options.base))
+        config, layout = await read_config(self._leader.ledger, self._options.base), self._leader.layout
+        self._tied = await self._leader.context.workers.run(lambda: find_tied(layout, config, read=self._leader.read))
+        self._scanner = self._new_scanner(config)
         await self._read_published()
         try:
             if self._options.once:
@@ -288,8 +293,9 @@ class Watcher:
         self._reporter.not_read(candidate)
         attempt = await self._leader.begin(step=candidate.step)
         return CheckpointIngest(
-            self._leader, attempt, relative=candidate.relative, ignore=self._options.ignore, emit=self._emit
-        )
+            self._leader, attempt, relative=candidate.relative, ignore=self._options.ignore, tied=self._tied,
+            emit=self._emit,
+        )  # fmt: skip
 
     def _why_abort(
         self, current: CheckpointIngest, candidate: CheckpointCandidate | None, ready: list[CheckpointCandidate]

@@ -16,6 +16,7 @@ from dcr_daemon.canonical.region import Region, slab, whole
 from dcr_daemon.errors import Incompatible
 from dcr_daemon.projection.files.piece_map import Piece
 from dcr_daemon.projection.mismatches import LayoutMismatches
+from dcr_daemon.publish.inputs.tied import TiedTensors
 from dcr_daemon.wording import shorten
 
 Target = tuple[tuple[int, ...], list[Region]]  #: shape of a whole tensor of the checkpoint, and its canonical regions
@@ -73,6 +74,7 @@ class PieceJudge:
         given: its pieces by tensor, under the same names.
         complete: no more pieces are to come.
         cause: of `PieceFit`.
+        tied: tensors that need no pieces, as others have the same bits.
     """
 
     layout: Layout
@@ -80,6 +82,7 @@ class PieceJudge:
     given: Mapping[str, list[Piece]]
     complete: bool
     cause: Incompatible | None = None
+    tied: TiedTensors = field(default_factory=TiedTensors)
     _parts: dict[str, list[Part]] = field(init=False, default_factory=dict)
     _shapes: dict[str, tuple[int, ...]] = field(init=False, default_factory=dict)
     _short: list[str] = field(init=False, default_factory=list)
@@ -93,7 +96,9 @@ class PieceJudge:
         uncovered, refusal = self._uncovered()
         if refusal:
             return PieceFit(refusal=refusal)
-        missing = sorted({*self._short, *uncovered, *(self.targets.keys() - self.given.keys())})
+        absent = self.targets.keys() - self.given.keys()
+        absent = {name for name in absent if self.tied.source(name, self._parts) is None}
+        missing = sorted({*self._short, *uncovered, *absent})
         if missing and not self.complete:
             return PieceFit(
                 incomplete=f"pieces of {shorten(missing)}" + (f"; {self.cause.message}" if self.cause else "")

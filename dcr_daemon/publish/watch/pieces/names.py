@@ -19,6 +19,7 @@ from dcr_daemon.errors import Incompatible
 from dcr_daemon.projection.files.piece_map import Piece
 from dcr_daemon.projection.frameworks.library import library
 from dcr_daemon.projection.sharding.named import plain
+from dcr_daemon.publish.inputs.tied import TiedTensors
 from dcr_daemon.publish.watch.pieces.fit import PieceFit, PieceJudge, Target
 from dcr_daemon.wording import shorten
 
@@ -32,9 +33,18 @@ class PieceNames:
     Args:
         ignore: globs of names to drop, with or without their prefix.
         config: the model's `config.json`; None if there is none.
+        tied: of `PieceJudge`.
     """
 
-    def __init__(self, layout: Layout, ignore: Sequence[str] = (), *, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        ignore: Sequence[str] = (),
+        *,
+        config: Mapping[str, Any] | None = None,
+        tied: TiedTensors | None = None,
+    ) -> None:
+        self._tied = tied or TiedTensors()
         self._layout, self._ignore, self._config = layout, ignore, config
         self._direct: dict[str, Target] = {spec.name: (spec.shape, whole(spec.name, spec.shape)) for spec in layout}
         self._library: dict[str, Target] | Incompatible | None = None
@@ -58,7 +68,7 @@ class PieceNames:
                 naming = max(naming, _resolve(by_name, of_library), key=lambda naming: naming.coverage)
         if naming.ambiguity:
             return PieceFit(refusal=naming.ambiguity)
-        return PieceJudge(self._layout, naming.targets, naming.given, complete, cause).fit()
+        return PieceJudge(self._layout, naming.targets, naming.given, complete, cause, self._tied).fit()
 
     def _is_beside_model(self, name: str) -> bool:
         top = name.partition(".")[0]

@@ -12,6 +12,7 @@ from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.safetensors import Header
 from dcr_daemon.errors import Corrupt, Incompatible, NotFound
 from dcr_daemon.projection.files.piece_map import METADATA, Piece, dcp_pieces, pieces_of
+from dcr_daemon.publish.inputs.tied import TiedTensors
 from dcr_daemon.publish.watch.file_identity import FileIdentity, identity_of
 from dcr_daemon.publish.watch.pieces.fit import PieceFit
 from dcr_daemon.publish.watch.pieces.names import PieceNames
@@ -31,11 +32,11 @@ class PieceTables:
     """Remembers verdicts by the identity of the files that they were read from. Used by one thread at a time.
 
     Args:
-        ignore, config: of `PieceNames`.
+        ignore, config, tied: of `PieceNames`.
     """
 
-    def __init__(self, ignore: Sequence[str], config: Mapping[str, Any] | None) -> None:
-        self._ignore, self._config = ignore, config
+    def __init__(self, ignore: Sequence[str], config: Mapping[str, Any] | None, *, tied: TiedTensors) -> None:
+        self._ignore, self._config, self._tied = ignore, config, tied
         self._naming: tuple[Layout, PieceNames] | None = None
         self._tables: dict[tuple[Path, FileIdentity], PieceTable] = {}
         self._fits: dict[Path, tuple[frozenset[FileIdentity], PieceFit]] = {}
@@ -81,7 +82,7 @@ class PieceTables:
         except Corrupt as error:
             return PieceFit(refusal=error.message)
         if self._naming is None or self._naming[0] is not layout:
-            self._naming = layout, PieceNames(layout, self._ignore, config=self._config)
+            self._naming = layout, PieceNames(layout, self._ignore, config=self._config, tied=self._tied)
         return self._naming[1].fit(pieces, complete=complete)
 
     def check_files(
