@@ -280,11 +280,23 @@ class EngineLost(Event, frozen=True, kw_only=True):
 
 
 class LedgerRead(Event, frozen=True, kw_only=True):
-    """A replica has read the ledger to its end for the first time: `head` is the newest sealed version there."""
+    """The ledger was read to its end, for the first time or after `LedgerDoubted`: `head` is the newest sealed version
+    there."""
 
     level = "info"
 
     head: int
+
+
+class LedgerDoubted(Event, frozen=True, kw_only=True):
+    """Record `seq` does not follow what was read before it, and may be damaged: this process goes on with what it has,
+    and is not ready until the next `LedgerRead`. `head` is the newest version that the bucket shows to be sealed."""
+
+    level = "error"
+
+    seq: int
+    head: int
+    reason: str
 
 
 class Loading(Event, frozen=True, kw_only=True):

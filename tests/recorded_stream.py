@@ -177,14 +177,14 @@ def objects(bucket: Path) -> dict[str, str]:
     """Key → SHA-256 of each object of a directory store.
 
     A seal of a watched checkpoint names inodes and times of the machine's files. They are blanked, and in that bucket
-    so is `prev`, the digest of the record before.
+    so are the digests in records: `digest`, of the record itself, and `prev`, of the one before.
     """
     found, blanked = {}, False
     for path in sorted(path for path in bucket.rglob("*") if path.is_file()):
         body, machine = re.subn(rb'"(mtime_ns|inode)":\d+', rb'"\1":0', path.read_bytes())
         blanked = blanked or bool(machine)
         if blanked:
-            body = re.sub(rb'"prev":"\w+"', b'"prev":""', body)
+            body = re.sub(rb'"(prev|digest)":"\w+"', rb'"\1":""', body)
         found[str(path.relative_to(bucket))] = hashlib.sha256(body).hexdigest()
     return found
 

@@ -60,7 +60,7 @@ async def create_stream(store: Store, layout: Layout, *, vector: Vector, model: 
         total=records.show_u64(total(vector)),
         model=model,
     )
-    await occupy(store, 0, records.encode(record), emit=emit)
+    await occupy(store, 0, records.encode_record(record), emit=emit)
     runtime.failpoint("ledger.stream.answered")
 
 

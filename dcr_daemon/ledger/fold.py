@@ -4,6 +4,9 @@ A reader's position is a `Tip`: everything up to `seq` has been folded into `sta
 of the next slot and returns the next tip and a verdict. Bytes that do not parse, do not verify, belong to a
 stale epoch or break a rule are *void*: they occupy their seq, change nothing, and the reader raises an alarm.
 
+`fold` alone decides for bytes that follow the tip or prove themselves. For others, which may be a record that was
+damaged, the record after them decides: `fold_decided` stops before those that no record has decided yet.
+
 Three decisions and their reasons:
 
 - *Claims are judged here* (must P6), not only by the writer: name, release and take-over all stand in the state and
@@ -17,7 +20,8 @@ Three decisions and their reasons:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -48,12 +52,16 @@ GENESIS = State(seal=SealRef(seq=0, version=0))
 
 @dataclass(frozen=True, slots=True)
 class Tip:
-    """How far a reader has read: the slots up to `seq` are folded into `state`; `digest` is that of the last body."""
+    """How far a reader has read: the slots up to `seq` are folded into `state`; `digest` is that of the last body.
+
+    `proved`: that body was read, and is what the writer of its slot wrote.
+    """
 
     stream: str
     seq: int
     digest: str
     state: State
+    proved: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +69,16 @@ class Step:
     """The effect of one slot. `record` is the record if it counts; if not it is None and `void` says why.
 
     `foreign`: no writer that had read the records before can have written these bytes; either they or a record before
-    them were damaged.
+    them were damaged. `damaged`: it is not proved that both are what was written to their slots.
+    `decided`: whether readers go past the slot; only `Tail.walk` gives steps of which this is False.
     """
 
     tip: Tip
     record: AnyRecord | None
     void: str = ""
     foreign: bool = False
+    damaged: bool = False
+    decided: bool = True
 
 
 def begin(body: bytes) -> tuple[Tip, Stream]:
@@ -84,7 +95,7 @@ def begin(body: bytes) -> tuple[Tip, Stream]:
         raise Corrupt(f"record 0 is not a stream record: {error}", hint="is this the prefix of a stream?") from error
     if not isinstance(record, Stream) or record.seq or record.prev != records.NO_RECORD or record.state is not None:
         raise Corrupt("record 0 is not a stream record", hint="is this the prefix of a stream?")
-    return Tip(record.stream, 0, records.digest(body), GENESIS), record
+    return Tip(record.stream, 0, records.digest(body), GENESIS, records.proves_itself(body)), record
 
 
 def fold(tip: Tip, body: bytes) -> Step:
@@ -95,12 +106,30 @@ def fold(tip: Tip, body: bytes) -> Step:
     try:
         record = records.decode_record(body)
     except ValueError as error:
-        return Step(after, None, f"it does not parse: {error}", foreign=True)
+        why, never = f"it does not parse: {error}", isinstance(body, records.Oversized)
+        return Step(after, None, why, foreign=True, damaged=not never)
+    after = replace(after, proved=_is_original(tip, record, body))
     if mismatch := _mismatch(tip, record):
-        return Step(after, None, mismatch, foreign=True)
+        return Step(after, None, mismatch, foreign=True, damaged=not (tip.proved and after.proved))
     if void := judge(tip.state, record):
         return Step(after, None, void)
     return Step(replace(after, state=_apply(tip.state, record)), record)
+
+
+def fold_decided(tip: Tip, bodies: Iterable[bytes]) -> list[Step]:
+    """Fold the slots after `tip`, up to the last one that is decided.
+
+    Damaged bytes are void if a record after them follows them: its writer has read these bytes, and its state shows
+    that they changed nothing. Until then they may be a record that somebody else has read whole.
+    """
+    steps, decided = list[Step](), 0
+    for body in bodies:
+        step = fold(tip, body)
+        tip = step.tip
+        if not step.foreign or (decided == len(steps) and not step.damaged):
+            decided = len(steps) + 1
+        steps.append(step)
+    return steps[:decided]
 
 
 def tip_before(stream: str, seq: int, *, body: bytes) -> Tip | None:
@@ -220,12 +249,17 @@ def _mismatch(tip: Tip, record: AnyRecord) -> str:
     return ""
 
 
+def _is_original(tip: Tip, record: AnyRecord, body: bytes) -> bool:
+    """Whether these bytes are what was first put into the slot after `tip`, and not damage or another slot's record."""
+    return (record.stream, record.seq) == (tip.stream, tip.seq + 1) and records.proves_itself(body)
+
+
 def _refuse_newer(body: bytes, stream: str | None, seq: int) -> None:
     try:
         format_, of, at = records.decode_head(body)
     except ValueError:
         return
-    if format_ > FORMAT and at == seq and of == (stream or of):
+    if format_ > FORMAT and at == seq and of == (stream or of) and records.proves_itself(body):
         raise Incompatible(
             f"record {seq} has format {format_}; this version of DCR reads up to {FORMAT}",
             hint="upgrade DCR here before the publisher",

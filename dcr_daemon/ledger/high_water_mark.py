@@ -60,9 +60,12 @@ class HighWaterMark:
         return self._mark.served if self._mark else None
 
     def saw(self, tip: Tip) -> None:
-        """Remember that the ledger reaches `tip`. Durable on return; a lower tip changes nothing."""
+        """Remember that the ledger reaches `tip`. Durable on return; a lower tip changes nothing.
+
+        Another tip of the same seq corrects the mark: a second reading of the ledger has shown that it was wrong.
+        """
         mark = self._mark
-        if mark and tip.seq <= mark.seq:
+        if mark and (tip.seq < mark.seq or tip == mark.tip):
             return
         served = mark.served if mark else None
         self._save(Mark(stream=tip.stream, seq=tip.seq, digest=tip.digest, state=tip.state, served=served))

@@ -48,6 +48,11 @@ class History:
         elif isinstance(record, Anchor):
             _keep(self._anchors, record.seq, record)
 
+    def forget(self) -> None:
+        """Forget what was read: it may have been misread."""
+        self._seals.clear()
+        self._anchors.clear()
+
     async def record(self, seq: int) -> AnyRecord:
         """The record in slot `seq`, which is known to count. Raises `Corrupt` if it is gone or another."""
         body = await read_slot(self._store, seq)

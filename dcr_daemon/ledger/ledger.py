@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,16 +19,17 @@ from dcr_daemon import runtime
 from dcr_daemon.canonical.fingerprint import Vector
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.errors import Corrupt, Fenced, Incompatible, NotFound, UsageError
-from dcr_daemon.events import Alarm, Claimed, Emit, FencedOut, discard
+from dcr_daemon.events import Alarm, Claimed, Emit, FencedOut, LedgerDoubted, LedgerRead, discard
 from dcr_daemon.ledger import records
 from dcr_daemon.ledger.create import create_stream
-from dcr_daemon.ledger.fold import Step, Tip, begin, fold, judge
+from dcr_daemon.ledger.doubt import REPAIR, Doubt, Looks, Reading, read_again
+from dcr_daemon.ledger.fold import Step, Tip, begin, fold, judge, tip_before
 from dcr_daemon.ledger.follow import Follower, Polling
-from dcr_daemon.ledger.high_water_mark import HighWaterMark
+from dcr_daemon.ledger.high_water_mark import HighWaterMark, Mark
 from dcr_daemon.ledger.history import History
 from dcr_daemon.ledger.holes import REACH, find_above, find_holes, missing_records
 from dcr_daemon.ledger.records import Epoch, Record, Release, Seal, State, Stream
-from dcr_daemon.ledger.slot import TRIES, judge_slot, occupy, read_slot
+from dcr_daemon.ledger.slot import LOOKS, TRIES, Undecided, occupy, pause_before, read_slot
 from dcr_daemon.ledger.tail import Tail
 from dcr_daemon.store.port import Store
 
@@ -62,7 +63,7 @@ class Ledger:
 
     Args:
         mark: the file of the high-water mark; None only for observers, which act on nothing.
-        emit: gets `Alarm` for void records, `Retrying`, `Claimed`, `FencedOut`.
+        emit: gets `Alarm` for void records, `LedgerDoubted`, `LedgerRead`, `Retrying`, `Claimed`, `FencedOut`.
         polling: how `follow` waits.
     """
 
@@ -83,6 +84,8 @@ class Ledger:
         self._sent: _Sent | None = None
         self._resolved: Record | None = None
         self._unpublished: list[Step] = []
+        self._doubt: Doubt | None = None
+        self._looks = Looks()
         self._followers: weakref.WeakSet[Follower] = weakref.WeakSet()
         self._found_empty = False
         self._looked_above = False
@@ -105,6 +108,21 @@ class Ledger:
         if self._stream is None:
             raise UsageError(f"the ledger of {self.store.url} was not read yet", hint="call read() first")
         return self._stream
+
+    @property
+    def head(self) -> int:
+        """The newest version that the bucket shows to be sealed; above `state.seal` only in doubt."""
+        return max(self.state.seal.version, self._doubt.head if self._doubt else 0)
+
+    @property
+    def doubt(self) -> Doubt | None:
+        """Why the ledger was not read to its end, if it was not (must L2)."""
+        return self._doubt
+
+    def check_undoubted(self) -> None:
+        """Raise `Corrupt` if there is a record that this reader does not go past."""
+        if self._doubt:
+            raise self._doubt.error(self.store.url)
 
     async def version_record(self, version: int) -> Stream | Seal:
         """The record that sealed `version`; for 0 that is the stream record itself. Raises `NotFound`."""
@@ -145,6 +163,8 @@ class Ledger:
     async def read(self) -> State:
         """Read to the tail, from what was seen before or from the start, and return the state there.
 
+        A record that is not decided (`fold_decided`) ends the reading before it: then there is a `doubt`.
+
         Raises:
             NotFound: there is no stream.
             Corrupt: the ledger does not extend what was seen, or has a hole.
@@ -174,12 +194,14 @@ class Ledger:
         Raises:
             Undecided: the outcome is not known and the record is kept; call `resolve`.
             Fenced: a newer epoch owns the stream, or a claim is not lawful (must P6).
+            Corrupt: there is a record that is not decided; nothing was sent.
             UsageError: the record would not count; nothing was sent.
         """
         async with self._lock:
             await self._open()
             while True:
                 await self._decide_sent()
+                await self._end_doubt()
                 record = make(self._header())
                 self._sent = _Sent(self.tip.seq + 1, self._checked(record), record)
                 if await self._decide_sent() is record:
@@ -213,6 +235,8 @@ class Ledger:
                 f"not a publisher's name: {name!r}", hint="at most 64 ASCII letters, digits, '.', '_' and '-'"
             )
         await self.read_whole()
+        async with self._lock:
+            await self._confirm_tip()
 
         def make(header: Header) -> Epoch:
             return Epoch(**{**header.fields, "epoch": header.seq}, name=name, take_over=take_over)
@@ -273,7 +297,7 @@ class Ledger:
         if self._tip is not None:
             return
         mark = self.high_water_mark.mark if self.high_water_mark else None
-        body = await read_slot(self.store, 0)
+        body = await self._read_remembered(0) if mark else await read_slot(self.store, 0)
         if body is None:
             if mark:
                 raise self._not_extended(mark.seq, "its first record is gone")
@@ -287,17 +311,43 @@ class Ledger:
                 f"{self.store.url} holds stream {tip.stream}; this state directory has seen stream {mark.stream} there",
                 hint="somebody replaced the stream: point to the right one, or give this one its own --state",
             )
-        if mark:
-            await self._check_mark(mark.tip)
         self._stream = stream
-        await self._jump(mark.tip if mark else tip, patience=SEQUENTIAL if mark else 0)
+        if mark is None:
+            await self._jump(tip, patience=0)
+        elif await self._check_mark(mark):
+            await self._jump(replace(mark.tip, proved=True), patience=SEQUENTIAL)  # read twice, with the same digest
+        else:
+            reading = await read_again(self.store)
+            self._tip = mark.tip
+            await self._adopt(reading)
+            self._publish()
 
-    async def _check_mark(self, tip: Tip) -> None:
-        body = await read_slot(self.store, tip.seq)
+    async def _check_mark(self, mark: Mark) -> bool:
+        """Whether the remembered record, which is there, does not contradict the remembered state.
+
+        Raises:
+            Corrupt: the record is gone, damaged, or another (must T1). One wrong answer does not decide that.
+        """
+        body = await self._read_remembered(mark.seq, mark.digest)
         if body is None:
-            raise self._not_extended(tip.seq, "that record is gone")
-        if records.digest(body) != tip.digest:
-            raise self._not_extended(tip.seq, "another record stands there now")
+            raise self._not_extended(mark.seq, "that record is gone")
+        if records.digest(body) != mark.digest:
+            if not records.is_sound(body):
+                raise Doubt(mark.seq, "its bytes are not those that were read before", 0).error(self.store.url)
+            raise self._not_extended(mark.seq, "another record stands there now")
+        before = tip_before(mark.stream, mark.seq, body=body)
+        return before is None or fold(before, body).tip.state == mark.state
+
+    async def _read_remembered(self, seq: int, digest: str = "") -> bytes | None:
+        """A slot that was read before, when it had this digest; an answer that differs is asked for again."""
+        body: bytes | None = None
+        for n in range(LOOKS):
+            if n:
+                await pause_before(n)
+            body = await read_slot(self.store, seq)
+            if body is not None and digest in ("", records.digest(body)):
+                break
+        return body
 
     async def _jump(self, tip: Tip, *, patience: int) -> None:
         """Set the tip at the tail, folding every record if at most `patience` were added since `tip`."""
@@ -314,7 +364,7 @@ class Ledger:
     async def _read_to_tail(self) -> None:
         """Read on, and the first time see that what looks like the tail is not the edge of a hole."""
         await self._read_on()
-        while not self._looked_above:
+        while not self._looked_above and not self._doubt:
             if await self._check_above():
                 await self._read_on()
             else:
@@ -334,25 +384,104 @@ class Ledger:
             pass
 
     async def _read_next(self) -> bool:
+        """Read the next slot; returns whether the tip has moved."""
         body = await read_slot(self.store, self.tip.seq + 1)
-        if body is not None:
-            self._take(*await judge_slot(self.store, self.tip, body=body))
+        step = fold(self.tip, body) if body is not None else None
+        moved = step is not None
+        if step and step.foreign:
+            moved = await self._look_again(step)
+        elif step:
+            self._take(step, body)
         self._publish()  # also without a new record: an earlier call may have failed to write the mark
-        return body is not None
+        if step is None and self._doubt:
+            self._doubt = None
+            self._emit(LedgerRead(head=self.state.seal.version))
+        return moved
+
+    async def _look_again(self, step: Step) -> bool:
+        """`step` does not follow the tip: read everything again; returns whether that led past it."""
+        if not self._looks.due(step):
+            return False
+        reading = await read_again(self.store)
+        if await self._adopt(reading):
+            return True
+        doubt = Doubt(step.tip.seq, step.void, max(await reading.head(), self.state.seal.version))
+        if doubt != self._doubt:
+            what = f"record {doubt.seq} of {self.store.url} does not follow record {self.tip.seq}: {doubt.reason}"
+            self._emit(Alarm(must="L2", what=what))
+            self._emit(LedgerDoubted(seq=doubt.seq, head=doubt.head, reason=doubt.reason))
+        self._doubt = doubt
+        return False
+
+    async def _adopt(self, reading: Reading) -> bool:
+        """Go on from what a second reading found, unless it ends where this reader is, or before."""
+        mine, found = self.tip, reading.tip
+        if found.seq < mine.seq or found == mine:
+            return False
+        if found.stream != mine.stream or found.state.seal.version < mine.state.seal.version:
+            raise self._not_extended(mine.seq, "it leads to an older version")
+        fresh = await reading.steps_after(mine)
+        if fresh is None:
+            self.history.forget()  # my tip was wrong
+            fresh = [step for step in reading.steps if step.tip.seq > mine.seq]
+        if (sent := self._sent) and sent.seq <= found.seq and not any(step.tip.seq == sent.seq for step in fresh):
+            # Its slot is damaged, and was skipped: the record after it says what was there.
+            after = tip_before(mine.stream, sent.seq + 1, body=await reading.tail.body(sent.seq + 1))
+            ours = after is not None and after.digest == records.digest(sent.body)
+            self._sent, self._resolved = None, sent.record if ours else None
+        self._tip = found
+        for step in fresh:
+            self._take(step, await reading.tail.body(step.tip.seq))
+        return True
+
+    async def _confirm_tip(self) -> None:
+        """Read the tip's record a second time, and everything if it differs: a claim must not follow a misread one."""
+        body = await read_slot(self.store, self.tip.seq)
+        if body is None or records.digest(body) != self.tip.digest:
+            await self._adopt(await read_again(self.store))
+            self._publish()
+
+    async def _end_doubt(self) -> None:
+        """Before an append: wait a while for a record that is not decided. Raises `Corrupt` if that does not help."""
+        for n in range(1, TRIES):
+            if self._doubt is None:
+                return
+            await pause_before(n)
+            await self._read_on()
+        self.check_undoubted()
 
     async def _decide_sent(self) -> Record | None:
         """Decide the record that was sent, if there is one; the record if it is ours and in the ledger."""
-        if self._sent is None:
+        sent = self._sent
+        if sent is None:
             return None
-        kind = type(self._sent.record).__name__.lower()
+        kind = type(sent.record).__name__.lower()
         runtime.failpoint(f"ledger.{kind}.put")
-        # `_sent` is set before the first byte leaves and cleared only by `_take`: a cancelled call stays undecided.
-        body = await occupy(self.store, self._sent.seq, self._sent.body, emit=self._emit, tries=TRIES)
+        # `_sent` is set before the first byte leaves and cleared only when its slot is decided: a cancelled call stays
+        # undecided.
+        body, step = await self._read_occupied(sent)
         runtime.failpoint(f"ledger.{kind}.answered")
-        self._take(*await judge_slot(self.store, self.tip, body=body))
+        if step.foreign:  # another's, whole, and not written after our tip: `_read_next` decides about it
+            self._sent, self._resolved = None, None
+        else:
+            self._take(step, body)
         self._publish()
         runtime.failpoint(f"ledger.{kind}.known")
         return self._resolved
+
+    async def _read_occupied(self, sent: _Sent) -> tuple[bytes, Step]:
+        """What occupies the slot of the record that was sent. Damaged bytes may be ours: they decide nothing."""
+        for n in range(TRIES):
+            if n:
+                await pause_before(n)
+            body = await occupy(self.store, sent.seq, sent.body, emit=self._emit, tries=TRIES)
+            step = fold(self.tip, body)
+            if not step.damaged:
+                return body, step
+        raise Undecided(
+            f"record {sent.seq} of {self.store.url} is damaged, and may be the one that was sent: {step.void}",
+            hint=REPAIR,
+        )
 
     def _take(self, step: Step, body: bytes | None = None) -> None:
         """Move the tip over one slot. `body` decides a record of ours that was sent there."""
@@ -399,7 +528,7 @@ class Ledger:
         else:
             self.check_held()
         try:
-            body = records.encode(record)
+            body = records.encode_record(record)
         except (TypeError, ValueError) as error:
             raise UsageError(f"a {type(record).__name__} record cannot be written as JSON: {error}") from error
         if len(body) > records.RECORD_LIMIT:

@@ -4,6 +4,9 @@ One JSON object per seq, created once. Every record repeats the stream id, the d
 and the folded state before it, so that a cold reader can start at the tail and a sequential reader compares.
 u64 values are 16 hex digits: other JSON readers lose bits above 2^53. The constraints below are checked when a
 record is decoded, never when one is built: a reader trusts no writer, and a writer reads what it wrote.
+
+A record proves itself (must L2): its last field, `digest`, is the SHA-256 of all bytes before it. Writers up to 0.1
+wrote none; such a record is read too, but nothing in it shows whether it was damaged.
 """
 
 from __future__ import annotations
@@ -262,6 +265,13 @@ class AnchorIndex(msgspec.Struct, frozen=True, kw_only=True):
         return [*self.files, *self.extras, *([self.contents] if self.contents else [])]
 
 
+class Oversized(bytes):
+    """What readers take an object above `RECORD_LIMIT` for: no writer puts one, so it never was a record.
+
+    It has no bytes, so that all readers compute the same digest.
+    """
+
+
 NO_RECORD = "0" * 64  #: `prev` of the first record
 
 
@@ -273,9 +283,13 @@ class _Head(msgspec.Struct):
     seq: Count
 
 
+#: the end of a record that proves itself; what it covers is all that is before it
+_PROOF = re.compile(rb',"digest":"([0-9a-f]{64})"\}\Z')
+
 _encoder = msgspec.json.Encoder()
 _records = msgspec.json.Decoder(AnyRecord)
 _heads = msgspec.json.Decoder(_Head)
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _parts = msgspec.json.Decoder(Part)
 _indexes = msgspec.json.Decoder(AnchorIndex)
 _fails = msgspec.json.Decoder(Fail)
@@ -286,9 +300,39 @@ def encode(value: msgspec.Struct) -> bytes:
     return _encoder.encode(value)
 
 
+def encode_record(record: Record) -> bytes:
+    """A record as it is written, with the digest that proves it."""
+    content = encode(record)[:-1]
+    return content + b',"digest":"%s"}' % digest(content).encode()
+
+
+def proves_itself(body: bytes) -> bool:
+    """Whether `body` ends with the digest of what is before it: then its writer wrote exactly these bytes."""
+    proof = _PROOF.search(body)
+    return proof is not None and digest(memoryview(body)[: proof.start()]).encode() == proof[1]
+
+
+def is_sound(body: bytes) -> bool:
+    """Whether `body` proves itself, or is a record of a writer that wrote no digests."""
+    if proves_itself(body):
+        return True
+    try:
+        decode_record(body)
+    except ValueError:
+        return False
+    return True
+
+
 def decode_record(body: bytes) -> AnyRecord:
-    """One record, every field within its constraint; raises `ValueError` for anything else."""
+    """One record, every field within its constraint; raises `ValueError` for anything else.
+
+    Without a digest it must have no field that is unknown: one changed byte in the name `digest` would be one.
+    """
     record: AnyRecord = decode_json(_records, body)
+    if not proves_itself(body):
+        unknown = decode_json(_fields, body).keys() - {"kind", *record.__struct_fields__}
+        if unknown:
+            raise ValueError("its digest is not that of its content" if "digest" in unknown else "it has no digest")
     if isinstance(record, Seal):
         _check_user_data(record.source)
         _check_user_data(record.metadata)

@@ -9,17 +9,14 @@ from __future__ import annotations
 from dcr_daemon import runtime
 from dcr_daemon.errors import Corrupt, KeyNotFound, StoreUnavailable
 from dcr_daemon.events import Emit, Retrying
-from dcr_daemon.ledger import names
-from dcr_daemon.ledger.fold import Step, Tip, fold
+from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.records import RECORD_LIMIT
 from dcr_daemon.store.port import Outcome, Store
 
+LOOKS = 4  #: reads of bytes that are no record, or not the record that was expected
 TRIES = 8  #: puts of the same bytes before a caller is told that the outcome is still open
 BACKOFF = 0.2  #: seconds before the second try; doubles, jittered
 BACKOFF_LIMIT = 5.0  #: seconds
-
-#: an object above `RECORD_LIMIT` counts as an empty, void record; all readers then compute the same digest
-OVERSIZED = b""
 
 
 class Undecided(StoreUnavailable):
@@ -30,26 +27,25 @@ class Undecided(StoreUnavailable):
 
 
 async def read_slot(store: Store, seq: int) -> bytes | None:
-    """The bytes in slot `seq`; None if it is free now."""
-    for _ in range(2):  # an answer damaged on the way must not look like a large record to this reader alone
+    """The bytes in slot `seq`; None if it is free now.
+
+    Bytes that are no record are read again, until they are one, the same bytes come twice, or `LOOKS` reads are done.
+    Whether damaged bytes are void is not decided here (`fold_decided`).
+    """
+    body: bytes | None = None
+    for n in range(LOOKS):
+        if n:
+            await pause_before(n)
+        before = body
         try:
-            return await store.get(names.record(seq), limit=RECORD_LIMIT)
+            body = await store.get(names.record(seq), limit=RECORD_LIMIT)
         except KeyNotFound:
             return None
         except Corrupt:
-            continue
-    return OVERSIZED
-
-
-async def judge_slot(store: Store, tip: Tip, *, body: bytes) -> tuple[Step, bytes]:
-    """Fold what was read in the slot after `tip`; bytes that no writer can have put there are read once more.
-
-    Damage on the way differs from read to read, and a reader that believed it would disagree with all others for good.
-    """
-    step = fold(tip, body)
-    if step.foreign and (again := await read_slot(store, tip.seq + 1)) is not None and again != body:
-        return fold(tip, again), again
-    return step, body
+            body = records.Oversized()
+        if body == before or records.is_sound(body):
+            break
+    return body
 
 
 async def occupy(store: Store, seq: int, body: bytes, *, emit: Emit, tries: int = TRIES) -> bytes:

@@ -8,9 +8,12 @@ themselves, at the newest slot where two neighbours agree on it; one record alon
 
 from __future__ import annotations
 
-from dcr_daemon.ledger.fold import Step, Tip, fold, tip_before
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
+
+from dcr_daemon.ledger.fold import Step, Tip, fold, fold_decided, tip_before
 from dcr_daemon.ledger.holes import missing_records
-from dcr_daemon.ledger.slot import judge_slot, read_slot
+from dcr_daemon.ledger.slot import read_slot
 from dcr_daemon.store.port import Store
 
 
@@ -50,23 +53,62 @@ class Tail:
         return low
 
     async def steps(self, start: Tip, tail: int) -> list[Step]:
-        """Fold up to `tail` from the newest slot at or above `start` whose state two records agree on.
+        """Fold up to `tail` from the newest slot above `start` at which two records agree, else from `start`.
+
+        Ends before what no record has decided yet (`fold_decided`).
+        """
+        tip = await self._agreed(start, tail) or start
+        return fold_decided(tip, [await self.body(seq) for seq in range(tip.seq + 1, tail + 1)])
+
+    async def _agreed(self, start: Tip, tail: int) -> Tip | None:
+        """The tip before the newest slot above `start` whose state two records agree on.
 
         One of the two must count, by the state that it claims. So void records at the tail do not mislead, whatever
-        they claim: the search continues below them, in the end to `start` itself, which is known.
+        they claim: the search continues below them.
         """
-        tip = start
         for seq in range(tail - 1, start.seq, -1):
             claimed = tip_before(start.stream, seq, body=await self.body(seq))
             if claimed is None:
                 continue
             step = fold(claimed, await self.body(seq))
             if step.record and tip_before(start.stream, seq + 1, body=await self.body(seq + 1)) == step.tip:
-                tip = claimed
-                break
-        steps = list[Step]()
-        for seq in range(tip.seq + 1, tail + 1):
-            step, _ = await judge_slot(self._store, tip, body=await self.body(seq))
-            steps.append(step)
+                return claimed
+        return None
+
+    async def walk(self, start: Tip, tail: int) -> AsyncIterator[Step]:
+        """A step for each slot after `start` up to `tail`, for reports: it shows what is readable beyond damage.
+
+        It ends at the tip of `steps`. A record that counts although it does not follow the one before it is `foreign`,
+        and `void` says what is wrong there; `decided` is False for the slots that `steps` ends before.
+        """
+        tip = start
+        decided: dict[int, Step] | None = None  # from the first slot on that does not follow
+        for seq in range(start.seq + 1, tail + 1):
+            step = fold(tip, await self.body(seq))
+            if step.foreign:
+                if decided is None:
+                    decided = {step.tip.seq: step for step in await self.steps(tip, tail)}
+                step = await self._beyond_damage(step, decided)
+            yield step
             tip = step.tip
-        return steps
+
+    async def _beyond_damage(self, step: Step, decided: Mapping[int, Step]) -> Step:
+        """The step of a slot that does not follow; by its own word, if the record after it agrees."""
+        seq, stream = step.tip.seq, step.tip.stream
+        if seq > max(decided, default=seq - 1):
+            return replace(step, decided=False)
+        own = decided.get(seq)
+        claimed = None if own else tip_before(stream, seq, body=await self.body(seq))
+        if claimed:
+            own = fold(claimed, await self.body(seq))
+            if tip_before(stream, seq + 1, body=await self.body(seq + 1)) != own.tip:
+                own = None
+        return replace(own, foreign=True, void=step.void) if own and own.record else step
+
+    async def newest_claimed(self, stream: str, *, above: int, tail: int) -> int:
+        """The newest version that a record above slot `above` says is sealed; 0 if none says anything."""
+        for seq in range(tail, above, -1):
+            claimed = tip_before(stream, seq, body=await self.body(seq))
+            if claimed is not None:
+                return fold(claimed, await self.body(seq)).tip.state.seal.version
+        return 0

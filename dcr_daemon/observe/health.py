@@ -4,7 +4,8 @@ Live means that the event loop runs (the HTTP server and the watchdog run in it)
 daemon not live: one outage of the bucket would restart the fleet. A publisher is ready while it holds the claim. A
 subscriber is ready while its engine generates and is verified at a version that the policy allows. An unreachable store
 does not change that: the replica serves what it has, a restart could not make it newer, and otherwise all replicas
-would become unready at once.
+would become unready at once. A record of the ledger that does not follow what was read before it (must L2) ends
+readiness: this process may have misread something, so what it calls the newest version may be an old one.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ class Health:
         self._head = 0
         self._served: int | None = None
         self._blocked: e.Blocked | None = None
+        self._claimed = False
+        self._doubt = ""
         self._why = "starting"
         self.ready = False
         self.status = "starting"
@@ -52,6 +55,12 @@ class Health:
 
     def __call__(self, event: e.Event) -> None:
         before = (self.ready, self.status)
+        match event:
+            case e.LedgerDoubted():
+                self._head = max(self._head, event.head)
+                self._doubt = f"in doubt about record {event.seq}: {event.reason}"
+            case e.LedgerRead():
+                self._doubt = ""
         if self._role == "publisher":
             self._publisher(event)
         else:
@@ -63,9 +72,11 @@ class Health:
     def _publisher(self, event: e.Event) -> None:
         match event:
             case e.Claimed():
-                self.ready, self.status = True, f"claimed, epoch {event.epoch}"
+                self._claimed, self.status = True, f"claimed, epoch {event.epoch}"
             case e.FencedOut():
-                self.ready, self.status = False, f"fenced by {event.by}"
+                self._claimed, self.status = False, f"fenced by {event.by}"
+            case e.LedgerDoubted():
+                self.status = self._doubt
             case e.Opened():
                 self.status = f"building version {event.version}"
             case e.Sealed():
@@ -74,6 +85,7 @@ class Health:
                 self.status = f"aborted version {event.version}: {event.reason}"
             case e.Notice():
                 self.status = f"{e.kind_of(type(event))}: {event.what}"
+        self.ready = self._claimed and not self._doubt
 
     def _subscriber(self, event: e.Event) -> None:
         match event:
@@ -101,12 +113,14 @@ class Health:
             version = "" if self._blocked.version is None else f" at version {self._blocked.version}"
             blocked = f"{'poisoned' if self._blocked.poisoned else 'blocked'}{version}: {self._blocked.reason}"
         if self._served is None:
-            self.ready, self.status = False, "; ".join(filter(None, (self._why, blocked)))
+            self.ready, self.status = False, "; ".join(filter(None, (self._why, self._doubt, blocked)))
             return
         lag = self._policy.target(self._head) - self._served
-        self.ready = lag <= self._policy.within
-        allowed = "" if self.ready else f" (ready within {self._policy.within})"
-        self.status = "; ".join(filter(None, (f"serving version {self._served}, lag {max(lag, 0)}{allowed}", blocked)))
+        near = lag <= self._policy.within
+        self.ready = near and not self._doubt
+        allowed = "" if near else f" (ready within {self._policy.within})"
+        serving = f"serving version {self._served}, lag {max(lag, 0)}{allowed}"
+        self.status = "; ".join(filter(None, (serving, self._doubt, blocked)))
 
 
 _LASTING = ("fenced", "engine lost", "loading", "paused", "damaged")  #: reasons that a notice does not replace

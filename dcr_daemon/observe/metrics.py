@@ -57,7 +57,7 @@ class Metrics:
         def known(name: str, text: str) -> _Known:
             return _Known(f"dcr_{name}", text, registry)
 
-        self.head = known("head_version", "Newest sealed policy version that this process knows.")
+        self.head = known("head_version", "Newest sealed policy version that the bucket shows.")
         self.served = known("served_version", "Policy version that the engine serves.")
         self.lag = known("lag_versions", "head_version minus served_version.")
         self.density = known("delta_density_ratio", "Changed elements of the newest version over all elements.")
@@ -89,6 +89,7 @@ class Metrics:
         self._handlers: dict[type[e.Event], Callable[[Any], None]] = {
             e.Sealed: self._sealed,
             e.LedgerRead: lambda event: self._versions(head=event.head),
+            e.LedgerDoubted: lambda event: self._versions(head=event.head),
             e.SealSeen: lambda event: self._versions(head=event.version),
             e.Serving: lambda event: self._serving(event.version),
             e.Blocked: self._obstructed,

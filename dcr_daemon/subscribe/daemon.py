@@ -49,7 +49,8 @@ async def run_subscribe(options: SubscribeOptions, store: Store, *, engine: Engi
         EngineRefused: with `once`, the engine cannot take this stream, with every reason named.
         Incompatible: the stream has another format or layout than engine or state know.
         NotFound: with `once`, there is no stream.
-        Corrupt: the ledger does not extend the one remembered here (must T1).
+        Corrupt: the ledger does not extend the one remembered here (must T1); with `once`, it has a damaged record, and
+            the engine serves the newest version below.
         UsageError: another subscriber runs with the same state and replica id, or the state directory cannot be used.
     """
     home = subscriber_state(options.state, store.url, replica=options.replica)
@@ -58,9 +59,11 @@ async def run_subscribe(options: SubscribeOptions, store: Store, *, engine: Engi
         with _only_one(home), _staging(options, home) as staging:
             ledger = Ledger(store, mark=home / "seen.json", emit=emit, polling=options.polling)
             await _wait_until_read(options, emit, ledger.read)
-            emit(LedgerRead(head=ledger.state.seal.version))
+            if ledger.doubt is None:  # else the ledger says when it was read to its end
+                emit(LedgerRead(head=ledger.state.seal.version))
             runtime.failpoint("subscribe.found")
             await _run(options, home, staging / ledger.stream.stream, ledger, engine, workers, emit)
+            ledger.check_undoubted()
     finally:
         workers.close()
 

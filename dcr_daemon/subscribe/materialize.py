@@ -74,12 +74,15 @@ async def materialize(
         StoreUnavailable: the store does not answer.
         NotFound: no such stream or version, or nothing to start from and no `base` given.
         Incompatible: `base` is not a version this can start from.
-        Corrupt: objects of the stream do not give the fingerprint of the seal.
+        Corrupt: objects of the stream do not give the fingerprint of the seal, or a damaged record hides which version
+            is the newest.
         ResourceExhausted: no room on disk.
     """
     out = _new_directory(out)
     ledger = Ledger(store, emit=emit)
     await ledger.read()
+    if version is None or version > ledger.state.seal.version:
+        ledger.check_undoubted()
     record = await ledger.version_record(ledger.state.seal.version if version is None else version)
     workers = runtime.Workers()
     try:

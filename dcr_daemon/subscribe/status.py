@@ -27,7 +27,7 @@ LAST_WRITE = 5.0  #: seconds for which a replica that ends waits for its last wr
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A replica's status object. `state` is a word or two, `detail` a sentence, `head` the newest version it knows.
+    """A replica's status object. `state` is a word or two, `detail` a sentence, `head` the newest in the bucket.
 
     `scrub` says how the last scrub ended, and `scrubbed_at` when.
     """

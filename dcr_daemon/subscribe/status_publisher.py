@@ -32,8 +32,9 @@ class StatusPublisher:
 
     def report(self, state: str, detail: str = "") -> None:
         """Change the status object."""
-        head = self._ledger.state.seal.version
-        self._writer.set(state=state, detail=detail, serving=self.serving, head=head)
+        if doubt := self._ledger.doubt:
+            detail = f"in doubt about record {doubt.seq}: {doubt.reason}" + (f"; {detail}" if detail else "")
+        self._writer.set(state=state, detail=detail, serving=self.serving, head=self._ledger.head)
 
     def attached(self, incarnation: str, version: int | None) -> None:
         self._lost = ""

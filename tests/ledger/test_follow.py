@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from support.events import RecordedEvents
 from support.stores.memory import Fault, MemoryStore
-from support.streams.record_writer import RecordWriter
+from support.streams.record_writer import RecordWriter, make_open
 from support.virtual_time import VirtualTimeRuntime
 
 from dcr_daemon.errors import Corrupt, ResourceExhausted
 from dcr_daemon.events import Alarm, Retrying
-from dcr_daemon.ledger import names
+from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.follow import GAP_AFTER, Polling
 from dcr_daemon.ledger.high_water_mark import HighWaterMark
-from dcr_daemon.ledger.ledger import Ledger
+from dcr_daemon.ledger.ledger import Header, Ledger
 from dcr_daemon.ledger.records import Open, Seal
 
 
@@ -55,7 +55,9 @@ def test_each_record_that_counts_comes_once_and_in_order(
         await reader.read()
         follower, late = reader.follow(), reader.follow()
         await writer.version()
-        store.objects[names.record(writer.ledger.tip.seq + 1)] = b"junk"
+        header = writer.ledger._header()
+        other = make_open(Header(header.state, header.seq, header.fields | {"prev": records.NO_RECORD}))
+        store.objects[names.record(header.seq)] = records.encode_record(other)
         await writer.version()
         seqs = [(await anext(follower)).seq for _ in range(4)]
         assert seqs == [2, 3, 5, 6], "the void one is an alarm, not a record"

@@ -110,7 +110,7 @@ async def test_gets_alone_find_a_hole_below_as_many_records(width: int, place: i
     for seq in [*range(place), *range(place + width, place + 2 * width)]:
         store.objects[names.record(seq)] = b"{}"
     assert await find_above(store, place - 1) is not None
-    assert store.requests["get"] <= 10
+    assert store.requests["get"] <= 11, "the last one twice, since these bytes are no record"
 
 
 @pytest.mark.parametrize("width", [3, 513, 1400])

@@ -314,8 +314,8 @@ class TestWhoMayWrite:
         async def check() -> None:
             writer = await publisher(store)
             tip = writer.ledger.tip
-            junk = b"somebody else's bytes"
-            store.objects[names.record(tip.seq + 1)] = junk
+            other = make_open(Header(tip.state, 2, writer.ledger._header().fields | {"prev": records.NO_RECORD}))
+            store.objects[names.record(tip.seq + 1)] = records.encode_record(other)
             seqs = []
 
             def once(header: Header) -> Open:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import msgspec
 import pytest
 
@@ -69,10 +71,35 @@ def test_fields_that_an_earlier_writer_did_not_know_have_their_defaults() -> Non
 
 
 def test_fields_that_a_later_writer_adds_are_ignored() -> None:
-    tip, _ = begin(STREAM.replace('"model"', '"colour":{"a":[1]},"model"').encode())
+    tip, _ = begin(proved(STREAM.replace('"model"', '"colour":{"a":[1]},"model"')))
     state = msgspec.json.encode(tip.state).decode()
     head = HEAD.format(seq=1, prev=tip.digest, state=state, epoch=1)
-    assert fold(tip, f'{{"kind":"epoch",{head},"name":"a","mood":"good"}}'.encode()).record is not None
+    later = f'{{"kind":"epoch",{head},"name":"a","mood":"good","signature":"ab"}}'
+    assert fold(tip, proved(later)).record is not None
+    assert fold(tip, later.encode()).damaged, "without a digest: an earlier writer knew every field"
+
+
+def proved(text: str) -> bytes:
+    """The JSON of a record, with the digest that is in every record now."""
+    digest = hashlib.sha256(text[:-1].encode()).hexdigest()
+    return f'{text[:-1]},"digest":"{digest}"}}'.encode()
+
+
+def test_a_record_is_written_with_the_digest_of_what_is_before_it() -> None:
+    _, stream = begin(STREAM.encode())
+    assert records.encode_record(stream) == proved(STREAM)
+    assert records.decode_record(proved(STREAM)) == stream
+
+
+@pytest.mark.parametrize("bit", [0, 2, 5])
+def test_no_changed_bit_of_a_record_goes_unnoticed(bit: int) -> None:
+    body = proved(STREAM)
+    for at in range(len(body)):
+        changed = body[:at] + bytes([body[at] ^ 1 << bit]) + body[at + 1 :]
+        assert not records.is_sound(changed), changed[at - 5 : at + 5]
+    for end in range(len(body)):
+        assert not records.is_sound(body[:end])
+    assert not records.is_sound(body + b"\n")
 
 
 @pytest.mark.parametrize(("value", "text"), [(0, "0" * 16), (255, "0" * 14 + "ff"), ((1 << 64) - 1, "f" * 16)])

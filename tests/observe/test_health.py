@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dcr_daemon import events as e
-from dcr_daemon.observe.health import Health, Policy
+from dcr_daemon.observe.health import Health, Policy, Role
 
 
 def test_a_publisher_is_ready_from_its_claim_until_it_is_fenced() -> None:
@@ -39,6 +39,20 @@ def test_a_subscriber_that_was_fenced_is_not_ready() -> None:
     health(e.Serving(version=5))
     health(e.FencedOut(what="engine", by="other"))
     assert not health.ready
+
+
+@pytest.mark.parametrize("role", ["publisher", "subscriber"])
+def test_nobody_is_ready_in_doubt_about_the_ledger(role: Role) -> None:
+    health = Health(role)
+    health(e.Claimed(epoch=4, name="a"))
+    health(e.Serving(version=5))
+    assert health.ready
+    health(e.LedgerDoubted(seq=9, head=7, reason="it does not parse"))
+    assert not health.ready
+    assert "in doubt about record 9: it does not parse" in health.status
+    health(e.LedgerRead(head=7))
+    assert health.ready
+    assert role == "publisher" or health.status == "serving version 5, lag 2"
 
 
 def test_the_status_line_tells_version_and_lag() -> None:

@@ -42,7 +42,7 @@ LEVELS = {
         "Waiting",
     ],
     "warning": ["Aborted", "Blocked", "CheckpointSkipped", "Degraded", "EngineLost", "Paused", "Retrying"],
-    "error": ["Alarm", "Damaged", "FencedOut", "RolledBack"],
+    "error": ["Alarm", "Damaged", "FencedOut", "LedgerDoubted", "RolledBack"],
 }
 #: Module: the notices that it constructs, in the order of the source.
 PLACES = {

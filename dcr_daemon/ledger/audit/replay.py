@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from itertools import takewhile
 
 from dcr_daemon.errors import NotFound
 from dcr_daemon.ledger.fold import Step, begin, fold, tip_before
 from dcr_daemon.ledger.holes import find_above, missing_records
 from dcr_daemon.ledger.slot import read_slot
+from dcr_daemon.ledger.tail import Tail
 from dcr_daemon.store.port import Store
 
 AHEAD = 16  #: slots read at once
 
 
 async def replay(store: Store, *, ahead: int = AHEAD) -> AsyncIterator[Step]:
-    """Fold the whole ledger; the first step is the `stream` record. Ends at the tail.
+    """Fold the whole ledger; the first step is the `stream` record. Ends at the tail; beyond damage as `Tail.walk`.
 
     Raises:
         NotFound: there is no stream.
@@ -32,13 +34,21 @@ async def replay(store: Store, *, ahead: int = AHEAD) -> AsyncIterator[Step]:
     while True:
         first = tip.seq + 1
         bodies = await asyncio.gather(*(read_slot(store, seq) for seq in range(first, first + ahead)))
-        free = next((n for n, body in enumerate(bodies) if body is None), ahead)
-        for body in bodies[:free]:
-            assert body is not None
+        there = [body for body in takewhile(lambda body: body is not None, bodies) if body is not None]
+        damaged = False
+        for body in there:
             step = fold(tip, body)
+            if damaged := step.foreign:
+                break
             tip = step.tip
             yield step
-        if free < ahead and await read_slot(store, tip.seq + 1) is None:
+        if damaged:
+            tail = Tail(store)
+            async for step in tail.walk(tip, await tail.find(tip.seq + 1)):
+                tip = step.tip
+                yield step
+            continue
+        if len(there) < ahead and await read_slot(store, tip.seq + 1) is None:
             # A writer may have filled both slots between our two reads of them; in this order of reads it cannot have.
             if await find_above(store, tip.seq) is not None and await read_slot(store, tip.seq + 1) is None:
                 raise missing_records(store.url, [tip.seq + 1])
@@ -46,7 +56,7 @@ async def replay(store: Store, *, ahead: int = AHEAD) -> AsyncIterator[Step]:
 
 
 async def read_steps(store: Store, stream: str, *, start: int, last: int, ahead: int = AHEAD) -> AsyncIterator[Step]:
-    """Fold the slots after `start`, which holds a record that counts, up to `last`.
+    """Fold the slots after `start`, which holds a record that counts, up to `last`; beyond damage as `Tail.walk`.
 
     Raises:
         Corrupt: a record is missing.
@@ -58,6 +68,10 @@ async def read_steps(store: Store, stream: str, *, start: int, last: int, ahead:
         seqs = range(tip.seq + 1, min(tip.seq + ahead, last) + 1)
         for body in await asyncio.gather(*(_present(store, seq) for seq in seqs)):
             step = fold(tip, body)
+            if step.foreign:
+                async for step in Tail(store).walk(tip, last):
+                    yield step
+                return
             tip = step.tip
             yield step
 

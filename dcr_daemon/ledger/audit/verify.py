@@ -18,6 +18,7 @@ from dcr_daemon.ledger import names
 from dcr_daemon.ledger.audit.checks import Check
 from dcr_daemon.ledger.audit.repairs import Damage, Repairs
 from dcr_daemon.ledger.audit.replay import replay
+from dcr_daemon.ledger.doubt import REPAIR
 from dcr_daemon.ledger.fold import Step
 from dcr_daemon.ledger.holes import find_holes
 from dcr_daemon.ledger.ledger import Ledger
@@ -150,19 +151,31 @@ class _Found:
         self.damages: list[Damage] = []
         self._foreign = -1
 
-    def note_void(self, step: Step) -> None:
-        """A void record; the first of a run that no honest writer can have written is damage."""
+    def note(self, step: Step) -> None:
+        """One record. The first of a run that no honest writer can have written after what is before it is damage."""
         seq = step.tip.seq
-        self.void.append(f"record {seq}: {step.void}")
+        self.records, self.state = self.records + 1, step.tip.state
+        if step.record is None:
+            self.void.append(f"record {seq}: {step.void}")
+        elif isinstance(step.record, Seal):
+            self.seals.append(step.record)
+        elif isinstance(step.record, Anchor):
+            self.anchors.append(step.record)
         if not step.foreign:
             return
         if seq != self._foreign + 1:
             what = f"record {seq} is not what was written after record {seq - 1}: {step.void}"
-            repair = (
-                "void, and so is what was written after it; if one of the two once counted, restore it from a backup"
-            )
-            self.damages.append(Damage(key=names.record(seq), version=None, what=what, repair=repair))
+            self.damages.append(Damage(key=names.record(seq), version=None, what=what, repair=_repair(step)))
         self._foreign = seq
+
+
+def _repair(step: Step) -> str:
+    """What can be done about a record that does not follow the one before it."""
+    if step.record is not None:
+        return f"it counts: record {step.tip.seq - 1} is not what it was; restore it from a backup"
+    if not step.decided:
+        return f"no reader goes past it: {REPAIR}"
+    return "readers go past it; if it once counted, restore it from a backup"
 
 
 async def _read_ledger(store: Store) -> _Found:
@@ -173,13 +186,7 @@ async def _read_ledger(store: Store) -> _Found:
                 assert isinstance(step.record, Stream)
                 found = _Found(step.record, step.tip.state)
                 continue
-            found.records, found.state = found.records + 1, step.tip.state
-            if step.record is None:
-                found.note_void(step)
-            elif isinstance(step.record, Seal):
-                found.seals.append(step.record)
-            elif isinstance(step.record, Anchor):
-                found.anchors.append(step.record)
+            found.note(step)
     except Corrupt:
         if found is None:
             raise

@@ -26,10 +26,15 @@ def vector_of(version: int) -> Vector:
 class HistoryWriter:
     """Writes records into a `MemoryStore` as a lawful publisher would, each checked by the fold.
 
-    `vectors`: what the sums of a version are; `size`: bytes that a delta is said to have.
+    `vectors`: what the sums of a version are; `size`: bytes that a delta is said to have; `digests`: whether records
+    prove themselves, or are as 0.1.0 wrote them.
     """
 
-    def __init__(self, store: MemoryStore, layout: Layout = LAYOUT, vectors: Any = vector_of, size: int = 100) -> None:
+    def __init__(
+        self, store: MemoryStore, layout: Layout = LAYOUT, vectors: Any = vector_of, size: int = 100,
+        *, digests: bool = True,
+    ) -> None:  # fmt: skip
+        self.digests = digests
         self.store, self.layout, self.vectors, self.size = store, layout, vectors, size
         self.bytes_of_anchor = 50 * size
         sums = self._object(names.vector(0, 0), self.sums(0))
@@ -39,7 +44,7 @@ class HistoryWriter:
             stream="5ea1" * 4, seq=0, prev=records.NO_RECORD, state=None, nonce="0", at="2026-01-01T00:00:00+00:00",
             layout=place, fingerprint=sums, total=self.total(0),
         )  # fmt: skip
-        body = records.encode(first)
+        body = self._encoded(first)
         store.objects[names.record(0)] = body
         self.tip: Tip = begin(body)[0]
         self.epoch = 0
@@ -54,13 +59,16 @@ class HistoryWriter:
         self.store.objects[key] = body
         return ObjectRef(key, len(body), records.digest(body))
 
+    def _encoded(self, record: Record) -> bytes:
+        return records.encode_record(record) if self.digests else records.encode(record)
+
     def append(self, kind: type[Record], *, at: str = "2026-01-01T00:00:00+00:00", **fields: Any) -> Any:
         seq = self.tip.seq + 1
         common = {
             "stream": self.tip.stream, "seq": seq, "prev": self.tip.digest, "state": self.tip.state,
             "nonce": f"{seq:x}", "at": at, "epoch": seq if kind is Epoch else self.epoch,
         }  # fmt: skip
-        body = records.encode(kind(**common, **fields))
+        body = self._encoded(kind(**common, **fields))
         step = fold(self.tip, body)
         assert step.record is not None, step.void
         self.store.objects[names.record(seq)] = body
