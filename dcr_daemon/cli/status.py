@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,8 @@ def command(
 
     With --json: stream (url, id, layout), head (version, step, seq, at), epoch (seq, name, released), open, floor,
     anchors [{version, bytes, seq}], void [{seq, why}] (records after the newest seal that do not count), replicas [{id,
-    …}]. The exit code is 13 if a record is missing.
+    …}], doubt (seq, reason, head: a damaged record at which readers stop, and the newest version that the bucket
+    shows). The exit code is 13 if a record is missing.
     """
 
     async def main() -> dict[str, Any]:
@@ -40,7 +42,7 @@ def command(
     if json:
         print_json(status)
         return
-    head, epoch, attempt = status["head"], status["epoch"], status["open"]
+    head, epoch, attempt, doubt = status["head"], status["epoch"], status["open"], status["doubt"]
     anchors = ", ".join(f"version {a['version']} ({size(a['bytes'])})" for a in status["anchors"])
     step = "" if head["step"] is None else f", step {head['step']}"
     print_fields(
@@ -53,6 +55,7 @@ def command(
             "anchors": anchors or "none",
         }
         | {f"void record {void['seq']}": void["why"] for void in status["void"]}
+        | ({"damaged": f"record {doubt['seq']}, where readers stop: {doubt['reason']}"} if doubt else {})
     )
     if status["replicas"]:
         print_table(
@@ -91,6 +94,7 @@ async def read_status(store: Store) -> dict[str, Any]:
             if step.record is None
         ],
         "replicas": await _read_replicas(store),
+        "doubt": asdict(ledger.doubt) if ledger.doubt else None,
     }
 
 

@@ -10,7 +10,7 @@ from support.stores.counted import CountedStore
 from dcr_daemon.cli.log import read_rows
 from dcr_daemon.cli.status import read_status
 from dcr_daemon.errors import Corrupt
-from dcr_daemon.ledger import names
+from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.ledger import Ledger
 
 REPLICAS = 200
@@ -32,15 +32,25 @@ async def test_the_reports_of_a_fleet_are_read_side_by_side(make_stream):
 async def test_void_records_are_shown(make_stream):
     stream = await make_stream(2)
     seq = stream.ledger.tip.seq + 1
-    await stream.store.create(names.record(seq), b"junk")
+    stale = records.Release(**{**stream.ledger._header().fields, "epoch": 999})
+    await stream.store.create(names.record(seq), records.encode_record(stale))
     (void,) = (await read_status(stream.store))["void"]
     assert void["seq"] == seq
-    assert "does not parse" in void["why"]
+    assert "epoch 999 is stale" in void["why"]
     for limit in (1, None):
         rows = await read_rows(Ledger(stream.store), limit)
         assert [(row["seq"], row["state"]) for row in rows][-1] == (seq, "void")
-        assert f"record {seq}: it does not parse" in rows[-1]["reason"]
+        assert f"record {seq}: epoch 999 is stale" in rows[-1]["reason"]
         assert {frozenset(row) for row in rows} == {frozenset(rows[0])}, "every line has the same fields"
+
+
+async def test_a_damaged_newest_record_is_shown(make_stream):
+    stream = await make_stream(2)
+    seq = stream.ledger.tip.seq + 1
+    await stream.store.create(names.record(seq), b"junk")
+    status = await read_status(stream.store)
+    assert status["doubt"]["seq"] == seq
+    assert "does not parse" in status["doubt"]["reason"]
 
 
 async def test_a_hole_is_shown_wherever_it_is(make_stream):
