@@ -155,8 +155,7 @@ class SimStore:
         result = world.bucket.act(operation, key, body, self._process)
         world.note(f"{operation} {key} {getattr(result, 'value', type(result).__name__)}", self._process)
         if fault is Fault.DAMAGED and isinstance(result, bytes):
-            # A record is only ever cut: it has no digest of its own by which a flipped bit in its text could be told.
-            result = damaged(result, 0.0 if key.startswith("ledger/") else world.rng.random())
+            result = damaged(result, world.rng.random())
         if fault not in (Fault.ANSWER_LOST, Fault.GHOST):
             world.loop.world_later(world.latency(), _deliver, answer, result)
 

@@ -133,7 +133,6 @@ class World:
         self.rank_rate = 0.0  #: of failing ranks
         self.down_until = 0.0
         self.partitioned: dict[str, float] = {}
-        self._cut: set[tuple[str, str]] = set()  # process and record
         self.stage_cap = 1 << 20
         self.ended = False
         self.healed = False
@@ -387,10 +386,6 @@ class World:
             operation != "get" or not key.startswith(("data/", "anchors/", "layouts/", "ledger/"))
         ):
             fault = None
-        if fault is Fault.DAMAGED and key.startswith("ledger/"):
-            if (process.name, key) in self._cut:
-                fault = None  # a record that is damaged twice on its way is believed to be so, as every reader says
-            self._cut.add((process.name, key))
         if fault is Fault.GHOST and operation not in ("create", "delete"):
             fault = Fault.ANSWER_LOST
         if fault is not None:

@@ -10,7 +10,7 @@ from sim.planted.bug import Put, bug
 
 from dcr_daemon import runtime
 from dcr_daemon.events import discard
-from dcr_daemon.ledger import fold, names, records, slot
+from dcr_daemon.ledger import doubt, fold, names, records, slot, tail
 from dcr_daemon.ledger import ledger as ledgers
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.records import Epoch
@@ -154,3 +154,24 @@ def silence_is_taken_for_death(put: Put) -> None:
         return await right(self, name, take_over=take_over or self.tip.seq == before)
 
     put(Ledger, "claim", claim)
+
+
+@bug("L2", "misread_records")
+def digests_are_not_compared(put: Put) -> None:
+    """A record is believed whatever its digest: one that was misread and still parses counts, or is void."""
+    put(records, "proves_itself", lambda body: True)
+
+
+@bug("L2", "misread_records")
+def damaged_records_are_void(put: Put) -> None:
+    """Bytes that do not prove themselves are void at once, for this reader alone."""
+
+    def fold_all(tip: Any, bodies: Any) -> Any:
+        steps = list[Any]()
+        for body in bodies:
+            steps.append(fold.fold(tip, body))
+            tip = steps[-1].tip
+        return steps
+
+    for owner in (fold, tail, doubt):
+        put(owner, "fold_decided", fold_all)
