@@ -106,11 +106,11 @@ def fold(tip: Tip, body: bytes) -> Step:
     try:
         record = records.decode_record(body)
     except ValueError as error:
-        why, never = f"it does not parse: {error}", isinstance(body, records.Oversized)
-        return Step(after, None, why, foreign=True, damaged=not never)
+        after = replace(after, proved=isinstance(body, records.Oversized))
+        return Step(after, None, f"it does not parse: {error}", foreign=True, damaged=_may_be_damaged(after))
     after = replace(after, proved=_is_original(tip, record, body))
     if mismatch := _mismatch(tip, record):
-        return Step(after, None, mismatch, foreign=True, damaged=not (tip.proved and after.proved))
+        return Step(after, None, mismatch, foreign=True, damaged=_may_be_damaged(tip, after))
     if void := judge(tip.state, record):
         return Step(after, None, void)
     return Step(replace(after, state=_apply(tip.state, record)), record)
@@ -247,6 +247,11 @@ def _mismatch(tip: Tip, record: AnyRecord) -> str:
     if record.state != tip.state:
         return "its writer had folded another state"
     return ""
+
+
+def _may_be_damaged(*tips: Tip) -> bool:
+    """Whether one of the slots that the tips end with may hold something else than what was first put there."""
+    return not all(tip.proved for tip in tips)
 
 
 def _is_original(tip: Tip, record: AnyRecord, body: bytes) -> bool:

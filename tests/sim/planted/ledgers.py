@@ -10,7 +10,7 @@ from sim.planted.bug import Put, bug
 
 from dcr_daemon import runtime
 from dcr_daemon.events import discard
-from dcr_daemon.ledger import doubt, fold, names, records, slot, tail
+from dcr_daemon.ledger import fold, names, records, slot
 from dcr_daemon.ledger import ledger as ledgers
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.records import Epoch
@@ -166,12 +166,4 @@ def digests_are_not_compared(put: Put) -> None:
 def damaged_records_are_void(put: Put) -> None:
     """Bytes that do not prove themselves are void at once, for this reader alone."""
 
-    def fold_all(tip: Any, bodies: Any) -> Any:
-        steps = list[Any]()
-        for body in bodies:
-            steps.append(fold.fold(tip, body))
-            tip = steps[-1].tip
-        return steps
-
-    for owner in (fold, tail, doubt):
-        put(owner, "fold_decided", fold_all)
+    put(fold, "_may_be_damaged", lambda *tips: False)
