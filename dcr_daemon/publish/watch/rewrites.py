@@ -1,12 +1,14 @@
 """Checkpoints that are written again over old files, and which of their files are still the old ones.
 
 A trainer that resumes, or that has one directory `latest`, replaces file after file. In between the directory holds all
-tensors, of two states. So every directory has a *generation*: it begins when a file changes that this generation has
-written or found, and what the directory held then is *left over* until it is replaced or gone. A checkpoint with files
-left over is not complete. A directory that is a version begins with the files of that version.
+tensors, of two states. So every directory has a *generation*. Another one begins when a file changes that belongs to
+this one, and what the directory held then is *left over* until it is replaced or gone. A checkpoint with files left
+over is not complete. A directory that is a version begins with the files of that version.
 
-What this cannot see: a writer that died between two files, and another one that writes all the remaining files before
-it writes the first ones again. A marker file that is made last says it (`--marker`).
+Nothing left over is no proof: between two scans, or while no publisher ran, the directory may have been written more
+than once, the last time in part. So something written last must be the newest: the marker (`--marker`), or the index,
+or the `.metadata`; without any, the checkpoint is complete when many scans find it unchanged. What remains unseen is a
+writer that died between two files, and another one that writes all the remaining files before it begins anew.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from dcr_daemon.publish.watch.published import PublishedFiles
 
 
 @dataclass(slots=True)
-class _Generation:
+class Generation:
     """What one directory holds.
 
     Attributes:
@@ -27,21 +29,32 @@ class _Generation:
         before: what the directory held when the generation began; empty for the first one.
         horizon: a file that is not newer is left over (mtime, ns): all that is known of a version of very many files.
         version: `files` are those of a version, to which none should be added.
+        present: all files as the last scan found them, complete or not.
+        unchanged_scans: how many timed scans in a row found them so.
+        was_complete: whether the generation was found complete.
     """
 
     files: dict[str, FileIdentity] = field(default_factory=dict)
     before: dict[str, FileIdentity] = field(default_factory=dict)
     horizon: int = -1
     version: bool = False
+    present: Mapping[str, FileIdentity] = field(default_factory=dict)
+    unchanged_scans: int = 0
+    was_complete: bool = False
 
     @classmethod
-    def of_version(cls, identity: frozenset[FileIdentity]) -> _Generation:
+    def of_version(cls, identity: frozenset[FileIdentity]) -> Generation:
         summary = [file.mtime_ns for file in identity if is_digest(file)]
         files = {file.name: file for file in identity if not is_digest(file)}
         return cls(files, before=files if summary else {}, horizon=max(summary, default=-1), version=True)
 
-    def update(self, present: Mapping[str, FileIdentity], complete: Collection[str]) -> None:
+    def update(self, present: Mapping[str, FileIdentity], complete: Collection[str], *, timed: bool) -> None:
         """Another scan found the files `present`, of which some are complete."""
+        # One that is neither the first, nor was seen half-way or complete, began unseen: its files are of two states,
+        # and those that change now may belong to the later one already.
+        whole_states = self.is_first or self.was_complete or bool(self.left_over)
+        self.unchanged_scans = timed + (self.unchanged_scans if present == self.present else 0)
+        self.present = present
         inodes = {(file.inode, file.size, file.mtime_ns) for file in present.values()}
         changed = [
             name
@@ -50,14 +63,21 @@ class _Generation:
             and (name in present or (file.inode, file.size, file.mtime_ns) not in inodes)  # renamed is not changed
         ]
         added = self.version and not present.keys() <= self.files.keys()
-        if added or any(not self._precedes(name, self.files[name]) for name in changed):
-            self.before = dict(self.files)
+        if added or (whole_states and any(not self._precedes(name, self.files[name]) for name in changed)):
+            self.before, self.was_complete = dict(self.files), False
         self.version = self.version and not changed and not added
         kept = {name for name in self.files if is_same_content(self.files[name], present.get(name))}
         self.files = {name: present[name] for name in sorted(kept.union(complete)) if name in present}
 
-    def left_over(self, present: Mapping[str, FileIdentity]) -> set[str]:
-        return {name for name, file in present.items() if self._precedes(name, file)}
+    @property
+    def is_first(self) -> bool:
+        """Whether the directory held nothing before, as far as anybody knows."""
+        return not self.before and self.horizon < 0
+
+    @property
+    def left_over(self) -> set[str]:
+        """Names of the files that are to be replaced, or to go, before the checkpoint is complete."""
+        return {name for name, file in self.present.items() if self._precedes(name, file)}
 
     def _precedes(self, name: str, file: FileIdentity) -> bool:
         """Whether the file was there before the generation began."""
@@ -69,28 +89,23 @@ class Rewrites:
 
     def __init__(self, published: PublishedFiles) -> None:
         self._published = published
-        self._generations: dict[str, _Generation] = {}
+        self._generations: dict[str, Generation] = {}
 
-    def left_over(
-        self, relative: str, present: Mapping[str, FileIdentity], *, complete: Collection[str]
-    ) -> set[str] | None:
-        """Names of the files that are to be replaced, or to go, before the checkpoint is complete. To be asked once a
-        scan.
+    def update(
+        self, relative: str, present: Mapping[str, FileIdentity], *, complete: Collection[str], timed: bool
+    ) -> Generation | None:
+        """The generation of a directory after another scan; None if it is the first one that it holds.
 
         Args:
             present: all files that the checkpoint needs, by name.
             complete: names of those that are completely written.
-
-        Returns:
-            None if these are the first contents of the directory; an empty set if all old files are replaced.
+            timed: the scan counts for `unchanged_scans`.
         """
         if relative not in self._generations:
-            self._generations[relative] = _Generation.of_version(self._published.newest_at(relative))
+            self._generations[relative] = Generation.of_version(self._published.newest_at(relative))
         generation = self._generations[relative]
-        generation.update(present, complete)
-        if not generation.before and generation.horizon < 0:
-            return None
-        return generation.left_over(present)
+        generation.update(present, complete, timed=timed)
+        return None if generation.is_first else generation
 
     def forget(self, relative: str) -> None:
         """The directory holds exactly a version: begin with that version at the next change."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dcr_daemon.canonical.layout import Layout
-from dcr_daemon.checkpoint.directory import find_index, read_index
+from dcr_daemon.checkpoint.directory import INDEX, find_index, read_index
 from dcr_daemon.checkpoint.safetensors import Header, read_header
 from dcr_daemon.checkpoint.weight_files import SINGLE, choose_weight_files
 from dcr_daemon.errors import Corrupt, DcrError, Incompatible
@@ -40,6 +40,10 @@ from dcr_daemon.wording import shorten
 SHARDED = "sharded"  #: where torch's writer leaves the pieces from which it makes the checkpoint one level up
 UNWRITTEN = "its bytes from {} on were never written: preallocated, or copied with holes (or give --marker)"
 LEFT_OVER = "not written again yet: the checkpoint is being rewritten in place (touch what stays as it is)"
+NOT_LAST = (
+    "not newer than the files of a checkpoint that is being rewritten in place: "
+    f"it is complete with the next index, or when {STABLE_SCANS_UNCLOSED} scans find no change"
+)
 
 _DATA_FILES = (".safetensors", ".distcp", METADATA)
 
@@ -238,7 +242,7 @@ class CheckpointScanner:
                 self._scan_file(scan, candidate, path=candidate.path / name, identity=identity)
         if self._adds_nothing(candidate, present, layout=scan.layout):
             return None
-        self._set_aside_left_over(candidate, present)
+        self._judge_rewrite(scan, candidate, present)
         if any(file.in_pieces for file in candidate.files.values()):
             self._judge_pieces(candidate, scan.layout)
         return candidate
@@ -338,22 +342,30 @@ class CheckpointScanner:
             self._unwritten[path, identity] = "" if first is None else UNWRITTEN.format(first)
         return self._unwritten[path, identity]
 
-    def _set_aside_left_over(self, candidate: CheckpointCandidate, present: Mapping[str, FileIdentity]) -> None:
-        """A directory that is being rewritten is not complete while it holds files of what it held before, unless its
-        marker was made after the last write."""
-        left_over = self._rewrites.left_over(candidate.relative, present, complete=candidate.files)
-        if left_over is None:
+    def _judge_rewrite(self, scan: _Scan, candidate: CheckpointCandidate, present: Mapping[str, FileIdentity]) -> None:
+        """A directory that is being rewritten is not complete while it holds files of what it held before, or before
+        what is written last was written."""
+        complete = candidate.files
+        generation = self._rewrites.update(candidate.relative, present, complete=complete, timed=scan.timed)
+        if generation is None:
             return
         candidate.rewritten = True
+        last = max((file.mtime_ns for file in present.values()), default=0)
         if self._marker is not None:
-            marker = identify(candidate.path / self._marker)
-            last = max((file.mtime_ns for file in present.values()), default=0)
-            candidate.has_marker = marker is not None and marker.mtime_ns >= last
+            candidate.has_marker = _is_newer(candidate.path / self._marker, last)
             if candidate.has_marker:
+                generation.was_complete = True
                 return
-        for name in left_over & candidate.files.keys():
-            del candidate.files[name]
+        for name in generation.left_over & complete.keys():
+            del complete[name]
             candidate.unfinished[name] = LEFT_OVER
+        if candidate.unfinished or not candidate.has_marker:
+            return
+        said = METADATA in present or len(present) == 1
+        if said or generation.unchanged_scans >= STABLE_SCANS_UNCLOSED or _has_newer_index(candidate.path, last):
+            generation.was_complete = True
+        else:
+            candidate.unfinished[INDEX] = NOT_LAST
 
     def _judge_pieces(self, candidate: CheckpointCandidate, layout: Layout) -> None:
         """Files of a sharded writer, of which some are complete."""
@@ -406,7 +418,7 @@ class CheckpointScanner:
         candidate.unfinished |= unfinished
         if not unfinished:
             self._find_unwritten(scan, candidate)
-            self._set_aside_left_over(candidate, present)
+            self._judge_rewrite(scan, candidate, present)
         _set_pieces(candidate, PieceFiles(candidate.path, present, archives=True), table.fit)
         return candidate
 
@@ -422,6 +434,17 @@ class CheckpointScanner:
 
 def _set_pieces(candidate: CheckpointCandidate, files: PieceFiles, fit: PieceFit) -> None:
     candidate.pieces, candidate.refusal = CompletePieces(files, fit), fit.refusal
+
+
+def _has_newer_index(directory: Path, mtime_ns: int) -> bool:
+    index = find_index(directory)
+    return index is not None and _is_newer(index, mtime_ns)
+
+
+def _is_newer(path: Path, mtime_ns: int) -> bool:
+    """Whether the file is there, and was not written before that time."""
+    identity = identify(path)
+    return identity is not None and identity.mtime_ns >= mtime_ns
 
 
 def _printable(name: str) -> str:
