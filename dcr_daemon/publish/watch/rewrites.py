@@ -7,8 +7,10 @@ over is not complete. A directory that is a version begins with the files of tha
 
 Nothing left over is no proof: between two scans, or while no publisher ran, the directory may have been written more
 than once, the last time in part. So something written last must be the newest: the marker (`--marker`), or the index,
-or the `.metadata`; without any, the checkpoint is complete when many scans find it unchanged. What remains unseen is a
-writer that died between two files, and another one that writes all the remaining files before it begins anew.
+or the `.metadata`; without any, the checkpoint is complete when many scans find it unchanged.
+
+What remains unseen, and only a marker tells: a first checkpoint that was being rewritten when the publisher started,
+and a writer that died between two files, whose successor writes all the other files before it begins anew.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ class Generation:
     Attributes:
         files: complete files as the last scan found them, by name.
         before: what the directory held when the generation began; empty for the first one.
+        doubtful: files that were there then and not known to be complete: of this generation, or of the one before.
         horizon: a file that is not newer is left over (mtime, ns): all that is known of a version of very many files.
         version: `files` are those of a version, to which none should be added.
         present: all files as the last scan found them, complete or not.
@@ -36,6 +39,7 @@ class Generation:
 
     files: dict[str, FileIdentity] = field(default_factory=dict)
     before: dict[str, FileIdentity] = field(default_factory=dict)
+    doubtful: dict[str, FileIdentity] = field(default_factory=dict)
     horizon: int = -1
     version: bool = False
     present: Mapping[str, FileIdentity] = field(default_factory=dict)
@@ -63,8 +67,9 @@ class Generation:
             and (name in present or (file.inode, file.size, file.mtime_ns) not in inodes)  # renamed is not changed
         ]
         added = self.version and not present.keys() <= self.files.keys()
-        if added or (whole_states and any(not self._precedes(name, self.files[name]) for name in changed)):
+        if added or (whole_states and any(self._belongs(name) for name in changed)):
             self.before, self.was_complete = dict(self.files), False
+            self.doubtful = {name: file for name, file in present.items() if name not in self.files}
         self.version = self.version and not changed and not added
         kept = {name for name in self.files if is_same_content(self.files[name], present.get(name))}
         self.files = {name: present[name] for name in sorted(kept.union(complete)) if name in present}
@@ -78,6 +83,11 @@ class Generation:
     def left_over(self) -> set[str]:
         """Names of the files that are to be replaced, or to go, before the checkpoint is complete."""
         return {name for name, file in self.present.items() if self._precedes(name, file)}
+
+    def _belongs(self, name: str) -> bool:
+        """Whether a file was written, or found, in this generation."""
+        file = self.files[name]
+        return not self._precedes(name, file) and not is_same_content(self.doubtful.get(name), file)
 
     def _precedes(self, name: str, file: FileIdentity) -> bool:
         """Whether the file was there before the generation began."""

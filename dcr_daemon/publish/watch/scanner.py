@@ -42,7 +42,7 @@ UNWRITTEN = "its bytes from {} on were never written: preallocated, or copied wi
 LEFT_OVER = "not written again yet: the checkpoint is being rewritten in place (touch what stays as it is)"
 NOT_LAST = (
     "not newer than the files of a checkpoint that is being rewritten in place: "
-    f"it is complete with the next index, or when {STABLE_SCANS_UNCLOSED} scans find no change"
+    f"it is complete with the next index (touch it to say so), or without one after {STABLE_SCANS_UNCLOSED} scans"
 )
 
 _DATA_FILES = (".safetensors", ".distcp", METADATA)
@@ -362,7 +362,8 @@ class CheckpointScanner:
         if candidate.unfinished or not candidate.has_marker:
             return
         said = METADATA in present or len(present) == 1
-        if said or generation.unchanged_scans >= STABLE_SCANS_UNCLOSED or _has_newer_index(candidate.path, last):
+        quiet = candidate.index is None and generation.unchanged_scans >= STABLE_SCANS_UNCLOSED
+        if said or quiet or _has_newer_index(candidate.path, last):
             generation.was_complete = True
         else:
             candidate.unfinished[INDEX] = NOT_LAST
