@@ -191,14 +191,17 @@ class SimWatcher(SimPublisher):
         return self.machine.disk / "checkpoints"
 
     async def main(self, process: Process) -> None:
+        writer = self.world.loop.create_task(self._train())
+        try:
+            await self._watch(process)
+        finally:
+            writer.cancel()
+
+    async def _watch(self, process: Process) -> None:
         emit = self.emit(process)
         self.place.mkdir(exist_ok=True)
         options = WatchOptions(**self.publish_options(watch=self.place, poll=0.5))
-        writer = self.world.loop.create_task(self._train())
-        try:
-            await run_watch(options, SimStore(self.world, process, emit=emit), emit=emit)
-        finally:
-            writer.cancel()
+        await run_watch(options, SimStore(self.world, process, emit=emit), emit=emit)
 
     async def _train(self) -> None:
         """Write checkpoint after checkpoint, some of them rewritten or removed while they are read."""

@@ -43,7 +43,7 @@ class Watch:
         self.seals: dict[int, Seal] = {}
         self.attempts: dict[int, Lanes] = {}
         self.anchors: dict[int, tuple[set[str], Lanes]] = {}  # the newest of each version: its keys, its weights
-        self.checkpoints: dict[str, Lanes] = {}
+        self.checkpoints: dict[str, list[Lanes]] = {}  # by name: every state that its trainer wrote
         self.replicas: list[Replica] = []
         self.served: dict[str, int] = {}
         self.serving: dict[str, int] = {}  # by process
@@ -73,7 +73,7 @@ class Watch:
 
     def wrote(self, name: str, lanes: Lanes) -> None:
         """A trainer wrote this checkpoint."""
-        self.checkpoints[name] = lanes
+        self.checkpoints.setdefault(name, []).append(lanes)
 
     def opened(self, actor: SimPublisher, process: Process, session: Leader) -> None:
         self.idle(actor, process, session)
@@ -169,14 +169,14 @@ class Watch:
             world.fail("history", f"version {seal.version} was sealed after {len(self.versions) - 1}")
             return
         source = (seal.source or {}).get("path")
-        given = self.checkpoints.get(source) if source else self.attempts.get(seal.attempt)
+        given = self.checkpoints.get(source, []) if source else [self.attempts.get(seal.attempt)]
         try:
             found = self.applied(self.versions[-1], seal)
             vector = np.frombuffer(self._read(seal.fingerprint), "<u8")
         except (KeyError, DcrError, ValueError) as error:
             world.fail("sealed", f"version {seal.version} cannot be made: {type(error).__name__}: {error}")
             return
-        if given is None or not same(found, given):
+        if not any(lanes is not None and same(found, lanes) for lanes in given):
             world.fail("sealed", f"version {seal.version} of {by} is not what its trainer gave")
         if not np.array_equal(vector, vector_of(found)):
             world.fail("sealed", f"version {seal.version} has a vector of other weights")

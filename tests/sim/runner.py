@@ -7,7 +7,7 @@ import importlib
 from functools import cache
 from typing import Any
 
-from sim import adversarial_scenarios, group_scenarios, scenarios  # noqa: F401  each registers its scenarios
+from sim import adversarial_scenarios, group_scenarios, scenarios, watched_scenarios  # noqa: F401  each registers its scenarios
 from sim.engines import toy_workers
 from sim.scenario_run import SCENARIOS as _SCENARIOS
 from sim.scenario_run import ScenarioRun
