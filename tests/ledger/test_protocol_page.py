@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 PAGE = (ROOT / "docs" / "PROTOCOL.md").read_text()
 SECTIONS = dict(re.findall(r"^\*\*([LPEFT]\d) (.*?)(?=^\*\*[LPEFT]\d |^## )", PAGE, re.MULTILINE | re.DOTALL))
-MUSTS = [f"L{n}" for n in range(9)] + [f"P{n}" for n in range(1, 8)] + [f"E{n}" for n in range(1, 10)]
+MUSTS = [f"L{n}" for n in range(9)] + [f"P{n}" for n in range(1, 9)] + [f"E{n}" for n in range(1, 10)]
 MUSTS += ["F1", "F2", "F3", "T1", "T2"]
 
 

@@ -62,7 +62,7 @@ PLACES = {
     "dcr_daemon.publish.timeouts": "Waiting",
     "dcr_daemon.publish.version.uploads": "Waiting",
     "dcr_daemon.publish.watch.reporting": "Degraded Degraded Waiting Waiting Degraded Waiting",
-    "dcr_daemon.publish.watch.watcher": "Degraded Retrying Degraded Degraded",
+    "dcr_daemon.publish.watch.watcher": "Degraded Degraded Retrying Degraded Degraded",
     "dcr_daemon.store.retry": "Retrying",
     "dcr_daemon.subscribe.daemon": "Waiting Retrying",
     "dcr_daemon.subscribe.driver": "Retrying Retrying Degraded Retrying Degraded Degraded",

@@ -50,7 +50,7 @@ class Generation:
     def of_version(cls, identity: frozenset[FileIdentity]) -> Generation:
         summary = [file.mtime_ns for file in identity if is_digest(file)]
         files = {file.name: file for file in identity if not is_digest(file)}
-        return cls(files, before=files if summary else {}, horizon=max(summary, default=-1), version=True)
+        return cls(files, before=files if summary else {}, horizon=max(summary, default=-1), version=bool(files))
 
     def update(self, present: Mapping[str, FileIdentity], complete: Collection[str], *, timed: bool) -> None:
         """Another scan found the files `present`, of which some are complete."""
