@@ -133,7 +133,7 @@ class Daemon:
             self.deaths += 1
         elif status == 12 and self.ousted:
             self.wanted = False
-        elif status == 0 and not self.wanted:
+        elif status in (0, -signal.SIGTERM) and not self.wanted:  # the latter before it had begun
             pass
         elif status in self.expected and status in DOCUMENTED:
             self.held = status not in RESTARTED

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from soak.checks import check
 from soak.daemons import Failed
-from soak.damage import DamagedObject, DeletedObject
+from soak.damage import DamagedObject, DamagedRecord, DeletedObject
 from soak.faults import Fault, Kill, KillInstant, Stop, StoreKilled, TakeOver
 from soak.files import DamagedDirectory, FullDisk, HalfCheckpoint, LinkedFiles, Stale, Wiped
-from soak.links import BadAnswers, Misread, SlowAnswers
+from soak.links import BadAnswers, Misread, MisreadRecord, SlowAnswers
 from soak.results import Soaked
 from soak.world import World
 from support.processes.fork_server import ForkServer
@@ -25,7 +25,7 @@ from support.stores.seaweed import SeaweedProcess
 KINDS: dict[type[Fault], int] = {
     Kill: 10, KillInstant: 8, Stop: 8, TakeOver: 12, Wiped: 8, Stale: 8, DamagedDirectory: 5, FullDisk: 8,
     BadAnswers: 8, SlowAnswers: 5, Misread: 8, DamagedObject: 6, DeletedObject: 4, StoreKilled: 2,
-    LinkedFiles: 4, HalfCheckpoint: 5,
+    LinkedFiles: 4, HalfCheckpoint: 5, MisreadRecord: 8, DamagedRecord: 5,
 }  # fmt: skip
 FOR_ROOT = {FullDisk}
 ROUNDS = 8  #: of one soak, on one stream
@@ -51,8 +51,11 @@ def draw_rounds(seed: int, count: int, kinds: dict[type[Fault], int] = KINDS) ->
     rounds = []
     for number in range(1, count + 1):
         steps = draw.choice((1, 2, 2, 3))
-        chosen = draw.choices(list(able), list(able.values()), k=draw.choice((1, 2, 2, 3)))
-        rounds.append(Round(number, steps, [kind(draw, steps) for kind in dict.fromkeys(chosen)]))
+        chosen = dict.fromkeys(draw.choices(list(able), list(able.values()), k=draw.choice((1, 2, 2, 3))))
+        of_bucket = [kind for kind in chosen if issubclass(kind, DamagedObject)]
+        for kind in of_bucket[1:]:  # what dcr verify names is compared with one of them
+            del chosen[kind]
+        rounds.append(Round(number, steps, [kind(draw, steps) for kind in chosen]))
     return rounds
 
 
