@@ -36,7 +36,7 @@ from dcr_daemon.events import (
     Staged,
     Waiting,
 )
-from dcr_daemon.ledger import names
+from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.route import NoRoute
 
 Followed = tuple[StreamWriter, Replica, asyncio.Task[None]]
@@ -235,7 +235,9 @@ async def test_a_newer_format_is_refused(make_stream, make_replica):
     stream = await make_stream()
     record = json.loads((stream.home / names.record(0)).read_bytes())
     path = stream.home / names.record(stream.ledger.tip.seq + 1)
-    path.write_bytes(json.dumps({**record, "format": 2, "kind": "novelty", "seq": 2}).encode())
+    del record["digest"]
+    content = json.dumps({**record, "format": 2, "kind": "novelty", "seq": 2}).encode()[:-1]
+    path.write_bytes(content + b',"digest":"%s"}' % records.digest(content).encode())
     replica = make_replica(stream).at_base(stream)
     with pytest.raises(Incompatible, match="format 2"):
         await replica.once()
