@@ -31,7 +31,7 @@ def test_help_explains_every_option(command: str, capsys: pytest.CaptureFixture[
 
 def test_help_shows_all_that_its_docstring_says(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = outcome(capsys, "gc", "--help")
-    assert "kept, kept_bytes, unknown [key], items [{key, size" in " ".join(out.split())
+    assert "kept, kept_bytes, unknown [key], unexplained [key], items [{key, size" in " ".join(out.split())
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -205,7 +205,7 @@ def test_publishing_says_what_was_left_out_and_the_exit_code_too(
     capsys.readouterr()
     assert own_stream.publish("--json") == 17
     written = json.loads(capsys.readouterr().out)
-    assert written["published"] == [{"path": "step-6", "version": 4, "step": 6}]
+    assert written["published"] == [{"path": "step-6", "version": 4, "step": 6, "not_read": []}]
     assert [(one["path"], one["cause"]) for one in written["not_published"]] == [("step-7", "incomplete")]
     save_file({"other": torch.zeros(3)}, incomplete)
     assert own_stream.publish() == 10
