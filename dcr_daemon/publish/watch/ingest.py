@@ -72,6 +72,11 @@ class CheckpointIngest:
         """Of the files ingested so far."""
         return checkpoint_identity(self._ingested.values(), METADATA)
 
+    def lost_files(self, candidate: CheckpointCandidate) -> list[str]:
+        """Names of the files ingested so far that the checkpoint, as the last scan found it, does not hold any more."""
+        held = {file.path: file.identity for file in candidate.files.values()}
+        return sorted(known.name for path, known in self._ingested.items() if held.get(path) != known)
+
     async def ingest(self, unit: CompleteFile | CompletePieces) -> None:
         """Diff one file, or all pieces. Names and shapes are judged before the first byte of weights is read.
 

@@ -306,9 +306,8 @@ class Watcher:
         current.check()
         if candidate.refusal:
             return f"{current.relative}: {candidate.refusal}"
-        if gone := current.identity - candidate.identity:
-            names = shorten(sorted(identity.name for identity in gone))
-            return f"{current.relative}: {names} does not belong to it any more"
+        if lost := current.lost_files(candidate):
+            return f"{current.relative}: {shorten(lost)} does not belong to it any more"
         if ready and ready[0] is not candidate:
             relation = "is older than" if candidate in ready else "was complete before"
             return f"{ready[0].relative} {relation} {current.relative}"

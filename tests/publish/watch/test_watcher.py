@@ -35,6 +35,7 @@ from dcr_daemon.publish.group.opening import open_leader
 from dcr_daemon.publish.watch import watcher as module
 from dcr_daemon.publish.watch.once import OnceReport
 from dcr_daemon.publish.watch.watcher import WatchOptions, run_watch
+from dcr_daemon.store.partial import PartialFile
 
 DEADLINE = 60.0
 
@@ -182,6 +183,25 @@ def test_shards_are_taken_up_while_later_ones_are_still_being_written(world: Pub
 
     asyncio.run(run())
     assert len(world.events.of(ChunkPut)) >= 8
+    assert len(world.events.of(Opened)) == 1
+    assert same_weights(world.reader.versions()[1], new)
+
+
+def test_a_checkpoint_of_very_many_files_is_taken_up_file_by_file(
+    world: PublishWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its identity is one digest, of which that of the files read so far is no part."""
+    monkeypatch.setattr("dcr_daemon.publish.watch.file_identity.MAX_FILES_LISTED", 2)
+    new = make_weights(world.layout, seed=4)
+
+    async def run() -> None:
+        async with watching(world, poll=0.05):
+            for n, (path, body) in enumerate(shards(world, new, world.root / "out/checkpoint-1", count=5), start=1):
+                put(path, body)
+                await until(lambda n=n: len(world.events.of(ShardTaken)) == n)
+            await until(lambda: world.events.of(Sealed))
+
+    asyncio.run(run())
     assert len(world.events.of(Opened)) == 1
     assert same_weights(world.reader.versions()[1], new)
 
@@ -570,9 +590,9 @@ def test_a_newer_claim_is_noticed_in_a_bucket_that_is_slower_than_the_looks_at_t
     store = world.store()
     right = store.get
 
-    async def slow(key: str, *, limit: int) -> bytes:
+    async def slow(key: str, *, limit: int, keep: PartialFile | None = None) -> bytes:
         await asyncio.sleep(0.3 if key.startswith("ledger/") else 0)
-        return bytes(await right(key, limit=limit))
+        return bytes(await right(key, limit=limit, keep=keep))
 
     store.get = slow
 
