@@ -318,6 +318,15 @@ async def test_a_store_without_multi_object_delete_deletes_one_by_one(fake_s3, r
         assert [request.method for request in server.seen] == ["POST", *["DELETE"] * 5]  # asked once
 
 
+async def test_an_object_that_is_gone_already_is_deleted(fake_s3) -> None:
+    """Some stores answer a single delete with NoSuchKey: a retry after a lost answer, or another collector's."""
+    gone = {"run/data/1": ["NoSuchKey"], "run/data/2": ["NoSuchKey"]}
+    objects = {f"run/data/{number}": b"" for number in (1, 2, 3)}
+    async with fake_s3(objects=objects, undeletable=gone, bulk="not-implemented") as (server, store):
+        await store.delete(["data/1", "data/2", "data/3"])
+        assert set(server.objects) == {"run/data/1", "run/data/2"}
+
+
 async def test_a_folder_that_may_not_be_deleted_from_is_tried_once(fake_s3) -> None:
     keys = [f"{folder}/{number}" for folder in ("anchors", "data", "probe") for number in range(3)]
     denied = {f"run/{key}": ["AccessDenied"] * 9 for key in keys if key.startswith("data/")}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from dcr_daemon.errors import Incompatible
+from dcr_daemon.errors import Incompatible, KeyNotFound
 from dcr_daemon.store.retry import Transient
 from dcr_daemon.store.s3.attempt import Try
 from dcr_daemon.store.s3.faults import refused_keys
@@ -80,6 +80,8 @@ class Deletes:
 
         try:
             await self._request("delete", key, remove)
+        except KeyNotFound:  # gone already, as some stores say
+            return None
         except Incompatible as error:
             return error
         return None
