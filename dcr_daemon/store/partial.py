@@ -6,7 +6,6 @@ wrong. Keeping them is a help and never a condition: a disk that does not take t
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
 from dcr_daemon.runtime import Workers
@@ -35,11 +34,11 @@ class PartialFile:
 
     async def exists(self) -> bool:
         """Whether anything is kept, perhaps by an earlier process."""
-        return await self._workers.run(self.path.exists)
+        return not self._broken and await self._workers.run(self.path.exists)
 
     async def load(self) -> bytes:
         """What is kept; empty if there is nothing, or it cannot be read."""
-        found = await self._workers.run_uncancellable(self._read)
+        found = b"" if self._broken else await self._workers.run_uncancellable(self._read)
         self.kept = len(found)
         return found
 
@@ -49,7 +48,7 @@ class PartialFile:
             await self._workers.run_uncancellable(self._write, data)
 
     async def clear(self) -> None:
-        """Delete what is kept."""
+        """Delete what is kept. If the disk does not allow it, nothing is kept or loaded any more."""
         await self._workers.run_uncancellable(self._unlink)
 
     def _read(self) -> bytes:
@@ -70,5 +69,7 @@ class PartialFile:
 
     def _unlink(self) -> None:
         self.kept = 0
-        with contextlib.suppress(OSError):
-            self.path.unlink()
+        try:
+            self.path.unlink(missing_ok=True)
+        except OSError:  # a disk that became read-only
+            self._broken = True

@@ -148,6 +148,23 @@ class TestDamage:
 
         asyncio.run(check())
 
+    def test_what_cannot_be_deleted_is_no_reason_to_read_for_ever(self, stream: StreamWriter, tmp_path: Path) -> None:
+        class Keeping(WrappedStore):
+            async def get(self, key: str, *, limit: int, keep: Any = None) -> bytes:
+                return await self.inner.get(key, limit=limit)
+
+        chunk = part_of(stream, 1).chunks[0]
+        stream.store.objects[chunk.key] = b"damaged"
+
+        async def check() -> None:
+            keep = PartialFile(tmp_path / "chunk", workers=Workers(1))
+            keep.path.mkdir()  # as on a disk that became read-only, it exists and `unlink` fails
+            reader = Objects(Keeping(stream.store), floor=lambda: 0)
+            with pytest.raises(Corrupt, match="twice"):
+                await asyncio.wait_for(reader.read_chunk(chunk, 1, keep=keep), 30)
+
+        asyncio.run(check())
+
     def test_a_size_over_the_limit_is_not_even_fetched(self, stream: StreamWriter, reader: Objects) -> None:
         chunk = msgspec.structs.replace(part_of(stream, 1).chunks[0], size=CHUNK_LIMIT + 1)
         stream.store.requests.clear()
