@@ -111,9 +111,28 @@ def test_what_may_be_somebody_elses_is_left_alone(tmp_path, shared):
 
 
 def test_a_removal_that_was_killed_is_ended(tmp_path, shared):
-    (shared / "dcr-removed-0123" / "deep").mkdir(parents=True)
+    (shared / "dcr-_removed-0123" / "deep").mkdir(parents=True)
     with default_staging(tmp_path / "r1") as path:
         assert list(shared.iterdir()) == [path]
+
+
+def test_a_replica_may_have_any_name_and_keeps_its_staging(tmp_path, shared):
+    with default_staging(tmp_path / "removed-1") as path, default_staging(tmp_path / "r1"):
+        assert path.exists()
+
+
+def test_a_directory_that_another_subscriber_removes_meanwhile_is_made_anew(tmp_path, shared, monkeypatch):
+    made = []
+
+    def open_and_lose(path: Path) -> Path:
+        made.append(open_staging(path))
+        if len(made) == 1:
+            path.rmdir()
+        return path
+
+    monkeypatch.setattr(staging, "open_staging", open_and_lose)
+    with default_staging(tmp_path / "r1") as path:
+        assert path.is_dir()
 
 
 def test_without_a_shared_memory_directory_it_lies_with_the_state(tmp_path, monkeypatch):

@@ -21,7 +21,7 @@ from dcr_daemon.errors import Incompatible, ResourceExhausted
 
 SHARED = Path("/dev/shm")  #: Linux's tmpfs for everybody
 LOCK = "owner.lock"
-_REMOVED = "dcr-removed-"  #: begins the name of a directory that is being removed
+_REMOVED = "dcr-_removed-"  #: begins the name of a directory that is being removed; no replica's id begins with _
 
 
 def open_staging(path: Path) -> Path:
@@ -84,7 +84,10 @@ def _lock(path: Path, *, create: bool = False) -> int | None:
     """The descriptor that holds the lock on a staging directory; None if another process holds it, or has just removed
     the directory."""
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
-    descriptor = os.open(path / LOCK, flags, 0o600)
+    try:
+        descriptor = os.open(path / LOCK, flags, 0o600)
+    except FileNotFoundError:  # nobody ever locked it, or it is gone
+        return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.samestat(os.fstat(descriptor), (path / LOCK).lstat()):
