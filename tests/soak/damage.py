@@ -28,6 +28,7 @@ class DamagedObject(Fault):
     """
 
     name = "damaged object"
+    targets = ("the bucket",)
     codes: ClassVar[set[int]] = {13, 15, 16}
     shown = ("how", "reader", "remedy", "key")
     ways: ClassVar[tuple[str, ...]] = ("flipped", "truncated", "emptied")
@@ -39,13 +40,15 @@ class DamagedObject(Fault):
         self.remedy = draw.choice(("backup", "anchor"))
         self.key, self.at = "", 0
 
+    async def begin(self, world: World) -> None:
+        for daemon in world.daemons:
+            daemon.expected |= self.codes
+
     async def strike(self, world: World) -> None:
         keys = sorted([e.key for prefix in await self.prefixes(world) async for e in world.store.list(prefix)])
         self.key = keys[int(self.which * len(keys))]
         self.body = await world.store.get(self.key, limit=1 << 30)
         await self._damage(world)
-        for daemon in world.daemons:
-            daemon.expected |= self.codes
         if self.reader:
             daemon = world.daemon(self.reader)
             await world.end(daemon)

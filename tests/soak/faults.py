@@ -151,6 +151,7 @@ class StoreKilled(Fault):
     """The store dies with whatever it is doing, and comes back."""
 
     name = "killed store"
+    targets = ("the store",)
     codes: ClassVar[set[int]] = {15}
     shown = ("after",)
 
