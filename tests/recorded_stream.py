@@ -181,7 +181,7 @@ def objects(bucket: Path) -> dict[str, str]:
     """
     found, blanked = {}, False
     for path in sorted(path for path in bucket.rglob("*") if path.is_file()):
-        body, machine = re.subn(rb'"(mtime_ns|inode)":\d+', rb'"\1":0', path.read_bytes())
+        body, machine = re.subn(rb'"(mtime_ns|inode|earlier_ns)":\d+', rb'"\1":0', path.read_bytes())
         blanked = blanked or bool(machine)
         if blanked:
             body = re.sub(rb'"(prev|digest)":"\w+"', rb'"\1":""', body)
