@@ -164,7 +164,7 @@ async def test_an_object_of_the_right_size_with_other_bytes_is_fetched_again(
     lies = dict.fromkeys(chunks, 1)
     plain = trainer.bucket.get
 
-    async def get(key: str, *, limit: int) -> bytes:
+    async def get(key: str, *, limit: int, keep: Any = None) -> bytes:
         body = await plain(key, limit=limit)
         if lies.pop(key, 0):
             return bytes(len(body))

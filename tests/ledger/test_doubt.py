@@ -22,6 +22,7 @@ from dcr_daemon.ledger.audit.replay import replay
 from dcr_daemon.ledger.fold import Tip
 from dcr_daemon.ledger.high_water_mark import HighWaterMark
 from dcr_daemon.ledger.ledger import Ledger
+from dcr_daemon.store.partial import PartialFile
 
 
 class Misreading(MemoryStore):
@@ -32,8 +33,8 @@ class Misreading(MemoryStore):
         self.objects = of.objects
         self.left: Counter[str] = Counter()
 
-    async def get(self, key: str, *, limit: int) -> bytes:
-        body = await super().get(key, limit=limit)
+    async def get(self, key: str, *, limit: int, keep: PartialFile | None = None) -> bytes:
+        body = await super().get(key, limit=limit, keep=keep)
         if self.left[key] > 0:
             self.left[key] -= 1
             return retimed(body)

@@ -138,7 +138,7 @@ class Rig:
                 old = msgspec.structs.replace(old, **change)
             if prev and old.seq > record.seq:
                 old = msgspec.structs.replace(old, prev=prev)
-            path.write_bytes(records.encode(old))
+            path.write_bytes(records.encode_record(old))
             prev = records.digest(path.read_bytes())
 
     def put(self, key: str, body: bytes) -> ObjectRef:

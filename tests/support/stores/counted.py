@@ -6,12 +6,13 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 
+from dcr_daemon.store.partial import PartialFile
 from dcr_daemon.store.port import Store
 from support.stores.wrapped import WrappedStore
 
 
 class CountedStore(WrappedStore):
-    """Counts GETs. Each lasts some turns of the event loop, so that requests which may overlap do.
+    """Counts GETs. Each lasts about 0.1 s, so that requests which may overlap do.
 
     Attributes:
         gets: how often each key was asked for.
@@ -24,15 +25,15 @@ class CountedStore(WrappedStore):
         self.most = 0
         self._of, self._running = of, 0
 
-    async def get(self, key: str, *, limit: int) -> bytes:
+    async def get(self, key: str, *, limit: int, keep: PartialFile | None = None) -> bytes:
         self.gets[key] += 1
         counted = self._of(key)
         self._running += counted
         self.most = max(self.most, self._running)
         try:
             for _ in range(100):
-                await asyncio.sleep(0)
-            return await super().get(key, limit=limit)
+                await asyncio.sleep(0.001)  # others may come from threads
+            return await super().get(key, limit=limit, keep=keep)
         finally:
             self._running -= counted
 

@@ -98,9 +98,7 @@ def main() -> None:
     dist.init_process_group("gloo", init_method=f"file://{os.environ['RIG_MEET']}", rank=rank, world_size=world)
     try:
         with Publisher(url, base=base, create=True, name=NAME, state=state, anchor_every=1, patience=60.0) as publisher:
-            newest = [publisher.version]
-            dist.broadcast_object_list(newest)  # a trainer would know from its own checkpoint
-            for step in range(newest[0] + 1, int(steps) + 1):
+            for step in range(_newest(publisher, rank) + 1, int(steps) + 1):
                 _wait_for(Path(place) / f"go-{step}")
                 weights = held(step, mesh)
                 spoilt = dict(list(weights.items())[::2]) if os.environ.get("RIG_SPOILT") == str(step) else weights
@@ -117,6 +115,18 @@ def main() -> None:
         os._exit(FENCED)
     sys.stdout.flush()
     os._exit(0)  # gloo would wait for ranks that are gone
+
+
+def _newest(publisher: Publisher, rank: int) -> int:
+    """The newest version, as rank 0 knows it. A trainer would know it from its own checkpoint. Not by a collective: its
+    error would hide that a rank which slept was fenced meanwhile."""
+    told = Path(os.environ["RIG_MEET"] + "-newest")
+    if rank == 0:
+        part = told.with_name(told.name + "-part")
+        part.write_text(str(publisher.version))
+        part.rename(told)
+    _wait_for(told)
+    return int(told.read_text())
 
 
 def _wait_for(path: Path) -> None:
