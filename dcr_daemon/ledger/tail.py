@@ -2,8 +2,8 @@
 
 Records are never deleted, so the occupied slots are one run from 0: doubling strides find a free slot and bisection
 finds the last occupied one, in about 2·log2(n) requests. Where a record is missing nevertheless, that one may be below
-the hole: `holes` looks above it. The state there is taken from the records
-themselves, at the newest slot where two neighbours agree on it; one record alone proves nothing.
+the hole: `holes` looks above it. The state there is taken from the records themselves, at the newest slot where two
+neighbours agree on it; one record alone proves nothing.
 """
 
 from __future__ import annotations
