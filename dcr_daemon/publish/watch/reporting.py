@@ -43,7 +43,7 @@ class WatchReporter:
         other = [NotPublished(c.relative, "other_shape", reason) for c in choice.other_shape]
         for skipped in other:
             self._skip(skipped, key=shape_of(skipped.path))
-        reason = "--newest, and a newer checkpoint is complete"
+        reason = "a newer checkpoint is published, or was; to publish this one all the same, `touch` its files"
         outdated = [NotPublished(c.relative, "outdated", reason) for c in choice.outdated]
         for skipped in outdated:
             self._skip(skipped, key=skipped.path)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from dcr_daemon import runtime
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.publish.watch.candidate import CheckpointCandidate
 from dcr_daemon.publish.watch.file_identity import FileIdentity
@@ -21,7 +22,7 @@ class Choice:
     Attributes:
         publish: those to be published, oldest first.
         other_shape: those of another shape than the one that is published.
-        outdated: those of the policy that are not published because only the newest one is.
+        outdated: those of the policy that are not published because a newer one is, or was before.
     """
 
     publish: list[CheckpointCandidate]
@@ -48,7 +49,8 @@ class CheckpointSelection:
         """The checkpoint at `relative` with these files is the newest version."""
         self._paths.learn(relative)
         step, written_ns = self._paths.step(relative), max((file.mtime_ns for file in identity), default=-1)
-        self._published_until = max(self._published_until, (written_ns, -1 if step is None else step, relative))
+        if written_ns <= runtime.now().timestamp() * 1e9:  # a time to come would outdate every later checkpoint
+            self._published_until = max(self._published_until, (written_ns, -1 if step is None else step, relative))
 
     def mark_abandoned(self, relative: str, identity: frozenset[FileIdentity]) -> None:
         """The attempt for these files was aborted: wait for all files of the checkpoint, or for other ones."""
@@ -69,7 +71,9 @@ class CheckpointSelection:
         other = [c for c in whole if not self._paths.is_policy(c.relative) and not is_temporary(c.relative)]
         if self._paths.shape is None:
             policy.sort(key=lambda c: c.step is None)
-        publish = [c for c in policy if self._is_new(c)][-1:] if self._newest else policy
+        publish = [c for c in policy if self._is_new(c)]
+        if self._newest:
+            publish = publish[-1:]
         return Choice(publish, other, [c for c in policy if c not in publish])
 
     def is_whole(self, candidate: CheckpointCandidate) -> bool:

@@ -652,6 +652,35 @@ def test_a_run_that_numbers_its_checkpoints_anew_is_the_newest(
     assert dropped == (({"checkpoint-500"} if restart else {"checkpoint-500", "checkpoint-700"}) if newest else set())
 
 
+def test_a_file_dated_in_the_future_does_not_end_the_stream(world: PublishWorld) -> None:
+    out = world.write(world.root / "out/checkpoint-100", step_weights(world.weights, seed=1))
+    os.utime(out / "model.safetensors", (4e9, 4e9))
+    once(world)
+    world.write(world.root / "out/checkpoint-110", step_weights(world.weights, seed=2))
+    once(world)
+    world.write(world.root / "out/checkpoint-120", step_weights(world.weights, seed=3))
+    once(world, newest=True)
+    assert sealed(world) == [100, 110, 120]
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_checkpoint_that_appears_later_and_is_older_is_not_published(world: PublishWorld, lost: bool) -> None:
+    """A backup that is restored must not become the policy."""
+    world.write(world.root / "out/checkpoint-100", step_weights(world.weights, seed=1))
+    once(world)
+    options = {"state": world.root / "lost"} if lost else {}
+    old = world.write(world.root / "made", step_weights(world.weights, seed=2))
+    os.utime(old / "model.safetensors", (1000, 1000))
+    old.rename(world.root / "out/checkpoint-90")
+    report = once(world, **options)
+    assert sealed(world) == [100]
+    assert [(skip.path, skip.cause) for skip in report.not_published] == [("checkpoint-90", "outdated")]
+    assert "touch" in report.not_published[0].reason
+    os.utime(world.root / "out/checkpoint-90/model.safetensors")
+    once(world, **options)
+    assert sealed(world) == [100, 90]
+
+
 def test_what_newest_drops_is_said_once(world: PublishWorld) -> None:
     for n in (1, 2):
         world.write(world.root / f"out/step_{n}", step_weights(world.weights, seed=n))
