@@ -46,6 +46,8 @@ class Member(Coordinator):
         self._records = context.ledger.follow()
         self._call = 0
         self._epoch: int | None = None  #: of rank 0 of this group, known from its first open
+        self._later_claim: Epoch | None = None  #: the newest one since this rank listens, while `_epoch` is not known
+        self._later_group = ""  #: name of the publisher that claimed so, and opened for another group
         self._ousted = ""
         self._released = False
         self._newest_open: Open | None = None
@@ -70,6 +72,8 @@ class Member(Coordinator):
                 if (answer := found()) is not None:
                     return answer
                 if self._epoch is None and poller.waited > start:
+                    self._ousted = self._later_group
+                    self._check_ours()
                     raise UpdateAborted(
                         f"{what}: rank 0 of this group has opened nothing in {start:g} s",
                         hint="is it alive, or is this process left over from an earlier start? End and start all ranks",
@@ -100,16 +104,21 @@ class Member(Coordinator):
             self._take(record)
         return bool(fresh)
 
-    def _take(self, record: AnyRecord) -> None:
+    def _take(self, record: AnyRecord, *, earlier: bool = False) -> None:
+        """`earlier`: the record was there before this rank listened."""
         match record:
             case Epoch():
-                if self._epoch is not None and record.seq > self._epoch:
+                if self._epoch is None:
+                    self._later_claim = None if earlier else record
+                elif record.seq > self._epoch:
                     self._ousted = record.name
             case Release():
                 self._released |= record.epoch == self._epoch
             case Open():
                 if record.group == self.context.rank.group:
                     self._newest_open, self._epoch = record, record.epoch
+                elif self._later_claim and record.epoch == self._later_claim.seq:
+                    self._later_group = self._later_claim.name  # unless our rank 0 is still to claim
             case Seal() | Abort():
                 live = {one.seq for one in (self._joined_open, self._newest_open) if one}
                 self._fates = {
@@ -296,7 +305,7 @@ class Member(Coordinator):
         for seq in range(max(claim.seq, tip - CATCH_UP), tip + 1):
             record = await self._read_earlier(seq)
             if record and record.epoch == claim.seq:  # any other one here is void
-                self._take(record)
+                self._take(record, earlier=True)
 
     async def _read_earlier(self, seq: int) -> AnyRecord | None:
         """A record that was read before this rank listened; None for one that says nothing, whoever reads it."""

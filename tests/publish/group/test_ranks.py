@@ -253,6 +253,26 @@ async def test_a_member_whose_rank_0_never_comes_ends_by_itself(world: PublishWo
     await check(world, weights)
 
 
+async def test_a_member_whose_rank_0_died_before_it_opened_is_fenced_by_the_next_group(
+    world: PublishWorld, ranked: MakeGroup
+) -> None:
+    """It knows no claim of its own group; one made after it began to listen, by another group, ends it (must P6)."""
+    weights = chain(world, 2)
+    first = await ranked(2).open()
+    await first.publish(weights[1], 1)
+    await first.close()
+    leftover = ranked(2, patience=0.2, state=world.root / "old").ranks[1]
+    await leftover.open()
+    new = await ranked(2, state=world.root / "new").open()
+    waiting = asyncio.ensure_future(leftover.publish(weights[2], 1))
+    await new.publish(weights[2], 2)
+    with pytest.raises(Fenced, match="has claimed"):
+        await waiting
+    await new.close()
+    await leftover.close()
+    await check(world, weights)
+
+
 @pytest.mark.parametrize("wrong", ["twice", "missing"])
 async def test_shares_that_do_not_add_up_are_never_sealed(world: PublishWorld, ranked: MakeGroup, wrong: str) -> None:
     weights = chain(world, 1)
