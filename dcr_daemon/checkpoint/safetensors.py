@@ -34,6 +34,7 @@ from dcr_daemon.untrusted import load_json
 
 HEADER_LIMIT = 100 << 20  #: bytes of JSON, as in the reference implementation
 _BLOCK = 16 << 20
+_ELEMENTS = 1 << 18  #: changed elements of one write at most: their positions take eight bytes each, several times over
 _GAP = 16 << 10  #: bytes between two changed elements up to which they are written together
 
 Ints = npt.NDArray[np.int64]
@@ -253,6 +254,11 @@ class SafetensorsFile:
             Corrupt: the file has shrunk.
             OSError: the disk is full, or fails.
         """
+        for first in range(0, positions.size, _ELEMENTS):
+            part = slice(first, first + _ELEMENTS)
+            self._write_runs(name, positions[part], values=values[part])
+
+    def _write_runs(self, name: str, positions: Ints, *, values: Bits) -> None:
         begin, width = self.header.spans[name][0], values.itemsize
         for first, end in _runs(positions, width):
             start = int(positions[first])
