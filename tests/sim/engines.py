@@ -120,6 +120,7 @@ class SimEngine:
 
     def __init__(self, world: World, role: str, machine: Machine, lanes: list[np.ndarray]) -> None:
         self.world, self.role, self.machine = world, role, machine
+        self.caller = ""  #: the process whose call the newest step worked on
         self.served = -1  #: the highest version that was ever served here
         self.foreign: tuple[int | None] | None = None  #: somebody wrote to the weights, and this was proved then
         self.flips: list[tuple[int, str, int, int]] = []  #: rank, parameter, byte and mask of bits that flipped
@@ -155,30 +156,34 @@ class SimEngine:
         """Every byte of every rank."""
         return [worker.toy.state() for worker in self.workers]
 
-    async def serve_call(self, body: bytes) -> bytes:
+    async def serve_call(self, body: bytes, caller: Process | None) -> bytes:
         """What the endpoint does with a record from its socket, and EngineCore with what it passes on."""
         call = messages.decode_call(body[_LENGTH:])
         if isinstance(call, Attach):
             self.tokens += 1
             call = msgspec.structs.replace(call, at_least=self.tokens)
-        answer = await self._step(call)
+        answer = await self._step(call, caller)
         while isinstance(answer, Pending):
             await asyncio.sleep(self.world.rng.uniform(0.005, 0.5))
             for worker in self.workers:
                 worker._dcr_session._background.run()
-            answer = await self._step(messages.Poll(id=call.id))
+            answer = await self._step(messages.Poll(id=call.id), caller)
         return messages.encode(answer)
 
-    async def _step(self, call: messages.AnyCall) -> AnyAnswer:
+    async def _step(self, call: messages.AnyCall, caller: Process | None) -> AnyAnswer:
         answer = self.core.handle(messages.decode_call(messages.encode(call)))
-        self.world.looked_at(self)
+        self._looked_at(caller)
         if isinstance(answer, Future):
             await asyncio.sleep(self.world.rng.uniform(0.0, 0.3))
             if not answer.done():
                 self.host.rest()
             answer = answer.result()
-            self.world.looked_at(self)
+            self._looked_at(caller)
         return messages.decode_answer(messages.encode(answer))
+
+    def _looked_at(self, caller: Process | None) -> None:
+        self.caller = caller.name if caller else ""
+        self.world.looked_at(self)
 
     def write_foreign(self) -> None:
         """Somebody reloads other weights behind the plugin's back, through an entry point of vLLM."""
@@ -243,7 +248,7 @@ class SimVllmEngine(VllmEngine):
             return
         process = engine.process
         world.note(f"engine {engine.role} {name}", caller)
-        task = world.loop.spawn(process, engine.serve_call(body))
+        task = world.loop.spawn(process, engine.serve_call(body, caller))
 
         def watch() -> None:
             if process.dead or task.done():

@@ -331,9 +331,9 @@ class Watch:
         return states == wanted or states == engine.with_flips(wanted)
 
     def _ready(self, engine: SimEngine, version: int) -> None:
-        """Born unready: it becomes ready only at the newest version that its subscriber saw sealed when it began."""
-        owners = [r for r in self.replicas if r.engine is engine and r.alive]
-        wanted = min((self.heads.get(r.process.name, 0) for r in owners if r.process), default=0)
+        """Born unready: it becomes ready only at the newest version that was sealed when the subscriber that resumes it
+        began. That one may be dead by now, if the engine was stopped while it was called."""
+        wanted = self.heads.get(engine.caller, 0)
         if version < wanted:
             self.world.fail("ready", f"{engine.role} became ready at {version}; version {wanted} was sealed before")
 
