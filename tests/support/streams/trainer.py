@@ -122,7 +122,8 @@ class Trainer:
 
     async def once(self, line: Line | None = None, **more: Any) -> None:
         async with asyncio.timeout(60):
-            await run_watch(self.options(once=True, **more), line or self.line(), emit=self.events)
+            report = await run_watch(self.options(once=True, **more), line or self.line(), emit=self.events)
+        report.check()
 
     @contextlib.asynccontextmanager
     async def publishing(self, line: Line | None = None, **more: Any) -> AsyncIterator[asyncio.Task[None]]:
