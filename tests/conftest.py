@@ -8,6 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("untimed", deadline=None)  # no test depends on how fast the machine is
+settings.load_profile("untimed")
 
 sys.path.append(str(Path(__file__).parent))  # for `support`, `sim` and `fuzz`; never the repository root
 pytest.register_assert_rewrite("support")
