@@ -24,8 +24,8 @@ def a_rank_answers_any_group(put: Put) -> None:
     """A rank that was left over takes the opens of the next group for its own."""
     right = Member._take
 
-    def take(self: Member, record: Any) -> None:
-        right(self, record)
+    def take(self: Member, record: Any, *, earlier: bool = False) -> None:
+        right(self, record, earlier=earlier)
         if isinstance(record, Open):
             self._newest_open, self._epoch, self._ousted, self._call = record, record.epoch, "", record.call
 
@@ -160,8 +160,8 @@ def only_the_newest_fate_is_kept(put: Put) -> None:
     """A rank that reads two fates at one go forgets the one that it waits for."""
     right = Member._take
 
-    def take(self: Member, record: Any) -> None:
-        right(self, record)
+    def take(self: Member, record: Any, *, earlier: bool = False) -> None:
+        right(self, record, earlier=earlier)
         if fate := self._fates.get(getattr(record, "attempt", -1)):
             self._fates = {record.attempt: fate}
         elif hasattr(record, "attempt"):
