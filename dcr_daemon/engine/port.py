@@ -126,8 +126,8 @@ class Swapped(msgspec.Struct, frozen=True, kw_only=True):
     """Outcome of a transaction, or of a load.
 
     `version` is the proved version afterwards, None if there is none; `serving` tells whether the engine generates.
-    `pause`: seconds in which it could not, because of this call. `tries` counts how often the values were written.
-    `reason` says why, unless it is committed.
+    `pause`: seconds in which it could not, because of this call. `tries` counts how often the values were written; both
+    may be 0 where a version changes nothing that the engine holds. `reason` says why, unless it is committed.
     """
 
     txn: str

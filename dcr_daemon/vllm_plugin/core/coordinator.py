@@ -131,7 +131,8 @@ class TransactionCoordinator:
             raise
         label = txn.label if fits == len(txn.hops) else str(hops[-1].version)
         reached = live.after(placement, ranks, staged[-1].after)
-        self._state.prepared = DeltaTransaction(txn.id, txn.base, hops[-1].version, label, ranks, reached)
+        empty = not changed and not any(hop.loaded for hop in hops)
+        self._state.prepared = DeltaTransaction(txn.id, txn.base, hops[-1].version, label, ranks, reached, empty)
         return Prepared(txn=txn.id, changed=changed, fits=fits)
 
     def _prepare_on_all(self, txn: Transaction) -> JobSteps[tuple[list[PreparedRank], list[VersionDelta]]]:
@@ -167,7 +168,7 @@ class TransactionCoordinator:
 
     def swap(self, txn: str, *, hold: bool = False) -> Steps:
         """Pause, write, verify, commit, resume. With `hold`, stop before the commit and wait for the joint decision.
-        A second call for a transaction that ended gets its outcome."""
+        An empty transaction is committed at once. A second call for a transaction that ended gets its outcome."""
         state = self._state
         if txn in state.outcomes:
             return state.outcomes[txn]
@@ -176,6 +177,8 @@ class TransactionCoordinator:
             raise EngineRefused(f"transaction {txn} is not prepared", hint="prepare it again")
         state.require_live()
         state.workers.ask(Op.CHECK, Status, arg=TxnRef(txn=txn))
+        if change.empty:
+            return self._commit_empty(change)
         started = time.monotonic()
         with self._paused("swap") as (was, resting):
             if resting is not None:
@@ -274,6 +277,18 @@ class TransactionCoordinator:
                 state.host.label(change.label)
                 return self._finish(change.txn, Verdict.COMMITTED, tries=tries, started=started)
         return self._still_begun(change.txn, f"commit: {fault}", tries=tries, started=started)
+
+    def _commit_empty(self, change: DeltaTransaction) -> Swapped:
+        """Nothing is written, so generation goes on and the caches stay: their values are those of the new version."""
+        state = self._state
+        self._forget_everywhere()
+        state.require_live()
+        state.accept(change.version, change.after)
+        state.host.label(change.label)
+        log.info("dcr: transaction %s changes nothing here; version %s", change.txn, change.version)
+        return state.remember(
+            Swapped(txn=change.txn, verdict=Verdict.COMMITTED, version=change.version, serving=state.host.running)
+        )
 
     def _roll_back(self, change: DeltaTransaction, reason: str, *, tries: int, started: float) -> Swapped:
         """Write the old values back on every rank that began, and verify them by the sums from before."""

@@ -65,7 +65,8 @@ class Host(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeltaTransaction:
-    """A verified transaction: what each rank must find before and after it, and the version that it leads to."""
+    """A verified transaction: what each rank must find before and after it, and the version that it leads to.
+    `empty`: it changes nothing that this engine holds."""
 
     txn: str
     base: int
@@ -73,6 +74,7 @@ class DeltaTransaction:
     label: str
     ranks: list[PreparedRank]
     after: LiveSums
+    empty: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -408,9 +408,60 @@ def test_one_version_over_the_cap_is_exhausted(tmp_path: Path) -> None:
     assert engine.host.running
 
 
-def test_a_version_without_changes_is_a_version(engine: ToyEngine) -> None:
-    engine.lanes.append([lanes.copy() for lanes in engine.lanes[0]])
-    prepared = engine.prepare(1)
-    assert prepared.changed == 0
-    assert engine.swap().version == 1
-    assert engine.status().version == 1
+# -- versions that change nothing here --------------------------------------------------------------------------------
+
+
+def unchanged(engine: ToyEngine, *, touch: str = "") -> int:
+    """A version that leaves everything as it is, but one tensor that no rank holds."""
+    fresh = [lanes.copy() for lanes in engine.lanes[-1]]
+    if touch:
+        fresh[LAYOUT.index(touch)][:3] ^= 1
+    engine.lanes.append(fresh)
+    return len(engine.lanes) - 1
+
+
+@pytest.mark.parametrize("touch", ["", "head"])
+def test_a_version_that_changes_nothing_here_is_committed_without_a_pause_or_a_cache_reset(
+    engine: ToyEngine, touch: str
+) -> None:
+    version, rests = unchanged(engine, touch=touch), engine.host.rests
+    assert engine.prepare(version).changed == 0
+    engine.wire.sent.clear()
+    engine.host.busy = True  # a pause would have to wait
+    swapped = engine.swap()
+    assert (swapped.verdict, swapped.version, swapped.serving) == (Verdict.COMMITTED, version, True)
+    assert (swapped.pause, swapped.tries) == (0.0, 0)
+    assert engine.host.rests == rests
+    assert [op for op in engine.wire.sent if op != "status"] == ["check", "drop"]
+    assert (engine.status().version, engine.status().prepared) == (version, None)
+    assert engine.host.shown == f"v{version}"
+    assert engine.swap() == swapped == engine.ask(messages.Outcome, Swapped, txn="txn")
+    engine.host.busy = False
+    assert engine.refit(engine.step(), name="next").verdict is Verdict.COMMITTED
+    assert engine.holds(version + 1)
+
+
+def test_a_paused_engine_stays_paused_over_a_version_without_changes(engine: ToyEngine) -> None:
+    engine.host.halt()
+    swapped = engine.refit(unchanged(engine))
+    assert (swapped.version, swapped.serving) == (1, False)
+
+
+def test_a_version_without_changes_is_not_committed_over_weights_that_somebody_wrote(engine: ToyEngine) -> None:
+    engine.prepare(unchanged(engine))
+    for one in engine.workers:
+        one.reload_weights()
+    with pytest.raises(EngineRefused, match="not known"):
+        engine.swap()
+    assert (engine.status().version, engine.host.running) == (None, False)
+
+
+def test_a_change_among_versions_without_one_is_written(engine: ToyEngine) -> None:
+    unchanged(engine)
+    engine.step()
+    unchanged(engine)
+    assert engine.prepare(1, 2, 3).changed > 0
+    rests = engine.host.rests
+    assert engine.swap().version == 3
+    assert engine.host.rests == rests + 1
+    assert engine.holds(3)

@@ -311,6 +311,17 @@ def test_versions_are_committed_on_all_ranks_and_the_pause_state_kept(engine: Co
         assert engine.holds(version)
 
 
+def test_a_version_that_changes_only_what_the_loader_computes_is_written_in_a_pause(engine: ComputingEngine) -> None:
+    fresh = next_of(engine.lanes[-1], 1)
+    fresh[LAYOUT.index("w")] = engine.lanes[-1][LAYOUT.index("w")].copy()
+    engine.lanes.append(fresh)
+    assert engine.prepare(1).changed == 0
+    rests = engine.host.rests
+    swapped = engine.swap()
+    assert (swapped.verdict, swapped.tries, engine.host.rests) == (Verdict.COMMITTED, 1, rests + 1)
+    assert engine.holds(1)
+
+
 def test_a_rank_that_does_not_take_it_once_is_tried_again(engine: ComputingEngine) -> None:
     engine.step()
     engine.prepare(1)
