@@ -45,7 +45,7 @@ T = TypeVar("T")
 class Op(StrEnum):
     """Operations. `hello`, `status` and `checksums` need no token; `attach` raises it; all others must carry it."""
 
-    HELLO = "hello"  #: {} -> Status; installs guards and wraps, starts the thread; idempotent
+    HELLO = "hello"  #: Hello -> Status; installs guards and wraps, starts the thread; idempotent
     STATUS = "status"  #: {} -> Status
     ATTACH = "attach"  #: Attach -> AttachedRank
     START = "start"  #: Start -> JobStatus
@@ -121,6 +121,12 @@ class TxnState(StrEnum):
     PREPARED = "prepared"
     BEGUN = "begun"
     ROLLED_BACK = "rolled back"  #: old values written back, not yet closed; still dirty
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True):
+    """`flags`: path of the `JobFlags`, empty if there are none."""
+
+    flags: str = ""
 
 
 class Attach(msgspec.Struct, frozen=True, kw_only=True):
@@ -285,6 +291,8 @@ class ComparedRank(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """`flagged`: this worker sets its flag in the `JobFlags` when a job ends."""
+
     rank: int
     pid: int
     device: str
@@ -297,6 +305,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     changed_by: str
     job: JobStatus | None
     outcomes: dict[str, str]
+    flagged: bool = False
 
 
 class Checksums(msgspec.Struct, frozen=True, kw_only=True):

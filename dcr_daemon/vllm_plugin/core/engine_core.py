@@ -42,7 +42,7 @@ class Core:
     def start_paused(self) -> None:
         """First thing in the engine's life: pause, and guard every worker. Raises if a worker lacks our extension."""
         self.state.host.halt()
-        self.state.workers.ask(Op.HELLO, calls.Status)
+        self.state.workers.greet()
 
     def handle(self, call: AnyCall) -> Answer | Future[Answer]:
         """Carry out one call. Every `DcrError` becomes an answer."""

@@ -25,6 +25,7 @@ from dcr_daemon.vllm_plugin import calls, compat
 from dcr_daemon.vllm_plugin.compat import UnsupportedVllm
 from dcr_daemon.vllm_plugin.core.engine_core import Core
 from dcr_daemon.vllm_plugin.core.worker_group import WorkerGroup
+from dcr_daemon.vllm_plugin.job_flags import JobFlags
 from dcr_daemon.vllm_plugin.settings import Settings
 
 log = logging.getLogger("vllm.dcr")
@@ -100,11 +101,18 @@ def make_core(engine: Any, settings: Settings) -> Core:
             "Start vLLM with --worker-extension-cls dcr_daemon.vllm_plugin.WorkerExtension, or unset DCR_SOCKET."
         )
     host = EngineHost(engine, settings)
-    core = Core(
-        host, WorkerGroup(ExecutorTransport(engine.model_executor, Watchdog(settings.watchdog, host.end))), settings
-    )
+    transport = ExecutorTransport(engine.model_executor, Watchdog(settings.watchdog, host.end))
+    core = Core(host, WorkerGroup(transport, flags=_job_flags()), settings)
     engine.model_executor.collective_rpc = _detecting_writes(engine.model_executor.collective_rpc, core)
     return core
+
+
+def _job_flags() -> JobFlags | None:
+    try:
+        return JobFlags.create()
+    except OSError as error:
+        log.warning("dcr: no shared memory, so the workers are polled, which costs generation more: %s", error)
+        return None
 
 
 def _detecting_writes(collective_rpc: Callable[..., Any], core: Core) -> Callable[..., Any]:

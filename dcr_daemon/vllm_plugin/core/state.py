@@ -124,6 +124,8 @@ class EngineState:
             raise_for(Op.START, self.workers.replies(Op.START, start))
             while True:
                 yield None
+                if not self.workers.jobs_may_have_ended():
+                    continue
                 states = self.workers.ask(Op.POLL, JobStatus, arg=ref)
                 for rank, job in enumerate(states):
                     if job.state in (JobState.FAILED, JobState.CANCELLED):

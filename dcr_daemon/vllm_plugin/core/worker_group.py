@@ -20,6 +20,7 @@ import msgspec
 from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, Fenced, ResourceExhausted
 from dcr_daemon.vllm_plugin import calls
 from dcr_daemon.vllm_plugin.calls import Code, Op, Reply
+from dcr_daemon.vllm_plugin.job_flags import JobFlags
 
 log = logging.getLogger("vllm.dcr")
 T = TypeVar("T")
@@ -27,6 +28,7 @@ T = TypeVar("T")
 #: A worker refuses to carry these out twice, so their replies must not be lost.
 ONCE = (Op.ATTACH, Op.START)
 STALE = 64  #: stale replies that are skipped, per rank
+UNFLAGGED = 64  #: polls of a job between two calls to the workers while not all of their flags are set
 
 _KINDS: dict[str, type[DcrError]] = {
     Code.FENCED: Fenced,
@@ -56,12 +58,32 @@ class WorkerGroup:
     `ask` raises the error kind that a rank's code stands for, and names the ranks; `replies` returns every reply.
     """
 
-    def __init__(self, transport: WorkerTransport) -> None:
+    def __init__(self, transport: WorkerTransport, *, flags: JobFlags | None = None) -> None:
         self._transport = transport
+        self._flags = flags
+        self._ranks: list[int] = []
+        self._unflagged = 0  #: polls since the workers were last asked
         self._nonce = secrets.token_hex(4)
         self._calls = 0
         self.token = 0
         self.generations: list[int] = []
+
+    def greet(self) -> None:
+        """Guard every worker, and give it the flags. Without them the workers are asked at every poll."""
+        hello = calls.Hello(flags=self._flags.path if self._flags else "")
+        workers = self.ask(Op.HELLO, calls.Status, arg=hello)
+        if self._flags is not None:
+            self._flags.hide()
+            self._flags = self._flags if all(worker.flagged for worker in workers) else None
+        self._ranks = [worker.rank for worker in workers]
+
+    def jobs_may_have_ended(self) -> bool:
+        """Whether to ask the workers for their jobs: false while one of them has not set its flag, but not for ever."""
+        self._unflagged += 1
+        if self._flags is not None and self._unflagged < UNFLAGGED and not self._flags.all_set(self._ranks):
+            return False
+        self._unflagged = 0
+        return True
 
     def ask(self, op: Op, kind: type[T], *, arg: msgspec.Struct | None = None) -> list[T]:
         """The result of every rank, as `kind`."""

@@ -83,7 +83,6 @@ def answer(session: WorkerSession, env: dict[str, Any], call: str) -> dict[str, 
 
 def _dispatch(session: WorkerSession, op: Op, message: calls.Call) -> Any:
     simple: dict[Op, Callable[[], Any]] = {
-        Op.HELLO: session.status,
         Op.STATUS: session.status,
         Op.CHECKSUMS: session.checksums,
         Op.PLACEMENT: session.placement,
@@ -98,6 +97,7 @@ def _dispatch(session: WorkerSession, op: Op, message: calls.Call) -> Any:
             raise Refusal(Code.REFUSED, "faults are for tests only: DCR_TEST_FAULTS is not set in this worker")
         return _inject(session, message.arg)
     with_argument: dict[Op, tuple[type, Callable[[Any], Any]]] = {
+        Op.HELLO: (calls.Hello, session.hello),
         Op.START: (calls.Start, session.start),
         Op.POLL: (calls.JobRef, session.poll),
         Op.JOIN: (calls.JobRef, session.join),

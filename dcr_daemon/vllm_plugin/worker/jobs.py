@@ -8,6 +8,7 @@ the one core that vLLM pins the main thread to.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import queue
@@ -22,6 +23,7 @@ import torch
 from dcr_daemon.engine.staged import unreadable
 from dcr_daemon.errors import Corrupt, DcrError, ResourceExhausted
 from dcr_daemon.vllm_plugin.calls import Code, JobKind, JobState, JobStatus
+from dcr_daemon.vllm_plugin.job_flags import JobFlags
 
 log = logging.getLogger("dcr.worker")
 
@@ -99,10 +101,20 @@ class BackgroundThread:
         self._queue: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._cpus = allowed_cpus()
         self._native = 0
+        self._set_flag: Callable[[bool], None] | None = None
         self.job: Job | None = None
         ready = threading.Event()
         threading.Thread(target=self._run, args=(ready,), name="dcr-background", daemon=True).start()
         ready.wait()
+
+    @property
+    def flagged(self) -> bool:
+        return self._set_flag is not None
+
+    def use_flags(self, flags: JobFlags, rank: int) -> None:
+        """From here on the rank's flag is set while no job is live."""
+        self._set_flag = functools.partial(flags.set, rank)
+        self._set_flag(self.job is None or not self.job.live)
 
     def use_cpus(self, cpus: list[int] | None) -> None:
         """Set the thread's cores; None: all that the engine may use."""
@@ -114,6 +126,8 @@ class BackgroundThread:
     def start(self, job: Job) -> None:
         assert self.job is None or not self.job.live, "one job at a time"
         self.job = job
+        if self._set_flag is not None:
+            self._set_flag(False)
         self._queue.put(job)
 
     def quiesce(self) -> None:
@@ -130,7 +144,10 @@ class BackgroundThread:
         while True:
             job = self._queue.get()
             job.state = JobState.RUNNING
-            job.state = self._work(job)
+            ended = self._work(job)
+            if self._set_flag is not None:
+                self._set_flag(True)  # first: as soon as this job has ended, the next one may start and clear it
+            job.state = ended
             job.done.set()
 
     def _work(self, job: Job) -> JobState:

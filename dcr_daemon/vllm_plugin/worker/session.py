@@ -8,6 +8,7 @@ E6). A method refuses by raising `Refusal`; the caller turns it, and any unfores
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.engine.staged import read_layout
 from dcr_daemon.vllm_plugin import calls
 from dcr_daemon.vllm_plugin.calls import Code, JobKind, JobState, TxnState
+from dcr_daemon.vllm_plugin.job_flags import JobFlags
 from dcr_daemon.vllm_plugin.weights import faults
 from dcr_daemon.vllm_plugin.weights.memory import uint_view
 from dcr_daemon.vllm_plugin.weights.torch_memory import flip_bit
@@ -26,6 +28,7 @@ from dcr_daemon.vllm_plugin.worker.jobs import BackgroundThread, Job
 from dcr_daemon.vllm_plugin.worker.prepare import Arena
 from dcr_daemon.vllm_plugin.worker.transaction import Transaction
 
+log = logging.getLogger("dcr.worker")
 KEPT_OUTCOMES = 16
 BEGUN_STATES = (TxnState.BEGUN, TxnState.ROLLED_BACK)
 
@@ -84,7 +87,17 @@ class WorkerSession:
             changed_by=self._changed_by,
             job=job.status if job is not None else None,
             outcomes=dict(self._outcomes),
+            flagged=self._background.flagged,
         )
+
+    def hello(self, arg: calls.Hello) -> calls.Status:
+        """Open the flags that tell EngineCore when a job has ended. Where they cannot be opened, it polls instead."""
+        if arg.flags:
+            try:
+                self._background.use_flags(JobFlags(arg.flags), self.rank)
+            except OSError as error:
+                log.info("dcr: rank %d does not see %s, and is polled: %s", self.rank, arg.flags, error)
+        return self.status()
 
     def checksums(self) -> calls.Checksums:
         def digest(tensors: Any) -> dict[str, str]:

@@ -21,6 +21,7 @@ from dcr_daemon.engine.messages import AnyCall
 from dcr_daemon.engine.port import Attached, StreamFacts, Swapped, Transaction, VersionDelta
 from dcr_daemon.vllm_plugin.core.engine_core import Core
 from dcr_daemon.vllm_plugin.core.worker_group import WorkerGroup
+from dcr_daemon.vllm_plugin.job_flags import JobFlags
 from dcr_daemon.vllm_plugin.settings import Settings
 from dcr_daemon.vllm_plugin.worker import extension
 from dcr_daemon.vllm_plugin.worker.session import WorkerSession
@@ -144,14 +145,14 @@ class ToyEngine:
 
     layout = LAYOUT
 
-    def __init__(self, home: Path, *, ranks: int = 2, cap: int = 1 << 22) -> None:
+    def __init__(self, home: Path, *, ranks: int = 2, cap: int = 1 << 22, flags: JobFlags | None = None) -> None:
         self.home = home
         self.lanes = [self.first()]
         self.cuts: dict[int, Any] = {}  #: by version, how its trainer cuts tensors; whole ones else
         self.workers = [self.worker(rank, ranks) for rank in range(ranks)]
         self.wire = ToyTransport(self.workers)
         self.host = ToyHost()
-        self.core = Core(self.host, WorkerGroup(self.wire), Settings(stage_cap=cap))
+        self.core = Core(self.host, WorkerGroup(self.wire, flags=flags), Settings(stage_cap=cap))
         self.host.guard = self.core.state.why_not_resume
         self.core.start_paused()
         self.owner = {"token": 0, "incarnation": ""}
