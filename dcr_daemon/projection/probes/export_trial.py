@@ -45,7 +45,7 @@ class ExportTrial:
 
     def fault(self) -> str:
         """The first fault found, "" if there is none. Exceptions of the export propagate."""
-        return self.numbers() or self.values() or self.canary()
+        return self.numbers() or self.values() or self.edit()
 
     @cached_property
     def _dtypes(self) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class ExportTrial:
                     return f"{value} of special values is not what the export gives"
         return ""
 
-    def canary(self) -> str:
+    def edit(self) -> str:
         """An edit of 1 % of what this rank holds, patched by its boxes, makes the export's old result its new one."""
         here = self._here()
         places = [tuple(map(torch.from_numpy, indices(region))) for region in here]

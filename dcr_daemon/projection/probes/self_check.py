@@ -12,7 +12,7 @@ Once for all parameters of a form (equal names but for numbers, equal shape, pla
     trace     the export of these parameters alone moves elements as the conversion says
     numbers   the export of numbered elements puts each where the conversion says
     values    the value functions treat zeros of both signs, denormals, infinities and NaNs as the export does
-    canary    a random 1 % edit, projected, compared and patched into the export's result, is the export of the edited
+    edit      a random 1 % edit, projected, compared and patched into the export's result, is the export of the edited
 
 What fails is residual, by name. device_mesh.py tests whether torch itself places elements so, and export_check.py tests
 exports that give live weights only.

@@ -1,4 +1,4 @@
-"""The canary finds wrong maps, wrong conversions and wrong values, sends these by name, and costs next to nothing."""
+"""The self check finds wrong maps, conversions and values, sends these by name, and costs next to nothing."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def two_faced(numbers_only: Callable[[Any], Any]) -> Callable[[Mapping[str, Any]
             "a patch of a 1 % edit is not the export of the edited tensor",
         ),
     ],
-    ids=["numbers", "shape", "values", "canary"],
+    ids=["numbers", "shape", "values", "edit"],
 )
 def test_the_real_export_is_what_counts(lie: Callable[[Any], Any], why: str) -> None:
     found = probed(convert=two_faced(lie))
@@ -326,11 +326,11 @@ def test_what_an_export_is_asked_for_follows_from_the_layout() -> None:
 
 
 def test_boxes_of_a_map_are_what_the_patch_is_made_of() -> None:
-    """The canary of a permuted head goes through boxes that no flat range could say."""
+    """The edit of a permuted head goes through boxes that no flat range could say."""
     (region,) = CONVERSION.regions["layers.0.q"]
     assert any(len(one.shape) > 1 for one in boxes(region)) or region.src_strides != region.dst_strides
 
 
 def test_four_ranks_ask_torch_where_it_puts_elements(tmp_path: Path) -> None:
-    (out := tmp_path / "canary").mkdir()
+    (out := tmp_path / "probes").mkdir()
     run_ranks(agreement.__name__, agreement.WORLD, out)

@@ -377,7 +377,7 @@ def check_cost(rank: int) -> None:
     assert 0 < largest.largest <= 1 << 20
 
 
-def canary(rank: int, out: Path) -> None:
+def probes(rank: int, out: Path) -> None:
     sharded = Sharded(rank)
     assert sharded.probe(sharded.map).residual == {}
     assert probe_meshes(sharded.tensors, sharded.map, layout=sharded.layout).residual == {}
@@ -389,7 +389,7 @@ def canary(rank: int, out: Path) -> None:
 
 def main(rank: int, out: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{out}/meet", rank=rank, world_size=WORLD)
-    {"canary": canary, "residual": residual}[out.name](rank, out)
+    {"probes": probes, "residual": residual}[out.name](rank, out)
     dist.barrier()
     dist.destroy_process_group()
 
