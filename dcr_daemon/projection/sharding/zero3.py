@@ -8,7 +8,7 @@ persistence threshold are whole on every rank: they are replicas, and have an ow
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,21 +99,6 @@ def partition(
         raise Incompatible(f"{world} partitions of {size} elements cannot hold a parameter of {elements}")
     lo, hi = rank * size, min((rank + 1) * size, elements)
     return [piece.shifted(src=-lo) for region in regions for piece in intersect_src(region, lo, hi)]
-
-
-def flat_range(parameters: Sequence[tuple[Sequence[Region], int]], lo: int, hi: int) -> list[Region]:
-    """What lies at [lo, hi) of one flat buffer of several parameters: FSDP1, and distributed optimizers.
-
-    Args:
-        parameters: regions and elements of each, in the order of the buffer; padding is a parameter without regions.
-    """
-    found, at = [], 0
-    for regions, elements in parameters:
-        start, stop = max(lo, at), min(hi, at + elements)
-        if start < stop:
-            found += [piece.shifted(src=at - lo) for r in regions for piece in intersect_src(r, start - at, stop - at)]
-        at += elements
-    return found
 
 
 def persistent(regions: Iterable[Region], rank: int, world: int) -> list[Region]:

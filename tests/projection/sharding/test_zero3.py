@@ -14,11 +14,11 @@ from torch import nn
 
 from dcr_daemon.canonical.coverage import exactly_once
 from dcr_daemon.canonical.layout import Layout, TensorSpec
-from dcr_daemon.canonical.region import Region, indices, whole
+from dcr_daemon.canonical.region import whole
 from dcr_daemon.errors import Incompatible
 from dcr_daemon.projection.binding.bind import live
 from dcr_daemon.projection.frameworks.torchtitan import grouped_experts, rotary_rows
-from dcr_daemon.projection.sharding.zero3 import flat_range, partition, persistent
+from dcr_daemon.projection.sharding.zero3 import partition, persistent
 
 
 @given(st.integers(1, 5), st.integers(1, 6), st.integers(1, 6), st.integers(1, 9))
@@ -53,22 +53,6 @@ def test_aligned_partitions_leave_padding_out() -> None:
     ]
     with pytest.raises(Incompatible, match="cannot hold"):
         partition(whole("t", (10,)), 10, rank=0, world=3, size=2)
-
-
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=5), st.integers(1, 4))
-def test_ranges_of_one_flat_buffer_cover_all_its_parameters(sizes: list[int], world: int) -> None:
-    buffer = [(whole(f"p{i}", (n,)), n) for i, n in enumerate(sizes)] + [([], 3)]
-    total = sum(sizes) + 3
-    step = -(-total // world)
-    found: list[Region] = []
-    for rank in range(world):
-        pieces = flat_range(buffer, rank * step, min((rank + 1) * step, total))
-        starts = {f"p{i}": sum(sizes[:i]) for i in range(len(sizes))}
-        for piece in pieces:
-            src, dst = indices(piece)
-            assert (src + rank * step == dst + starts[piece.name]).all()
-        found += pieces
-    assert exactly_once(found, {f"p{i}": (n,) for i, n in enumerate(sizes)}) == []
 
 
 def test_what_every_rank_keeps_whole_has_one_owner() -> None:
