@@ -66,7 +66,9 @@ Staging = Annotated[
 ]
 StagingLimit = Annotated[
     int | None,
-    typer.Option(metavar="BYTES", min=1 << 20, help="Most bytes in the staging directory.", rich_help_panel=_STAGING),
+    typer.Option(
+        metavar="BYTES", min=1 << 20, help="Maximum bytes in the staging directory.", rich_help_panel=_STAGING
+    ),
 ]
 Poll = Annotated[
     float,
@@ -80,7 +82,7 @@ PollMax = Annotated[
         envvar="DCR_POLL_MAX",
         metavar="SECONDS",
         min=0.01,
-        help="Most seconds between polls; the pause grows with the time in which no record came, by 2% of it.",
+        help="Longest pause between polls, in seconds. A pause is about 2% of the time since the last record.",
     ),
 ]
 Patience = Annotated[
