@@ -15,7 +15,7 @@ from dcr_daemon.events import Emit, Waiting
 
 T = TypeVar("T")
 
-TELL_AFTER = 5.0  #: seconds after which somebody who waits wants to know for what
+REPORT_AFTER = 5.0  #: seconds after which an event says what is waited for
 
 
 async def with_timeout(seconds: float, work: Awaitable[T], *, what: str, emit: Emit) -> T:
@@ -25,7 +25,7 @@ async def with_timeout(seconds: float, work: Awaitable[T], *, what: str, emit: E
         StoreUnavailable: it did not end in time.
     """
     loop = asyncio.get_running_loop()
-    telling = loop.call_later(min(TELL_AFTER, seconds), lambda: emit(Waiting(what=what)))
+    reminder = loop.call_later(min(REPORT_AFTER, seconds), lambda: emit(Waiting(what=what)))
     try:
         async with asyncio.timeout(seconds) as limit:
             return await work
@@ -34,7 +34,7 @@ async def with_timeout(seconds: float, work: Awaitable[T], *, what: str, emit: E
             raise
         raise StoreUnavailable(
             f"{what}: the bucket did not answer in {seconds:g} s",
-            hint="nothing is lost: what is undecided is settled before anything else is written",
+            hint="nothing is lost: what is undecided is resolved before anything else is written",
         ) from None
     finally:
-        telling.cancel()
+        reminder.cancel()
