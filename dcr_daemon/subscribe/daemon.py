@@ -62,7 +62,8 @@ async def run_subscribe(options: SubscribeOptions, store: Store, *, engine: Engi
             if ledger.doubt is None:  # else the ledger says when it was read to its end
                 emit(LedgerRead(head=ledger.state.seal.version))
             runtime.failpoint("subscribe.found")
-            await _run(options, home, staging / ledger.stream.stream, ledger, engine, workers, emit)
+            staged = staging / ledger.stream.stream
+            await _run(options, ledger, home=home, staging=staged, engine=engine, workers=workers, emit=emit)
             ledger.check_undoubted()
     finally:
         workers.close()
@@ -70,9 +71,10 @@ async def run_subscribe(options: SubscribeOptions, store: Store, *, engine: Engi
 
 async def _run(
     options: SubscribeOptions,
+    ledger: Ledger,
+    *,
     home: Path,
     staging: Path,
-    ledger: Ledger,
     engine: Engine,
     workers: runtime.Workers,
     emit: Emit,

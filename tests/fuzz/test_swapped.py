@@ -166,7 +166,10 @@ async def restored(stream: StreamWriter, state: Path) -> list[Alarm]:
     objects = Objects(stream.store, floor=lambda: 0, patience=0)
     baseline = Baseline(state, BlockSet.whole(stream.versions.layout), ledger.stream.stream, workers)
     try:
-        await Restorer(ledger, objects, baseline, None, workers, events, fetched=state / "fetched").restore()
+        restorer = Restorer(
+            ledger, objects, baseline=baseline, base=None, workers=workers, emit=events, fetched=state / "fetched"
+        )
+        await restorer.restore()
         values = stream.versions.values[ledger.state.seal.version]
         layout = stream.versions.layout
         whole = all(

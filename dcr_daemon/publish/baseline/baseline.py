@@ -295,7 +295,7 @@ def _map_file(path: Path, size: int) -> tuple[bool, mmap.mmap]:
         os.close(descriptor)
 
 
-def check_vector(want: Vector, have: Vector, layout: Layout, what: str, hint: str) -> None:
+def check_vector(want: Vector, have: Vector, *, layout: Layout, what: str, hint: str) -> None:
     """Raise `Corrupt` that names the tensors in which two fingerprints differ."""
     wrong = [layout[int(i)].name for i in np.flatnonzero(want != have)]
     if wrong:

@@ -41,11 +41,11 @@ class Restorer:
         self,
         ledger: Ledger,
         objects: Objects,
+        *,
         baseline: Baseline,
         base: Path | None,
         workers: Workers,
         emit: Emit,
-        *,
         fetched: Path,
     ) -> None:
         self._ledger, self._objects, self._baseline = ledger, objects, baseline
@@ -174,7 +174,8 @@ class Restorer:
             return
         want = await self.vector(version)
         found = await self._baseline.prove((version, want))
-        check_vector(want, found, self._baseline.layout, what, "`dcr verify` tells which object is damaged")
+        hint = "`dcr verify` tells which object is damaged"
+        check_vector(want, found, layout=self._baseline.layout, what=what, hint=hint)
 
     async def side_files(self) -> dict[str, bytes]:
         """Side files of the newest anchor; none if there is no anchor."""

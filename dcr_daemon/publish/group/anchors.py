@@ -140,7 +140,8 @@ async def write_anchor(
     files, found = await writer.put_files(plan, lambda n: prefix + _file_name(n, len(plan)))
     await writer.put_hf_index(plan)
     table = await resources.workers.run(_contents, plan)
-    check_vector(vector, found, source.layout, f"anchor of version {version} in {ledger.store.url}", _REBUILDS)
+    what = f"anchor of version {version} in {ledger.store.url}"
+    check_vector(vector, found, layout=source.layout, what=what, hint=_REBUILDS)
     return await writer.record(version, files, vector=vector, side_files=side_files, tables=[table])
 
 
@@ -164,7 +165,7 @@ async def write_share(context: RankContext, seal: Seal) -> AnchorShare:
     plan = [pieces for pieces in plan if pieces]
     files, vector = await writer.put_files(plan, lambda n: key(names.anchor_file, n=n))
     what = f"share of {rank} in the anchor of version {seal.version}"
-    check_vector(baseline.vector, vector, baseline.layout, what, _REBUILDS)
+    check_vector(baseline.vector, vector, layout=baseline.layout, what=what, hint=_REBUILDS)
     sums = await writer.put(key(names.anchor_sums), vector.astype("<u8").tobytes())
     share = AnchorShare(
         stream=seal.stream, group=rank.group, version=seal.version, rank=rank.number, nonce=rank.nonce, files=files,
@@ -205,9 +206,8 @@ async def join_anchor(
 
     await run_limited((partial(take, number, key) for number, key in keys.items()), SHARES_AT_ONCE)
     want = await context.restorer.vector(seal.version)
-    check_vector(
-        want, vector, context.layout, f"anchor of version {seal.version} in {context.ledger.store.url}", _REBUILDS
-    )
+    what = f"anchor of version {seal.version} in {context.ledger.store.url}"
+    check_vector(want, vector, layout=context.layout, what=what, hint=_REBUILDS)
     files = [file for _, share in sorted(shares.items()) for file in share.files]
     tables = [share.contents for _, share in sorted(shares.items())]
     return await writer.record(seal.version, files, vector=vector, side_files=side_files, tables=tables)

@@ -89,10 +89,10 @@ class RankContext:
         self._restorer = Restorer(
             self.ledger,
             self.objects,
-            baseline,
-            self.options.base,
-            self.workers,
-            self.emit,
+            baseline=baseline,
+            base=self.options.base,
+            workers=self.workers,
+            emit=self.emit,
             fetched=self.state.fetched,
         )
         self._scrub = Scrub(baseline, self.options.scrub_rate)

@@ -98,7 +98,7 @@ class RankProjection:
         probed = self_check.probe(
             found.inputs, found.map, self.layout, conversion=found.conversion, convert=found.convert
         )
-        return FirstRound(self, record, found, dict(probed.residual), began)
+        return FirstRound(self, record, live=found, probed=dict(probed.residual), began=began)
 
     def judge(self, declared: Sequence[bytes]) -> bytes:
         """The verdict on all ranks' declarations; called on rank 0's worker.
@@ -133,7 +133,7 @@ class _Round:
     """
 
     def __init__(
-        self, projection: RankProjection, record: Open, live: Live, probed: dict[str, str], began: float
+        self, projection: RankProjection, record: Open, *, live: Live, probed: dict[str, str], began: float
     ) -> None:
         from dcr_daemon.projection.agreement.gate import declare, encode_declaration
 
@@ -193,7 +193,7 @@ class FirstRound(_Round):
             probed |= probe_export(
                 exporter, reader.read, mapped=live.map, layout=projection.layout, names=names
             ).residual
-        return SecondRound(projection, self._record, live, probed, self._began)
+        return SecondRound(projection, self._record, live=live, probed=probed, began=self._began)
 
 
 class SecondRound(_Round):

@@ -143,7 +143,7 @@ class _WholeTensors:
         self._validator = validator
         self.rounded: Counter[tuple[str, str]] = validator.rounded
 
-    async def agree(self, coordinator: Coordinator, record: Open, on_loop: OnLoop) -> None:
+    async def agree(self, coordinator: Coordinator, record: Open, *, on_loop: OnLoop) -> None:
         pass
 
 

@@ -86,8 +86,10 @@ class Rig:
         objects = Objects(self.store, floor=lambda: 0, patience=0, workers=workers)
         baseline = Baseline(path, share, more.get("stream", ledger.stream.stream), workers)
         try:
-            events = self.world.events
-            restorer = Restorer(ledger, objects, baseline, more.get("base"), workers, events, fetched=path / "fetched")
+            restorer = Restorer(
+                ledger, objects, baseline=baseline, base=more.get("base"), workers=workers, emit=self.world.events,
+                fetched=path / "fetched",
+            )  # fmt: skip
             await restorer.restore()
         finally:
             workers.close()
