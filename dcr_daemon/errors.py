@@ -14,9 +14,10 @@
     └── UpdateAborted        exit 1   another rank cannot take part; publish the next update (in training alone)
 
 A package adds a subclass only where its own callers act differently: `ledger.objects` (`ObjectPending`, `BelowFloor`),
-`ledger.route` (`NoRoute`), `ledger.slot` (`Undecided`), `publish.inputs.sources` (`SourceChanged`), `store.port`
-(`DeleteRefused`), `engine.port` (`EngineGone`, exit 16). The message names the object at fault; `hint` says what to do
-next. `KeyNotFound` is not an error of DCR: it is a store's answer that a key does not exist.
+`ledger.route` (`NoRoute`), `ledger.slot` (`Undecided`), `publish.group.peers` (`SumsMismatch`),
+`publish.inputs.sources` (`SourceChanged`), `publish.watch.ingest` (`CheckpointMisfit`), `store.port` (`DeleteRefused`),
+`engine.port` (`EngineGone`, exit 16). The message names the object at fault; `hint` says what to do next. `KeyNotFound`
+is not an error of DCR: it is a store's answer that a key does not exist.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ publisher, the subscriber, the engines and `dcr verify` call this package.
 
     safetensors          one file: header, views, reads, writer
     directory            a checkpoint directory: read, and written all or nothing
+    weight_files, tied   which of its files hold the weights; whether its head may be its embedding
     blocks, reader       a model cut into blocks: their sums, and reads of boxes from an open checkpoint
     pieces, contents     an anchor's files: how they are cut, and the table of what is in each
 """

@@ -1,6 +1,6 @@
 """The `dcr` command: one module per subcommand, which parses options and calls the package that does the work.
 
-stdout carries results, stderr everything else. `main` is the console script; it is the one place where errors become
+stdout carries results, stderr everything else. `main` is the console script; `app` is the one place where errors become
 exit codes.
 """
 

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 class Trainer:
     """Facts about the layout of a trainer's weights that cannot be read from the tensors.
 
+        Publisher("s3://bucket/run1", trainer=Trainer(megatron=Megatron.of_process(read_architecture("/models/base"))))
+
     Attributes:
         replica: (number, count) of this rank among the ranks that hold the same elements, where no device mesh says so:
             plain tensors on pipeline stages, a mesh over some of the ranks.
