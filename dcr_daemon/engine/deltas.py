@@ -1,5 +1,4 @@
-"""Staged deltas of consecutive versions, as the directory engine and vLLM's processes use them: chunks are opened, the
-versions checked as a chain, and several hops composed into one change.
+"""Staged deltas of consecutive versions: opened, checked as a chain, and composed into one change.
 
 Input: the files that a subscriber has staged (`VersionDelta`: chunks, and the vectors before and after). Output:
 groups, which hold each changed element once, with its bits before the first hop and after the last. Whoever composes
