@@ -6,7 +6,6 @@ the same elements (replicated mesh dimensions), each region has one owner (owner
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -146,17 +145,3 @@ def map_of(
     ]
     opaque = conversion.opaque if conversion else {}
     return Map(tuple(made), {name: why for name, why in opaque.items() if name in layout})
-
-
-def check_shapes(conversion: Conversion, layout: Layout) -> list[str]:
-    """The names and shapes in which an export differs from the checkpoint, in words; empty if they agree.
-
-    Names that only the export has are not reported: tied tensors appear under each of their names.
-    """
-    wrong = [f"{spec.name} is not exported" for spec in layout if spec.name not in conversion.tensors]
-    for name, (_, shape) in conversion.tensors.items():
-        if name in layout and shape != layout[layout.index(name)].shape:
-            wanted = layout[layout.index(name)].shape
-            same = "as many" if math.prod(shape) == math.prod(wanted) else f"not {math.prod(wanted)}"
-            wrong.append(f"{name} is exported as {shape}, the checkpoint has {wanted} ({same} elements)")
-    return wrong
