@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Awaitable, Coroutine, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import Layout
@@ -41,8 +41,21 @@ class OnLoop(Protocol):
     def __call__(self, work: Coroutine[Any, Any, T], /) -> Awaitable[T]: ...
 
 
+class AgreedUpdate(Protocol):
+    """The weights of one call, with which all ranks can go on."""
+
+    async def diff(self, coordinator: Coordinator, record: Open, *, attempt: Attempt, on_loop: OnLoop) -> None:
+        """Diff everything; the weights are not needed afterwards.
+
+        Raises:
+            Incompatible: what comes one by one does not fit the layout.
+        """
+        ...
+
+
 class UpdateInput(Protocol):
-    """The weights of one call. The methods are called in this order, once, where the weights may be looked at."""
+    """The weights of one call. `check`, then `agree`, then `diff` of what that returns: each once, where the weights
+    may be looked at."""
 
     @property
     def rounded(self) -> Mapping[tuple[str, str], int]:
@@ -57,16 +70,8 @@ class UpdateInput(Protocol):
         """
         ...
 
-    async def agree(self, coordinator: Coordinator, record: Open, *, on_loop: OnLoop) -> None:
+    async def agree(self, coordinator: Coordinator, record: Open, *, on_loop: OnLoop) -> AgreedUpdate:
         """With an open attempt, but before the baseline is touched: make sure that all ranks can go on."""
-        ...
-
-    async def diff(self, coordinator: Coordinator, record: Open, *, attempt: Attempt, on_loop: OnLoop) -> None:
-        """Diff everything; the weights are not needed afterwards.
-
-        Raises:
-            Incompatible: what comes one by one does not fit the layout.
-        """
         ...
 
 
@@ -81,12 +86,11 @@ class RankShards:
     def __init__(self, projection: RankProjection, weights: Any) -> None:
         self.rounded: Mapping[tuple[str, str], int] = {}  # the projection casts, and reports it when it is agreed on
         self._projection, self._weights = projection, weights
-        self._agreed: AgreedProjection | None = None
 
     def check(self) -> None:
         """Nothing: a fault of one rank must be told to all, for which an attempt has to be open."""
 
-    async def agree(self, coordinator: Coordinator, record: Open, *, on_loop: OnLoop) -> None:
+    async def agree(self, coordinator: Coordinator, record: Open, *, on_loop: OnLoop) -> AgreedShards:
         projection, weights = self._projection, as_shards(self._weights)
         agreed = projection.agreed
         # All ranks must take the same branch, and whether a version of this group was sealed is the only fact that all
@@ -101,11 +105,17 @@ class RankShards:
             agreed = projection.agreed = second.accept_verdict(verdict)
             await on_loop(_hold(coordinator, agreed))
         host.synchronize_devices(agreed.devices())
+        return AgreedShards(agreed)
+
+
+class AgreedShards:
+    """What this rank publishes of its weights, as all ranks agreed."""
+
+    def __init__(self, agreed: AgreedProjection) -> None:
         self._agreed = agreed
 
     async def diff(self, coordinator: Coordinator, record: Open, *, attempt: Attempt, on_loop: OnLoop) -> None:
         agreed = self._agreed
-        assert agreed is not None
         await on_loop(attempt.diff_blocks(agreed.blocks()))
         if agreed.exports:
             await on_loop(coordinator.agree(record, EXPORT, declared=_READY, judge=lambda declared: _READY))
@@ -143,8 +153,8 @@ class _WholeTensors:
         self._validator = validator
         self.rounded: Counter[tuple[str, str]] = validator.rounded
 
-    async def agree(self, coordinator: Coordinator, record: Open, *, on_loop: OnLoop) -> None:
-        pass
+    async def agree(self, coordinator: Coordinator, record: Open, *, on_loop: OnLoop) -> Self:
+        return self
 
 
 class TensorTable(_WholeTensors):

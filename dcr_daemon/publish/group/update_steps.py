@@ -38,9 +38,9 @@ async def diff_update(
     """
     weights.check()
     record = await on_loop(coordinator.open(step=step, call=call))
-    await weights.agree(coordinator, record, on_loop=on_loop)
+    agreed = await weights.agree(coordinator, record, on_loop=on_loop)
     attempt = await on_loop(coordinator.start(record))
-    await weights.diff(coordinator, record, attempt=attempt, on_loop=on_loop)
+    await agreed.diff(coordinator, record, attempt=attempt, on_loop=on_loop)
     await on_loop(attempt.finish())
     return attempt
 
