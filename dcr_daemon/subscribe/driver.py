@@ -222,7 +222,7 @@ class Driver:
             return attached
         ended = await self._engine.finish_adopted(attached.adopted)
         if ended.version is not None:
-            how = f"settled {attached.adopted}: {ended.verdict.value}"
+            how = f"finished {attached.adopted}: {ended.verdict.value}"
             self._emit(Repaired(version=ended.version, how=how))
         attached = await self._engine.attach(facts)
         if attached.adopted is not None:  # it goes neither forward nor back: only a dense load ends it
