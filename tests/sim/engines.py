@@ -47,6 +47,7 @@ class InlineBackground(BackgroundThread):
 
     def __init__(self) -> None:
         self.job: Job | None = None
+        self._set_flag = None  # the simulated workers are polled
 
     def use_cpus(self, cpus: list[int] | None) -> None:
         pass
