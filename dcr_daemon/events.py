@@ -279,6 +279,15 @@ class EngineLost(Event, frozen=True, kw_only=True):
     reason: str
 
 
+class Unsupported(Event, frozen=True, kw_only=True):
+    """The engine can never follow this stream, as it was started; `reason` names what stands against it. The replica is
+    not ready, and seldom asks again until another engine process answers. Emitted once per reason."""
+
+    level = "warning"
+
+    reason: str
+
+
 class LedgerRead(Event, frozen=True, kw_only=True):
     """The ledger was read to its end, for the first time or after `LedgerDoubted`: `head` is the newest sealed version
     there."""

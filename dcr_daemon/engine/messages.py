@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import msgspec
 
-from dcr_daemon.engine.port import EngineGone, StreamFacts, Transaction
+from dcr_daemon.engine.port import EngineGone, EngineUnsupported, StreamFacts, Transaction
 from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, Fenced, Incompatible, ResourceExhausted, UsageError
 from dcr_daemon.untrusted import decode
 
@@ -144,11 +144,12 @@ class Done(Answer, frozen=True, tag="done"):
 
 
 class Refused(Answer, frozen=True, tag="refused"):
-    """`kind` names an error class of `ERRORS`."""
+    """`kind` names an error class of `ERRORS`. `lasting`: it is an `EngineUnsupported`."""
 
     kind: str
     message: str
     hint: str = ""
+    lasting: bool = False
 
 
 class Pending(Answer, frozen=True, tag="pending"):
@@ -245,7 +246,8 @@ def done(call_id: str, result: object) -> Done:
 def refused(call_id: str, error: DcrError) -> Refused:
     """An error as an answer; its kind is the nearest class that may cross."""
     kind = next(base.kind for base in type(error).__mro__ if issubclass(base, DcrError) and base.kind in ERRORS)
-    return Refused(id=call_id, kind=kind, message=error.message, hint=error.hint)
+    lasting = isinstance(error, EngineUnsupported)
+    return Refused(id=call_id, kind=kind, message=error.message, hint=error.hint, lasting=lasting)
 
 
 def result_of(answer: AnyAnswer, kind: type[T]) -> T:
@@ -257,7 +259,8 @@ def result_of(answer: AnyAnswer, kind: type[T]) -> T:
             except ValueError as error:
                 raise _strange(error) from error
         case Refused():
-            raise ERRORS.get(answer.kind, DcrError)(answer.message, hint=answer.hint)
+            kind_of_error = EngineUnsupported if answer.lasting else ERRORS.get(answer.kind, DcrError)
+            raise kind_of_error(answer.message, hint=answer.hint)
     raise UsageError("the engine left a call pending", hint="report this as a bug")
 
 

@@ -20,13 +20,20 @@ from typing import Protocol
 
 import msgspec
 
-from dcr_daemon.errors import DcrError
+from dcr_daemon.errors import DcrError, EngineRefused
 
 
 class EngineGone(DcrError):
     """The engine does not answer: it died or has not started. Wait and attach again."""
 
     exit_code = 16
+
+
+class EngineUnsupported(EngineRefused):
+    """The engine can never follow this stream, as it was started: its model, a tensor or an option cannot be kept up to
+    date. No retry changes that, another start may."""
+
+    kind = EngineRefused.kind  # as programs that read `--json` know it; on the socket `Refused.lasting` tells it apart
 
 
 class TensorClass(StrEnum):
@@ -182,7 +189,7 @@ class Engine(Protocol):
         """Become the owner, find out where each tensor lies, and sum the live weights.
 
         Raises:
-            EngineRefused: a tensor could not be updated later, or the layout does not fit.
+            EngineUnsupported: a tensor could not be updated later, or the layout does not fit.
             Fenced: this client was the owner of this incarnation before, and another client has attached since.
         """
         ...

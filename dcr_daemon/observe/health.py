@@ -123,7 +123,14 @@ class Health:
         self.status = "; ".join(filter(None, (serving, self._doubt, blocked)))
 
 
-_LASTING = ("fenced", "engine lost", "loading", "paused", "damaged")  #: reasons that a notice does not replace
+_LASTING = (
+    "fenced",
+    "engine lost",
+    "unsupported",
+    "loading",
+    "paused",
+    "damaged",
+)  #: reasons that a notice does not replace
 
 
 def _why_not(event: e.Event) -> str:
@@ -131,6 +138,8 @@ def _why_not(event: e.Event) -> str:
     match event:
         case e.EngineLost():
             return f"engine lost: {event.reason}"
+        case e.Unsupported():
+            return f"unsupported engine: {event.reason}"
         case e.Loading():
             return f"loading all of version {event.version}"
         case e.Paused():

@@ -93,6 +93,7 @@ class Metrics:
             e.SealSeen: lambda event: self._versions(head=event.version),
             e.Serving: lambda event: self._serving(event.version),
             e.Blocked: self._obstructed,
+            e.Unsupported: lambda event: self.blocked.labels("unsupported").set(1),
             e.ScrubEnded: self._scrub_ended,
             e.Damaged: lambda event: self.scrubs.labels("damaged").inc(),
             e.Aborted: lambda event: self.versions.labels("aborted").inc(),
@@ -151,6 +152,7 @@ class Metrics:
 
     def _attached(self, event: e.Attached) -> None:
         self.stages.labels("attach").observe(event.seconds)
+        self.blocked.labels("unsupported").set(0)
         if event.version is not None:
             self._versions(served=event.version)
 

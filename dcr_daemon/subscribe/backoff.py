@@ -19,6 +19,8 @@ REFUSALS = 2  #: refusals of one version by proved weights, after which the vers
 LOSSES = 2  #: engines lost while they took one version, after which the version is blocked
 LOSS_PAUSE = 60.0  #: seconds for which it is blocked then, at first; doubles each time
 LONGEST_LOSS_PAUSE = 3600.0
+UNSUPPORTED_PAUSE = 60.0  #: seconds until an engine that can never be served is asked again; doubles each time
+LONGEST_UNSUPPORTED_PAUSE = 900.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,7 @@ class FailureBackoff:
         self._poll = poll
         self._tries = 0
         self._blocked: BlockedVersion | None = None
+        self._unsupported = 0
         self._refusals: tuple[int, int] = (0, 0)
         self._versions: dict[int, _Record] = {}
         self._anchors: dict[int, _Record] = {}
@@ -110,7 +113,7 @@ class FailureBackoff:
 
     def note_new_engine(self) -> None:
         """Another engine may take what the last one refused."""
-        self._refusals = (0, 0)
+        self._refusals, self._unsupported = (0, 0), 0
         if self._blocked and self._blocked.poisoned:
             self._blocked = None
 
@@ -124,6 +127,11 @@ class FailureBackoff:
         """Something failed. Returns the seconds until the next try, by the number of failures in a row."""
         self._tries += 1
         return back_off(self._poll, self._tries - 1)
+
+    def note_unsupported(self) -> float:
+        """The engine can never be served, as it was started. Returns the seconds until it is asked again."""
+        self._unsupported += 1
+        return back_off(UNSUPPORTED_PAUSE, self._unsupported - 1, longest=LONGEST_UNSUPPORTED_PAUSE)
 
     def _later(self, record: _Record) -> float:
         record.again = runtime.monotonic() + back_off(self._poll, record.failures)

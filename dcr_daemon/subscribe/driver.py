@@ -2,8 +2,9 @@
 
 It decides: the engine serves only when it is at the newest seal read at attach (must E2); several versions behind are
 one transaction (must E6); a refusal is answered with a full fingerprint, and a version that healthy weights refuse
-twice is poisoned and passed by way of an anchor (must P4); nothing that a bucket holds or an engine answers ends it,
-except another owner (must E3) and what only an operator can correct.
+twice is poisoned and passed by way of an anchor (must P4); an engine that can never be served, as it was started, is
+asked again when it is another one, else every quarter of an hour; nothing that a bucket holds or an engine answers ends
+it, except another owner (must E3) and what only an operator can correct.
 
 Others decide: whether the engine may run at all (the engine, must E1), what is in the ledger (`follower`), what is
 staged (`stage`), when something that failed is tried again (`backoff`).
@@ -21,7 +22,16 @@ import numpy as np
 from dcr_daemon import runtime
 from dcr_daemon.checkpoint.directory import tensor_files
 from dcr_daemon.engine.port import Attached as EngineAttached
-from dcr_daemon.engine.port import Engine, EngineGone, StreamFacts, Swapped, Transaction, Verdict, VersionDelta
+from dcr_daemon.engine.port import (
+    Engine,
+    EngineGone,
+    EngineUnsupported,
+    StreamFacts,
+    Swapped,
+    Transaction,
+    Verdict,
+    VersionDelta,
+)
 from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, NotFound, ResourceExhausted, StoreUnavailable
 from dcr_daemon.events import Alarm, Attached, Degraded, Emit, Prepared, Repaired, Retrying, RolledBack
 from dcr_daemon.ledger.objects import BelowFloor, ObjectPending
@@ -89,6 +99,13 @@ class Driver:
                 pause = back_off(self._context.options.poll, absent, longest=self._heartbeat)
                 if self._attached:  # it may die of what it is asked to do, again and again
                     pause = self._backoff.note_failure()
+            except EngineUnsupported as error:
+                if once:
+                    raise
+                self._status.unsupported(str(error))
+                pause = 0.0
+                if await self._monitor.wait_restarted(self._backoff.note_unsupported()):
+                    self._backoff.note_new_engine()
             except RETRIED as error:
                 if once:
                     raise

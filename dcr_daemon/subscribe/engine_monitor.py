@@ -41,6 +41,25 @@ class EngineMonitor:
         result: T = await runtime.run_until_first(work, self._watch_status(incarnation, version), self._watch_damage())
         return result
 
+    async def wait_restarted(self, seconds: float) -> bool:
+        """Wait until the engine goes away or is another incarnation than at first, at most `seconds`. Returns whether
+        it did."""
+        until, incarnation = runtime.monotonic() + seconds, ""
+        while runtime.monotonic() < until:
+            try:
+                async with asyncio.timeout(ANSWER):
+                    status = await self._engine.status()
+            except EngineGone:
+                return True
+            except TimeoutError:
+                pass
+            else:
+                if status.incarnation != (incarnation or status.incarnation):
+                    return True
+                incarnation = status.incarnation
+            await runtime.sleep(self._heartbeat)
+        return False
+
     async def _watch_status(self, incarnation: str, version: int | None) -> None:
         """Check the engine until something is wrong with it; raises that."""
         while True:

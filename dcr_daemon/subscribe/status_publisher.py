@@ -9,7 +9,7 @@ from __future__ import annotations
 from dcr_daemon import runtime
 from dcr_daemon.engine.port import Swapped
 from dcr_daemon.errors import DcrError
-from dcr_daemon.events import Blocked, Committed, Emit, EngineLost, Loading, Paused, Serving
+from dcr_daemon.events import Blocked, Committed, Emit, EngineLost, Loading, Paused, Serving, Unsupported
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.records import Seal
 from dcr_daemon.subscribe.backoff import BlockedVersion
@@ -94,6 +94,14 @@ class StatusPublisher:
             self._emit(EngineLost(reason=reason))
         self._lost = reason
         self.report("waiting for the engine", reason)
+
+    def unsupported(self, reason: str) -> None:
+        """The engine can never be served, as it was started. Emitted once per reason."""
+        self.serving, self._served = False, None
+        if reason != self._lost:
+            self._emit(Unsupported(reason=reason))
+        self._lost = reason
+        self.report("unsupported", reason)
 
     def blocked(self, error: DcrError, blocked_version: BlockedVersion | None) -> None:
         """The replica cannot advance and goes on with what it has. Emitted once per reason."""

@@ -34,6 +34,15 @@ def test_a_lost_engine_ends_readiness_until_it_serves_again() -> None:
     assert health.ready
 
 
+def test_an_engine_that_can_never_be_served_is_the_reason_until_it_serves() -> None:
+    health = Health("subscriber")
+    health(e.Unsupported(reason="sleep mode"))
+    health(e.Retrying(what="something else"))
+    assert (health.ready, health.status) == (False, "unsupported engine: sleep mode")
+    health(e.Serving(version=5))
+    assert health.ready
+
+
 def test_a_subscriber_that_was_fenced_is_not_ready() -> None:
     health = Health("subscriber")
     health(e.Serving(version=5))

@@ -41,7 +41,16 @@ LEVELS = {
         "Staged",
         "Waiting",
     ],
-    "warning": ["Aborted", "Blocked", "CheckpointSkipped", "Degraded", "EngineLost", "Paused", "Retrying"],
+    "warning": [
+        "Aborted",
+        "Blocked",
+        "CheckpointSkipped",
+        "Degraded",
+        "EngineLost",
+        "Paused",
+        "Retrying",
+        "Unsupported",
+    ],
     "error": ["Alarm", "Damaged", "FencedOut", "LedgerDoubted", "RolledBack"],
 }
 #: Module: the notices that it constructs, in the order of the source.

@@ -104,6 +104,16 @@ def test_what_blocks_a_replica_is_a_gauge_until_it_is_past() -> None:
     assert sample(metrics, "dcr_blocked", kind="poisoned") == 0
 
 
+def test_an_engine_that_can_never_be_served_is_a_gauge_until_another_one_is_attached() -> None:
+    metrics = Metrics()
+    metrics(e.Unsupported(reason="sleep mode"))
+    assert sample(metrics, "dcr_blocked", kind="unsupported") == 1
+    metrics(e.EngineLost(reason="it was restarted"))
+    assert sample(metrics, "dcr_blocked", kind="unsupported") == 1
+    metrics(e.Attached(version=None, tensors=3, seconds=0.1))
+    assert sample(metrics, "dcr_blocked", kind="unsupported") == 0
+
+
 def test_scrubs_are_counted_and_dated() -> None:
     metrics = Metrics()
     assert sample(metrics, "dcr_scrub_last_timestamp_seconds") is None

@@ -17,7 +17,7 @@ from support.vllm.toy_engine import failing
 from support.vllm.toy_model import placed
 from support.vllm.toy_server import ToyServer, toy_stream
 
-from dcr_daemon.engine.port import StreamFacts
+from dcr_daemon.engine.port import EngineUnsupported, StreamFacts
 from dcr_daemon.errors import Fenced, ResourceExhausted
 from dcr_daemon.events import (
     Alarm,
@@ -35,6 +35,7 @@ from dcr_daemon.events import (
     ScrubEnded,
     Serving,
     StoreRequest,
+    Unsupported,
 )
 from dcr_daemon.ledger import names
 from dcr_daemon.observe.health import Health
@@ -511,3 +512,50 @@ async def test_a_replica_never_serves_less_than_it_has_served(make_live):
         await live.until(lambda: live.events.of(Blocked), task)
         await live.stream.anchor(2)
         await live.until(live.serves(2), task)
+
+
+def refuse(server: ToyServer, reason: str) -> None:
+    """Every attach of the present engine process is refused for a reason that no retry changes."""
+    assert server.engine is not None
+
+    def edit(rank: int, call: dict[str, Any], reply: dict[str, Any]) -> Any:
+        return {**reply, "result": {**reply["result"], "refusals": {"": reason}}} if call["op"] == "attach" else reply
+
+    server.engine.wire.edit = edit
+
+
+async def test_an_engine_that_can_never_be_served_is_seldom_asked_and_says_why(make_live):
+    live = await make_live(1)
+    refuse(live.server, "sleep mode unmaps weights")
+    async with live.running() as task:
+        await live.until(lambda: live.server.asked.count("status") > 5, task)  # it looks whether another one has come
+        assert live.server.asked.count("attach") == 1
+        (told,) = live.events.of(Unsupported)
+        assert "sleep mode unmaps weights" in told.reason
+        assert live.events.of(Blocked) == []
+        assert (live.health.ready, live.health.status) == (False, f"unsupported engine: {told.reason}")
+        shown = json.loads(await live.stream.store.get(names.replica("r1"), limit=1 << 16))
+        assert (shown["state"], shown["detail"], shown["serving"]) == ("unsupported", told.reason, False)
+
+
+@pytest.mark.parametrize("away", [False, True], ids=["restarted", "away for a while"])
+async def test_another_start_of_an_unsupported_engine_is_noticed_at_once(make_live, away):
+    live = await make_live(1)
+    refuse(live.server, "sleep mode unmaps weights")
+    async with live.running() as task:
+        await live.until(lambda: live.server.asked.count("status") > 1, task)
+        if away:
+            live.server.stop()
+            await live.until(lambda: live.events.of(EngineLost), task)
+        live.server.start(0)
+        await live.until(live.serves(0), task)
+        await live.stream.publish(1)
+        await live.until(live.serves(1), task)
+
+
+async def test_an_unsupported_engine_is_an_error_with_once(make_live):
+    live = await make_live(1)
+    refuse(live.server, "sleep mode unmaps weights")
+    with pytest.raises(EngineUnsupported, match="sleep mode") as told:
+        await live.once()
+    assert (told.value.exit_code, told.value.kind) == (16, "EngineRefused")

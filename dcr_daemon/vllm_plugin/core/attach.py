@@ -29,7 +29,8 @@ def attach_steps(state: EngineState, call: messages.Attach, *, settings: Setting
     """Place the tensors and sum the live weights; answers `Attached`.
 
     While a transaction is begun only the token changes, and the answer names that transaction (must E6).
-    Raises `EngineRefused` if a tensor cannot be kept up to date in place, or if somebody writes meanwhile.
+    Raises `EngineUnsupported` if a tensor cannot be kept up to date in place, `EngineRefused` if somebody writes
+    meanwhile.
     """
     state.forget_prepared()
     request = calls.Attach(

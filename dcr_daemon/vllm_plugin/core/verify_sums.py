@@ -21,7 +21,7 @@ import numpy.typing as npt
 from dcr_daemon.canonical.fingerprint import Vector
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.engine.deltas import StagedSummary
-from dcr_daemon.engine.port import Difference, TensorClass
+from dcr_daemon.engine.port import Difference, EngineUnsupported, TensorClass
 from dcr_daemon.errors import EngineRefused
 from dcr_daemon.vllm_plugin.calls import AttachedRank, FingerprintRank, PreparedRank, SegmentSums, Sums, TensorHandling
 from dcr_daemon.vllm_plugin.settings import COMPUTED_CAP
@@ -168,8 +168,8 @@ def join_placement(
 ) -> JointPlacement:
     """One placement from all ranks' answers to attach.
 
-    Raises `EngineRefused` with every reason, the tensors it is given for, every tensor not covered exactly once, and
-    the loaded tensors if they are more than `computed_cap` bytes over all ranks.
+    Raises `EngineUnsupported` with every reason, the tensors it is given for, every tensor not covered exactly once,
+    and the loaded tensors if they are more than `computed_cap` bytes over all ranks.
     """
     numbers: dict[tuple[Any, ...], int] = {}
     local = [
@@ -207,7 +207,7 @@ def join_placement(
         classes.append(TensorClass.ABSENT)
     reasons += _over_cap(layout, classes, computed_cap)
     if reasons:
-        raise EngineRefused(
+        raise EngineUnsupported(
             f"this engine cannot be kept up to date in place: {shorten(reasons, limit=100, separator='; ')}",
             hint="docs/VLLM.md lists what is refused and why",
         )
