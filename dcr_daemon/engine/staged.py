@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import numpy as np
@@ -54,7 +55,7 @@ def unreadable(path: str | Path, error: OSError) -> EngineRefused | ResourceExha
     """
     if isinstance(error, (FileNotFoundError, NotADirectoryError, PermissionError)):
         return EngineRefused(
-            f"cannot read {path}: {error.strerror}",
+            f"cannot read {path} on {socket.gethostname()}: {error.strerror}",
             hint="the server must see the subscriber's staging directory under the same path",
         )
     if out_of_handles(error):

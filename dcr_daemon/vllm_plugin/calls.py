@@ -291,7 +291,7 @@ class ComparedRank(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """`flagged`: this worker sets its flag in the `JobFlags` when a job ends."""
+    """`host`: name of the worker's host. `flagged`: the worker sets its flag in the `JobFlags` when a job ends."""
 
     rank: int
     pid: int
@@ -305,6 +305,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     changed_by: str
     job: JobStatus | None
     outcomes: dict[str, str]
+    host: str = ""
     flagged: bool = False
 
 

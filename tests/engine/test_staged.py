@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -27,4 +28,5 @@ def test_a_process_or_disk_in_trouble_refuses_no_version(monkeypatch, tmp_path, 
 def test_a_file_that_the_engine_does_not_see_is_refused_with_a_hint(tmp_path):
     with pytest.raises(EngineRefused, match="cannot read") as refused:
         read_staged(tmp_path / "chunk")
+    assert f"on {socket.gethostname()}: No such file" in refused.value.message
     assert "under the same path" in refused.value.hint

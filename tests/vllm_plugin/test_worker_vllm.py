@@ -291,15 +291,18 @@ def test_configurations_that_cannot_be_updated_are_refused(served: Served) -> No
 
     assert eligibility.model_refusals(served.config) == [], "the real thing passes, so every name exists"
     assert eligibility.model_refusals(config()) == []
-    for options, word in (
-        ({"quantization": "fp8"}, "quantised"),
-        ({"enable_eplb": True}, "load balancing"),
-        ({"enable_sleep_mode": True}, "sleep"),
-        ({"lora": object()}, "LoRA"),
-        ({"is_moe": True, "data_parallel_size": 2}, "E9"),
-        ({"speculative": SimpleNamespace(method="eagle3")}, "draft model"),
+    for options, word, instead in (
+        ({"quantization": "fp8"}, "quantised", "serve the unquantised"),
+        ({"enable_eplb": True}, "--enable-eplb", "use --enable-expert-parallel alone"),
+        ({"enable_elastic_ep": True}, "elastic", "use --enable-expert-parallel alone"),
+        ({"enable_sleep_mode": True}, "--enable-sleep-mode", "stop the server"),
+        ({"lora": object()}, "--enable-lora", "merged"),
+        ({"is_moe": True, "data_parallel_size": 2}, "E9", "use --tensor-parallel-size"),
+        ({"speculative": SimpleNamespace(method="eagle3")}, "--speculative-config", "use the method ngram or suffix"),
     ):
-        assert any(word in reason for reason in eligibility.model_refusals(config(**options)))
+        (reason,) = eligibility.model_refusals(config(**options))
+        assert word in reason
+        assert instead in reason
     for method in ("ngram", "suffix"):  # vLLM gives them the target's configuration as the draft's
         weightless = SimpleNamespace(method=method, draft_model_config=object())
         assert eligibility.model_refusals(config(speculative=weightless)) == []

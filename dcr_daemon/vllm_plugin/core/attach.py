@@ -32,6 +32,8 @@ def attach_steps(state: EngineState, call: messages.Attach, *, settings: Setting
     Raises `EngineUnsupported` if a tensor cannot be kept up to date in place, `EngineRefused` if somebody writes
     meanwhile.
     """
+    if reason := state.workers.unsupported():
+        raise verify_sums.unsupported([reason])
     state.forget_prepared()
     request = calls.Attach(
         layout=call.facts.layout,

@@ -184,6 +184,18 @@ class ExecutorTransport:
         self._executor = executor
         self._watchdog = watchdog
 
+    @property
+    def unsupported(self) -> str:
+        """An executor of several workers must have queues, from which replies to earlier calls can be skipped."""
+        from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+        if isinstance(self._executor, UniProcExecutor) or hasattr(self._executor, "response_mqs"):
+            return ""
+        return (
+            f"the replies of {type(self._executor).__name__} cannot be told apart (must E3); use "
+            "--distributed-executor-backend mp, or with ray VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1"
+        )
+
     def send(self, call: dict[str, Any]) -> Sequence[Any] | None:
         with self._watchdog.watching(str(call["op"])):
             try:

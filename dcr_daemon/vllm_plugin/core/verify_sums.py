@@ -207,11 +207,16 @@ def join_placement(
         classes.append(TensorClass.ABSENT)
     reasons += _over_cap(layout, classes, computed_cap)
     if reasons:
-        raise EngineUnsupported(
-            f"this engine cannot be kept up to date in place: {shorten(reasons, limit=100, separator='; ')}",
-            hint="docs/VLLM.md lists what is refused and why",
-        )
+        raise unsupported(reasons)
     return JointPlacement(layout, tuple(classes), tuple(local), tensor, elements, holders)
+
+
+def unsupported(reasons: Sequence[str]) -> EngineUnsupported:
+    """The refusal of an engine that can never be kept up to date, as it was started."""
+    return EngineUnsupported(
+        f"this engine cannot be kept up to date in place: {shorten(reasons, limit=100, separator='; ')}",
+        hint="docs/VLLM.md lists what is refused and why",
+    )
 
 
 def _over_cap(layout: Layout, classes: Sequence[TensorClass], cap: int) -> list[str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import socket
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -43,6 +44,11 @@ _KINDS: dict[str, type[DcrError]] = {
 class WorkerTransport(Protocol):
     """Carries calls to the workers; `hooks` implements it over vLLM's executor."""
 
+    @property
+    def unsupported(self) -> str:
+        """Why these workers cannot be called safely, and what to use instead; empty if they can."""
+        ...
+
     def send(self, call: dict[str, Any]) -> Sequence[Any] | None:
         """One object per rank, not checked. None: vLLM raised an error of an earlier call and the replies are lost."""
         ...
@@ -62,6 +68,7 @@ class WorkerGroup:
         self._transport = transport
         self._flags = flags
         self._ranks: list[int] = []
+        self._hosts: list[str] = []
         self._unflagged = 0  #: polls since the workers were last asked
         self._nonce = secrets.token_hex(4)
         self._calls = 0
@@ -71,11 +78,26 @@ class WorkerGroup:
     def greet(self) -> None:
         """Guard every worker, and give it the flags. Without them the workers are asked at every poll."""
         hello = calls.Hello(flags=self._flags.path if self._flags else "")
-        workers = self.ask(Op.HELLO, calls.Status, arg=hello)
-        if self._flags is not None:
-            self._flags.hide()
-            self._flags = self._flags if all(worker.flagged for worker in workers) else None
+        try:
+            workers = self.ask(Op.HELLO, calls.Status, arg=hello)
+        finally:
+            if self._flags is not None:
+                self._flags.hide()
+        if not all(worker.flagged for worker in workers):
+            self._flags = None
         self._ranks = [worker.rank for worker in workers]
+        self._hosts = [worker.host for worker in workers]
+
+    def unsupported(self) -> str:
+        """Why these workers can never be kept up to date; empty if nothing is known that prevents it."""
+        here, elsewhere = socket.gethostname(), dict[str, list[str]]()
+        for rank, host in zip(self._ranks, self._hosts, strict=True):
+            if host != here:
+                elsewhere.setdefault(host, []).append(str(rank))
+        if not elsewhere:
+            return self._transport.unsupported
+        where = "; ".join(f"rank {', '.join(ranks)} on {host}" for host, ranks in elsewhere.items())
+        return f"workers run on other hosts than the engine ({here}): {where}; start one server per host"
 
     def jobs_may_have_ended(self) -> bool:
         """Whether to ask the workers for their jobs: false while one of them has not set its flag, but not for ever."""

@@ -32,20 +32,40 @@ def model_refusals(config: Any, *, caches: str = "reset") -> list[str]:
     checks = [
         (
             model.quantization is not None,
-            f"the model is quantised ({model.quantization}): its weights are not the checkpoint's bits",
+            f"the model is quantised ({model.quantization}): its weights are not the checkpoint's bits; serve the "
+            "unquantised checkpoint",
         ),
-        (parallel.enable_eplb, "expert load balancing (--enable-eplb) moves experts after they were placed"),
-        (parallel.enable_elastic_ep, "elastic expert parallelism moves experts after they were placed"),
-        (config.lora_config is not None, "LoRA is enabled (--enable-lora)"),
-        (model.enable_sleep_mode, "sleep mode (--enable-sleep-mode) unmaps weights"),
-        (uva.cpu_offload_gb > 0 or prefetch.offload_group_size > 0, "weights are offloaded to host memory"),
+        (
+            parallel.enable_eplb,
+            "expert load balancing (--enable-eplb) moves experts after they were placed; use --enable-expert-parallel "
+            "alone",
+        ),
+        (
+            parallel.enable_elastic_ep,
+            "elastic expert parallelism moves experts after they were placed; use --enable-expert-parallel alone",
+        ),
+        (
+            config.lora_config is not None,
+            "adapters (--enable-lora) are not in the stream; publish the policy with them merged",
+        ),
+        (
+            model.enable_sleep_mode,
+            "sleep mode (--enable-sleep-mode) unmaps weights; give trainer and engine their own devices, or stop the "
+            "server while the trainer needs its memory",
+        ),
+        (
+            uva.cpu_offload_gb > 0 or prefetch.offload_group_size > 0,
+            "weights are offloaded to host memory; spread them over more ranks (--tensor-parallel-size)",
+        ),
         (
             speculative is not None and speculative.method not in WEIGHTLESS_DRAFTS,
-            "a draft model holds weights of its own (--speculative-config); the methods ngram and suffix hold none",
+            "a draft model holds weights of its own (--speculative-config); use the method ngram or suffix, which hold "
+            "none",
         ),
         (
             parallel.data_parallel_size > 1 and model.is_moe,
-            "mixture of experts with data parallel engines: experts are split over engines (must E9)",
+            "mixture of experts with data parallel engines: experts are split over engines (must E9); use "
+            "--tensor-parallel-size with --enable-expert-parallel, and a server for each replica",
         ),
     ]
     reasons = [reason for refused, reason in checks if refused]

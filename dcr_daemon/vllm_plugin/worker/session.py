@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -87,6 +88,7 @@ class WorkerSession:
             changed_by=self._changed_by,
             job=job.status if job is not None else None,
             outcomes=dict(self._outcomes),
+            host=socket.gethostname(),
             flagged=self._background.flagged,
         )
 

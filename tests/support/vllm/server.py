@@ -8,7 +8,7 @@ import json
 import shutil
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -247,13 +247,20 @@ def _call(op: str, arg: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def rig(
-    model: Path, work: Path, name: str, *, tensor_parallel: int = 1, env: dict[str, str] | None = None
+    model: Path,
+    work: Path,
+    name: str,
+    *,
+    tensor_parallel: int = 1,
+    extra: Sequence[str] = (),
+    env: dict[str, str] | None = None,
 ) -> Iterator[Rig]:
-    """A server of `model`, started and stopped. Faults may be planted, and vLLM's own routes may attack it."""
+    """A server of `model`, started with `extra` options, and stopped. Faults may be planted, and vLLM's own routes may
+    attack it."""
     home = work / "stage"
     home.mkdir(parents=True)
     test_only = {"DCR_TEST_FAULTS": "1", "VLLM_SERVER_DEV_MODE": "1", **(env or {})}
-    server = vllm_server(model, work, name=name, tensor_parallel=tensor_parallel, env=test_only)
+    server = vllm_server(model, work, name=name, tensor_parallel=tensor_parallel, extra=extra, env=test_only)
     made = Rig(server, ModelVersions(home, model))
     try:
         made.start()

@@ -63,6 +63,8 @@ class ToyTransport:
         self.sent: list[str] = []
         self.edit: Answers = lambda rank, call, reply: reply
 
+    unsupported = ""
+
     def send(self, call: dict[str, Any]) -> list[Any] | None:
         self.sent.append(call["op"])
         for rank, one in enumerate(self.workers):

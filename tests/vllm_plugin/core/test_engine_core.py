@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from support.vllm.toy_model import LAYOUT
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.engine import messages
 from dcr_daemon.engine.messages import RankChecksums, Report
-from dcr_daemon.engine.port import EngineGone, StreamFacts, Swapped, TensorClass, Verdict
+from dcr_daemon.engine.port import EngineGone, EngineUnsupported, StreamFacts, Swapped, TensorClass, Verdict
 from dcr_daemon.errors import Corrupt, EngineRefused, Fenced
+from dcr_daemon.vllm_plugin.calls import Op
 from dcr_daemon.vllm_plugin.weights import faults
 
 pytestmark = pytest.mark.usefixtures("toy_loader")
@@ -91,6 +93,28 @@ def test_every_refused_tensor_is_named_with_its_reason(fresh: ToyEngine) -> None
 
     fresh.wire.edit = edit
     with pytest.raises(EngineRefused, match=r"norm: computed; q: repacked \(rank 1\)"):
+        fresh.attach()
+
+
+def test_workers_on_other_hosts_are_refused_by_host(fresh: ToyEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = socket.gethostname()
+    monkeypatch.setattr(socket, "gethostname", lambda: "here")
+    with pytest.raises(
+        EngineUnsupported, match=rf"other hosts than the engine \(here\): rank 0, 1 on {there}; start one"
+    ):
+        fresh.attach()
+    assert Op.ATTACH not in fresh.wire.sent
+
+
+def test_an_executor_whose_replies_cannot_be_told_apart_is_refused(fresh: ToyEngine) -> None:
+    fresh.wire.unsupported = "the replies cannot be told apart; use another"
+    with pytest.raises(EngineUnsupported, match="in place: the replies cannot be told apart; use another"):
+        fresh.attach()
+
+
+def test_a_rank_that_cannot_open_a_file_says_on_which_host_and_never_that_it_is_damaged(fresh: ToyEngine) -> None:
+    fresh.facts = StreamFacts(stream="s", layout="/elsewhere/layout.json", layout_digest=fresh.facts.layout_digest)
+    with pytest.raises(EngineRefused, match=f"rank 0, 1: cannot read /elsewhere/.* on {socket.gethostname()}: No such"):
         fresh.attach()
 
 

@@ -46,6 +46,19 @@ def test_a_watchdog_can_be_switched_off() -> None:
         assert threading.active_count() == before
 
 
+def test_an_executor_without_queues_of_replies_is_refused_by_name() -> None:
+    """As Ray's first executor; one worker inside EngineCore needs none."""
+    uniproc = pytest.importorskip("vllm.v1.executor.uniproc_executor")
+
+    def refusal(executor: Any) -> str:
+        return hooks.ExecutorTransport(executor, hooks.Watchdog(0, lambda reason: None)).unsupported
+
+    assert refusal(SimpleNamespace(response_mqs=[])) == ""
+    assert refusal(object.__new__(uniproc.UniProcExecutor)) == ""
+    assert "the replies of SimpleNamespace" in refusal(SimpleNamespace())
+    assert "mp" in refusal(SimpleNamespace())
+
+
 def test_an_engine_without_our_workers_does_not_start() -> None:
     engine = SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(worker_extension_cls="")))
     with pytest.raises(UnsupportedVllm, match="--worker-extension-cls"):

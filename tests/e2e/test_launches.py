@@ -1,0 +1,54 @@
+"""Ways to start vLLM that place or run the workers otherwise: each is attached to, refitted twice, and proved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from support.vllm.server import Rig, rig
+
+from dcr_daemon.engine.port import Verdict
+from dcr_demo.models import Kind, write_tiny
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+
+@dataclass(frozen=True)
+class Launch:
+    kind: Kind
+    extra: tuple[str, ...]
+    workers: int
+    tensor_parallel: int = 1
+
+
+LAUNCHES = {
+    # vLLM's CPU platform replaces "uni" by "mp", but not a class of that kind.
+    "the worker inside EngineCore": Launch(
+        "dense",
+        ("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"),
+        1,
+    ),
+}
+
+
+@pytest.fixture(params=list(LAUNCHES))
+def launched(request: pytest.FixtureRequest, short_tmp: Path) -> Iterator[tuple[Launch, Rig]]:
+    launch = LAUNCHES[request.param]
+    home = short_tmp / f"launch-{list(LAUNCHES).index(request.param)}"
+    model = write_tiny(home / "model", kind=launch.kind)
+    with rig(model, home / "l", "launch", tensor_parallel=launch.tensor_parallel, extra=launch.extra) as made:
+        yield launch, made
+
+
+async def test_two_refits_end_bit_for_bit_at_the_version(launched: tuple[Launch, Rig]) -> None:
+    launch, made = launched
+    engine = await made.own()
+    assert len(await engine.checksums()) == launch.workers
+    for _ in range(2):
+        version = made.versions.step()
+        swapped = await made.refit(version)
+        assert (swapped.verdict, swapped.version, swapped.serving) == (Verdict.COMMITTED, version, True)
+        assert (await made.complete("Once upon a time", max_tokens=4))["text"] is not None
+    assert await made.live() == made.versions.vector(2).tobytes()
