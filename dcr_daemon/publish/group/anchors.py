@@ -27,10 +27,10 @@ from dcr_daemon.errors import Corrupt
 from dcr_daemon.events import AnchorPut
 from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.ledger import Ledger
+from dcr_daemon.ledger.listed import read_listed
 from dcr_daemon.ledger.objects import CONTENTS_LIMIT
 from dcr_daemon.ledger.records import Anchor, AnchorIndex, AnchorShare, ObjectRef, Seal, show_u64, total_of
 from dcr_daemon.publish.baseline.baseline import check_vector
-from dcr_daemon.publish.group.collect import read_listed
 from dcr_daemon.publish.group.context import RankContext
 from dcr_daemon.publish.group.join import Joined
 from dcr_daemon.publish.resources import RankResources

@@ -21,7 +21,6 @@ from dcr_daemon.store.port import Store
 from dcr_daemon.wording import shorten_ranks
 
 FEW = 8  #: missing ranks up to which each is listed by itself, without the chunks of those that are there
-LOOKS = 6  #: at an object of which nobody has the digest, until two in a row agree
 _FIRST, _LAST = 0.02, 1.0  #: seconds between two looks
 
 
@@ -122,44 +121,3 @@ class ObjectCollector:
                 "the next update has begun",
                 hint="the next version brings what this one would have; a rank that is dead has to be started anew",
             )
-
-
-async def read_listed(store: Store, key: str, *, limit: int, patience: float, last: bytes | None = None) -> bytes:
-    """An object that a LIST named, before any digest vouches for it.
-
-    Another node of the store may have answered the LIST, so one that is missing is waited for (must L6). The object
-    is read until two reads in a row return equal bytes: no digest is known for it yet, and bytes damaged on the way
-    could still parse, and would be sealed under a digest that no other reader computes. Such damage differs from read
-    to read.
-
-    Args:
-        last: what an earlier read returned.
-
-    Raises:
-        StoreUnavailable: it did not appear in `patience` seconds.
-        Corrupt: larger than `limit`, or other bytes at every look.
-    """
-    for _ in range(LOOKS):
-        try:
-            body = await _wait_for(store, key, limit=limit, patience=patience)
-        except Corrupt:  # too large, as it was read this time
-            body = None
-        if body is not None and body == last:
-            return body
-        last = body
-    raise Corrupt(
-        f"{key} is larger than {limit} bytes, or has other ones at each of {LOOKS} reads",
-        hint="the bucket or the way to it damages objects",
-    )
-
-
-async def _wait_for(store: Store, key: str, *, limit: int, patience: float) -> bytes:
-    poller = Poller(first=_FIRST, longest=_LAST)
-    while True:
-        try:
-            return await store.get(key, limit=limit)
-        except KeyNotFound:
-            if poller.waited > patience:
-                hint = "if the bucket is a replica, it lags; if something deletes objects, the next version shows it"
-                raise StoreUnavailable(f"{key} is listed, and not there after {patience:g} s", hint=hint) from None
-        await poller.pause()

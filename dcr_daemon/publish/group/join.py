@@ -15,9 +15,9 @@ from dcr_daemon.canonical.fingerprint import Vector
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.errors import Corrupt
 from dcr_daemon.ledger import records
+from dcr_daemon.ledger.listed import read_listed
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.records import PART_LIMIT, ObjectRef, Open, Part
-from dcr_daemon.publish.group.collect import read_listed
 from dcr_daemon.publish.version.attempt import Contribution
 from dcr_daemon.task_limiter import run_limited
 

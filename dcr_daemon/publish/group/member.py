@@ -18,9 +18,9 @@ from dcr_daemon import runtime
 from dcr_daemon.errors import Corrupt, DcrError, Fenced, KeyNotFound, StoreUnavailable, UpdateAborted, UsageError
 from dcr_daemon.events import Emit, Opened, Retrying, Waiting
 from dcr_daemon.ledger import names, records
+from dcr_daemon.ledger.listed import read_listed
 from dcr_daemon.ledger.records import Abort, AnyRecord, Epoch, Fail, Open, Release, Seal
 from dcr_daemon.publish.group.anchors import write_share
-from dcr_daemon.publish.group.collect import read_listed
 from dcr_daemon.publish.group.context import RankContext
 from dcr_daemon.publish.group.coordinator import CLOSE_PATIENCE, Coordinator, Judge
 from dcr_daemon.publish.timeouts import with_timeout

@@ -12,9 +12,9 @@ import pytest
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.errors import Corrupt, KeyNotFound, StoreUnavailable
 from dcr_daemon.ledger import names, records
+from dcr_daemon.ledger.listed import read_listed
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.records import ObjectRef, Open, Part
-from dcr_daemon.publish.group.collect import read_listed
 from dcr_daemon.publish.group.join import CONCURRENCY, Joined, join
 from dcr_daemon.publish.version.attempt import Contribution
 
