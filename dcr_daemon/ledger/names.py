@@ -6,6 +6,7 @@ LEDGER = "ledger/"  #: the records
 LAYOUTS = "layouts/"
 DATA = "data/"  #: what attempts upload
 ROUNDS = 2  #: number of rounds in which ranks agree on what each holds
+READY = b"ready"  #: all that ranks declare in the round after those, and all that rank 0 answers
 ANCHORS = "anchors/"  #: complete versions
 PROBES = "probe/"  #: objects of a start-up probe that was not allowed to delete them
 

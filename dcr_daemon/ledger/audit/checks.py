@@ -23,6 +23,7 @@ from dcr_daemon.codec.decode import open_chunk
 from dcr_daemon.errors import Corrupt
 from dcr_daemon.events import Emit
 from dcr_daemon.ledger import names, records
+from dcr_daemon.ledger.audit.agreement import Found, check_anchor, check_attempt
 from dcr_daemon.ledger.audit.repairs import SPARE, Damage
 from dcr_daemon.ledger.objects import BelowFloor, ObjectPending, Objects
 from dcr_daemon.ledger.records import Anchor, AnchorIndex, ObjectRef, Part, Seal, Stream
@@ -91,6 +92,8 @@ class Check:
         parts = await self._try(blamed, seal.version, self._reader.read_parts(seal), *sizes)
         changes = await self._changes(seal, parts) if parts is not None else None
         await self._sums(seal, parts or [])
+        if len(seal.parts) > 1:
+            self._note(await check_attempt(self._reader.store, seal, self._layout), seal.version)
         before, self._known = self._known, None if vector is None else (seal.version, vector)
         if seal.before != self._totals.get(seal.base, seal.before):
             self._damage(names.record(seal.seq), seal.version, "its sum before is not the sum after the version before")
@@ -123,6 +126,9 @@ class Check:
         sums = [entries for entries in files if entries is not None]
         if len(sums) == len(files) and (wrong := await self._wrong(anchor, sums)):
             self._damage(anchor.index.key, anchor.version, f"its files do not hold the version: {wrong}")
+        seal = self._seals.get(anchor.version)
+        if seal and len(seal.parts) > 1:
+            self._note(await check_anchor(self._reader.store, anchor, index, objects=self._reader), anchor.version)
         if index.contents and contents is not None and (lies := self._outside(contents, files)):
             self._damage(index.contents.key, anchor.version, lies)
 
@@ -267,6 +273,16 @@ class Check:
             return None
         self._count(*sizes)
         return result
+
+    def _note(self, found: Iterable[Found], version: int) -> None:
+        """What ranks put there beside what records name: nobody needs it any more."""
+        for one in found:
+            if one.wrong:
+                self.damages.append(
+                    Damage(key=one.key, version=version, what=one.wrong, rebuildable=True, repair=SPARE)
+                )
+            else:
+                self._count(one.size)
 
     def _count(self, *sizes: int) -> None:
         self.objects += len(sizes)

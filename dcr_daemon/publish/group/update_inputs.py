@@ -32,7 +32,6 @@ from dcr_daemon.publish.version.attempt import Attempt
 T = TypeVar("T")
 
 EXPORT = names.ROUNDS + 1  #: the round in which every rank says that it can take part in the exports
-_READY = b"ready"
 
 
 class OnLoop(Protocol):
@@ -118,7 +117,7 @@ class AgreedShards:
         agreed = self._agreed
         await on_loop(attempt.diff_blocks(agreed.blocks()))
         if agreed.exports:
-            await on_loop(coordinator.agree(record, EXPORT, declared=_READY, judge=lambda declared: _READY))
+            await on_loop(coordinator.agree(record, EXPORT, declared=names.READY, judge=lambda declared: names.READY))
         with contextlib.closing(agreed.residual()) as residual:
             for index, tensor, overwrite in residual:
                 source = TensorSource(coordinator.layout[index].name, tensor)

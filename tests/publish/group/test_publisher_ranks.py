@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -18,6 +19,8 @@ from dcr_daemon.canonical.region import Region
 from dcr_daemon.codec.chunk import Operation
 from dcr_daemon.codec.decode import open_chunk
 from dcr_daemon.errors import Incompatible, UpdateAborted, UsageError
+from dcr_daemon.ledger.audit.repairs import SPARE
+from dcr_daemon.ledger.audit.verify import verify
 from dcr_daemon.projection.region_map import Map, Shard
 from dcr_daemon.projection.tracing import trace
 from dcr_daemon.projection.values import Bits
@@ -102,6 +105,35 @@ def test_maps_of_ones_own_are_published_from_every_rank(world: PublishWorld) -> 
     ranks.close()
     found = world.reader.versions()
     assert all(same_weights(found[n], one) for n, one in enumerate(chain))
+
+
+def test_verify_reads_what_the_ranks_agreed_on_and_names_what_is_damaged(world: PublishWorld) -> None:
+    """No record names declarations, verdicts and shares, and `dcr verify` read none of them."""
+    layout = world.layout
+    ranks = Ranks(world, lambda rank: Trainer(mapped=rows(layout, rank)), anchor_every=1)
+    tensors = world.tensors(step_weights(world.weights, seed=1))
+    assert ranks.all(publish(lambda rank: local(tensors, rows(layout, rank)), 1)) == [1] * WORLD
+    ranks.close()
+    bucket = world.root / "bucket"
+    report = asyncio.run(verify(world.store()))
+    assert (report.ok, report.anchors) == (True, 1)
+    suffixes = (".1.declaration", ".2.declaration", ".verdict", ".share.json", ".sums")
+    agreed = sorted(path for path in bucket.rglob("*") if path.name.endswith(suffixes))
+    # Rank 0 keeps what it declares, and the sums of a version are beside the parts.
+    assert len(agreed) == 2 * (WORLD - 1) + 2 + WORLD + 2 * WORLD
+    everything = [p for p in bucket.rglob("*") if p.is_file() and p.relative_to(bucket).parts[0] in ("data", "anchors")]
+    assert report.objects == len(everything) + 1, "and the layout"
+    for path in agreed:
+        whole, others = path.read_bytes(), [p.read_bytes() for p in agreed if p.suffixes == path.suffixes and p != path]
+        if path.suffix == ".verdict":
+            others = []  # both rounds have come to the same
+        for spoiled in (b"", b"junk", whole[:-1], whole + b"\0", *others[:1]):
+            path.write_bytes(spoiled)
+            (damage,) = asyncio.run(verify(world.store())).damages
+            assert damage.key == path.relative_to(bucket).as_posix()
+            assert (damage.rebuildable, damage.repair) == (True, SPARE)
+        path.write_bytes(whole)
+    assert asyncio.run(verify(world.store())).ok
 
 
 def test_elements_that_no_rank_has_are_refused_by_name_on_every_rank(world: PublishWorld) -> None:
