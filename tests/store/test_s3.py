@@ -12,6 +12,7 @@ import ssl
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -327,16 +328,30 @@ async def test_an_object_that_is_gone_already_is_deleted(fake_s3) -> None:
         assert set(server.objects) == {"run/data/1", "run/data/2"}
 
 
-async def test_a_folder_that_may_not_be_deleted_from_is_tried_once(fake_s3) -> None:
-    keys = [f"{folder}/{number}" for folder in ("anchors", "data", "probe") for number in range(3)]
+async def test_a_folder_that_may_not_be_deleted_from_is_given_up(fake_s3) -> None:
+    keys = [f"{folder}/{number:02d}" for folder in ("anchors", "data", "probe") for number in range(20)]
     denied = {f"run/{key}": ["AccessDenied"] * 9 for key in keys if key.startswith("data/")}
     objects = {f"run/{key}": b"" for key in keys}
     async with fake_s3(objects=objects, undeletable=denied, bulk="denied") as (server, store):
         with pytest.raises(DeleteRefused, match="AccessDenied") as refused:
             await store.delete(keys)
-        assert refused.value.keys == {"data/0", "data/1", "data/2"}
+        assert refused.value.keys == {f"data/{number:02d}" for number in range(20)}
         assert set(server.objects) == set(denied)
-        assert len(server.seen) == 1 + 3 + 1 + 3
+        assert len(server.seen) == 1 + 20 + 8 + 20
+
+
+@pytest.mark.parametrize("locked", [[0], [19], range(0, 20, 2), range(19), range(1, 20)])
+async def test_an_object_that_may_not_be_deleted_keeps_no_other(fake_s3, locked: Any) -> None:
+    """Whatever its place in the folder: locks are by object, too."""
+    keys = [f"data/{number:02d}" for number in range(20)]
+    denied = {f"run/data/{number:02d}": ["AccessDenied"] * 9 for number in locked}
+    async with fake_s3(objects={f"run/{key}": b"" for key in keys}, undeletable=denied, bulk="denied") as (
+        server,
+        store,
+    ):
+        with pytest.raises(DeleteRefused) as refused:
+            await store.delete(keys)
+        assert set(server.objects) == set(denied) == {f"run/{key}" for key in refused.value.keys}
 
 
 # Requests in flight.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from math import ceil
 from typing import Any, Protocol
 
 from dcr_daemon.errors import Incompatible, KeyNotFound
@@ -13,7 +14,7 @@ from dcr_daemon.store.s3.faults import refused_keys
 from dcr_daemon.task_limiter import run_limited
 
 DELETE_BATCH = 1000  #: objects of one multi-object delete
-AT_ONCE = 8  #: single deletes at a time
+AT_ONCE = 8  #: single deletes at a time, and about those after which a folder is given up
 
 Refused = dict[str, Incompatible]
 """Keys that the store does not let us delete, each with why."""
@@ -61,18 +62,26 @@ class Deletes:
         return refused
 
     async def _each(self, keys: Sequence[str]) -> Refused:
-        """One by one. A folder whose first object may not be deleted is not tried further: policies are by folder."""
+        """One by one. A folder is given up when none of some objects from all over it may be deleted: policies are by
+        folder, while locks are by object, or by age."""
         folders = dict[str, list[str]]()
         for key in keys:
             folders.setdefault(key.partition("/")[0], []).append(key)
         refused = Refused()
-        for first, *others in folders.values():
-            if denied := await self._one(first):
-                refused |= dict.fromkeys([first, *others], denied)
-                continue
-            answers = await run_limited((partial(self._one, key) for key in others), AT_ONCE)
-            refused |= {key: error for key, error in zip(others, answers, strict=True) if error}
+        for members in folders.values():
+            tried = sorted({*members[:: ceil(len(members) / AT_ONCE)], members[-1]})
+            others = sorted(set(members) - set(tried))
+            denied = await self._singly(tried)
+            if len(denied) == len(tried):
+                denied |= dict.fromkeys(others, denied[tried[0]])
+            else:
+                denied |= await self._singly(others)
+            refused |= denied
         return refused
+
+    async def _singly(self, keys: Sequence[str]) -> Refused:
+        answers = await run_limited((partial(self._one, key) for key in keys), AT_ONCE)
+        return {key: error for key, error in zip(keys, answers, strict=True) if error}
 
     async def _one(self, key: str) -> Incompatible | None:
         async def remove(_: Try) -> None:
