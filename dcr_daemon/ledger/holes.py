@@ -10,16 +10,20 @@ records below it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 
 from dcr_daemon.errors import Corrupt
 from dcr_daemon.ledger import names
 from dcr_daemon.ledger.slot import read_slot
 from dcr_daemon.store.port import Store
+from dcr_daemon.task_limiter import run_limited
 
 REACH = 10  #: doublings above a free slot: up to 512 slots
 PAGE_DIGITS = 3  #: the last digits of a record's name: a LIST without them is one page of 1000 names
-CONFIRMED = 100  #: slots that a listing does not show and that are read: it may be older than the records
+PAGE = 10**PAGE_DIGITS
+NAMED = 100  #: holes that are named; whether there are more is not looked for
+AT_ONCE = 16  #: slots that a listing does not show, and that are read at a time: it may be older than the records
 
 _RECORD = re.compile(r"ledger/([0-9]{16})\.json")
 
@@ -38,7 +42,7 @@ async def find_above(
         if await read_slot(store, seq) is not None:
             return seq
     if by_list:
-        page = (tail + 1) // 10**PAGE_DIGITS
+        page = (tail + 1) // PAGE
         for number in (page, page + 1):
             shown = [seq for seq in await _listed(store, names.record_page(number, PAGE_DIGITS)) if seq > tail + 1]
             if shown and await read_slot(store, shown[-1]) is not None:
@@ -46,17 +50,51 @@ async def find_above(
     return None
 
 
-async def find_holes(store: Store, tail: int) -> list[int]:
-    """The slots that are free under a record, ascending; of many the first `CONFIRMED`. `tail` has been read occupied.
+async def find_holes(store: Store, tail: int, *, pages: Collection[int] | None = None) -> list[int]:
+    """The slots that are free under a record, ascending; of many the first `NAMED`. `tail` has been read occupied.
 
-    Lists all names: one request per thousand records.
+    Args:
+        pages: look only below these thousands of names, one request each. None: list all names, a thousand at a time.
     """
-    shown = await _listed(store, names.LEDGER)
-    top = tail
-    if shown and shown[-1] > tail and await read_slot(store, shown[-1]) is not None:
-        top = shown[-1]
-    missing = sorted(set(range(top)) - set(shown))
-    return [seq for seq in missing[:CONFIRMED] if await read_slot(store, seq) is None]
+    prefixes = [names.LEDGER] if pages is None else [names.record_page(number, PAGE_DIGITS) for number in pages]
+    shown = {seq for prefix in prefixes for seq in await _listed(store, prefix)}
+    top = max(shown, default=tail)
+    if top <= tail or await read_slot(store, top) is None:
+        top = tail
+    slots = range(top) if pages is None else (n * PAGE + i for n in pages for i in range(PAGE) if n * PAGE + i < top)
+    missing, free = sorted(set(slots) - shown), list[int]()
+    for first in range(0, len(missing), AT_ONCE):
+        seqs = missing[first : first + AT_ONCE]
+        bodies = await run_limited((partial(read_slot, store, seq) for seq in seqs), AT_ONCE)
+        free += [seq for seq, body in zip(seqs, bodies, strict=True) if body is None]
+        if len(free) >= NAMED:
+            break
+    return free[:NAMED]
+
+
+class HoleSearch:
+    """Looks for holes below the tail again and again, for one process.
+
+    The first time in the whole ledger. Then in the thousands of records that may be new, and in one of the older ones
+    in turn: however long the ledger is, a look costs what is new, and one request.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._proved: int | None = None  #: a tail below which there was no hole
+        self._turn = 0
+
+    async def find(self, tail: int) -> list[int]:
+        """`find_holes` for this tail; the same holes again as long as they are there."""
+        pages = None
+        if self._proved is not None:
+            new = self._proved // PAGE
+            older = {self._turn % new} if new else set()
+            pages = sorted({*older, *range(new, tail // PAGE + 1)})
+        if holes := await find_holes(self._store, tail, pages=pages):
+            return holes
+        self._proved, self._turn = tail, self._turn + 1
+        return []
 
 
 def missing_records(url: str, seqs: Sequence[int]) -> Corrupt:

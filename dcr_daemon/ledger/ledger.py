@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,7 +27,7 @@ from dcr_daemon.ledger.fold import Step, Tip, begin, fold, judge, tip_before
 from dcr_daemon.ledger.follow import Follower, Polling
 from dcr_daemon.ledger.high_water_mark import HighWaterMark, Mark
 from dcr_daemon.ledger.history import History
-from dcr_daemon.ledger.holes import REACH, find_above, find_holes, missing_records
+from dcr_daemon.ledger.holes import REACH, HoleSearch, find_above, missing_records
 from dcr_daemon.ledger.records import Epoch, Record, Release, Seal, State, Stream
 from dcr_daemon.ledger.slot import LOOKS, TRIES, Undecided, occupy, pause_before, read_slot
 from dcr_daemon.ledger.tail import Tail
@@ -36,6 +36,7 @@ from dcr_daemon.store.port import Store
 R = TypeVar("R", bound=Record)
 
 SEQUENTIAL = 64  #: records read one by one from a remembered tip before jumping to the tail
+RECENT = 15.0  #: seconds after a look above the tail during which `append` does not look again
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,10 @@ class Ledger:
         self._followers: weakref.WeakSet[Follower] = weakref.WeakSet()
         self._found_empty = False
         self._looked_above = False
+        self._hole_search = HoleSearch(store)
+        self._looked_at = float(
+            "-inf"
+        )  #: when this process last looked at the slot after the next one, and found it free
 
     @property
     def tip(self) -> Tip:
@@ -178,12 +183,21 @@ class Ledger:
     async def read_whole(self) -> State:
         """The same as `read`, and raise `Corrupt` if any record below the newest is missing (must L2).
 
-        Whoever is about to claim or to delete calls it: it lists all records, one request per thousand.
+        Whoever is about to claim or to delete calls it. The first time it lists all records, one request per thousand.
         """
         await self.read()
-        if holes := await find_holes(self.store, self.tip.seq):
+        if holes := await self._hole_search.find(self.tip.seq):
             raise missing_records(self.store.url, holes)
         return self.state
+
+    async def look_above(self) -> None:
+        """Raise `Corrupt` if the slot after the tip is free and the one above it is not (must L2): usually one request.
+
+        `append` does the same if nobody has for `RECENT` seconds. So a writer that calls this while it does something
+        else never waits for it.
+        """
+        async with self._lock:
+            await self._look_above()
 
     async def append(self, make: Callable[[Header], R]) -> R:
         """Append the record that `make` builds, and return it once it is known to be in the ledger.
@@ -194,13 +208,15 @@ class Ledger:
         Raises:
             Undecided: the outcome is not known and the record is kept; call `resolve`.
             Fenced: a newer epoch owns the stream, or a claim is not lawful (must P6).
-            Corrupt: there is a record that is not decided; nothing was sent.
+            Corrupt: there is a record that is not decided, or the slot is a hole; nothing was sent.
             UsageError: the record would not count; nothing was sent.
         """
         async with self._lock:
             await self._open()
             while True:
                 await self._decide_sent()
+                if runtime.monotonic() > self._looked_at + RECENT:
+                    await self._look_above()
                 await self._end_doubt()
                 record = make(self._header())
                 self._sent = _Sent(self.tip.seq + 1, self._checked(record), record)
@@ -370,14 +386,21 @@ class Ledger:
             else:
                 self._looked_above = True
 
-    async def _check_above(self, *, by_list: bool = True, doublings: Iterable[int] = range(REACH)) -> bool:
+    async def _check_above(self, *, by_list: bool = True, doublings: Sequence[int] = range(REACH)) -> bool:
         """Whether records appeared above the tip meanwhile. Raises `Corrupt` if the slot after the tip is a hole."""
+        began = runtime.monotonic()
         if await find_above(self.store, self.tip.seq, by_list=by_list, doublings=doublings) is None:
+            self._looked_at = began if 0 in doublings else self._looked_at
             return False
         # The higher record became durable after this one, so this one may have arrived since it was read.
         if await read_slot(self.store, self.tip.seq + 1) is None:
             raise missing_records(self.store.url, [self.tip.seq + 1])
         return True
+
+    async def _look_above(self) -> None:
+        """Whoever has slept through a take-over may find the slot after its tip free again: that record is lost."""
+        while not self._doubt and await self._check_above(by_list=False, doublings=[0]):
+            await self._read_on()
 
     async def _read_on(self) -> None:
         while await self._read_next():

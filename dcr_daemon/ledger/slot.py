@@ -29,12 +29,13 @@ class Undecided(StoreUnavailable):
 async def read_slot(store: Store, seq: int) -> bytes | None:
     """The bytes in slot `seq`; None if it is free now.
 
-    Bytes that are no record are read again, until they are one, the same bytes come twice, or `LOOKS` reads are done.
-    Whether damaged bytes are void is not decided here (`fold_decided`).
+    Bytes that do not prove themselves are read again, until they do, the same bytes come twice, or `LOOKS` reads are
+    done; a record without a digest is one of an early writer, and is read again at once. Whether damaged bytes are void
+    is not decided here (`fold_decided`).
     """
     body: bytes | None = None
     for n in range(LOOKS):
-        if n:
+        if body is not None and not records.is_sound(body):
             await pause_before(n)
         before = body
         try:
@@ -43,7 +44,7 @@ async def read_slot(store: Store, seq: int) -> bytes | None:
             return None
         except Corrupt:
             body = records.Oversized()
-        if body == before or records.is_sound(body):
+        if body == before or records.proves_itself(body):
             break
     return body
 

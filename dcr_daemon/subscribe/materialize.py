@@ -34,7 +34,7 @@ from dcr_daemon.errors import (
     StoreUnavailable,
     UsageError,
 )
-from dcr_daemon.events import Committed, Emit, Retrying, discard
+from dcr_daemon.events import Alarm, Committed, Emit, Retrying, discard
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import BelowFloor, ObjectPending, Objects
 from dcr_daemon.ledger.records import Seal, Stream
@@ -81,6 +81,10 @@ async def materialize(
     out = _new_directory(out)
     ledger = Ledger(store, emit=emit)
     await ledger.read()
+    try:
+        await ledger.read_whole()
+    except Corrupt as error:  # a hole below the state that two records prove: the version can be built all the same
+        emit(Alarm(must="L2", what=error.message))
     if version is None or version > ledger.state.seal.version:
         ledger.check_undoubted()
     record = await ledger.version_record(ledger.state.seal.version if version is None else version)

@@ -102,13 +102,27 @@ async def test_a_claim_reads_an_old_records_bytes_twice(history: HistoryWriter) 
     assert [step.void async for step in replay(history.store)] == [""] * (writer.ledger.tip.seq + 1)
 
 
+async def test_every_reader_reads_an_old_record_until_two_reads_agree(store: MemoryStore) -> None:
+    history = HistoryWriter(store, digests=False)
+    history.claim()
+    history.versions(3)
+    for seq in range(history.tip.seq + 1):
+        misreading = Misreading(store)
+        misreading.left[names.record(seq)] = 1
+        reader = Ledger(misreading)
+        await reader.read()
+        assert reader.tip == history.tip
+        misreading.left[names.record(seq)] = 1
+        assert [step.void async for step in replay(misreading)] == [""] * (history.tip.seq + 1)
+
+
 async def test_a_reader_that_misread_an_old_record_finds_out(store: MemoryStore, tmp_path: Path) -> None:
     """It remembers a record that nobody else has; the next record does not follow, and it looks again."""
     history = HistoryWriter(store, digests=False)
     history.claim()
     history.versions(2)
     misreading, events = Misreading(store), RecordedEvents()
-    misreading.left[names.record(history.tip.seq)] = 1
+    misreading.left[names.record(history.tip.seq)] = 2
     reader = Ledger(misreading, mark=tmp_path / "mark", emit=events)
     await reader.read()
     assert reader.tip != history.tip

@@ -10,10 +10,11 @@ import pytest
 from support.stores.memory import MemoryStore
 from support.streams.record_writer import RecordWriter
 
-from dcr_daemon.errors import Corrupt
+from dcr_daemon import runtime
+from dcr_daemon.errors import Corrupt, Fenced
 from dcr_daemon.ledger import names
 from dcr_daemon.ledger.fold import Tip
-from dcr_daemon.ledger.holes import CONFIRMED, find_above, find_holes
+from dcr_daemon.ledger.holes import NAMED, PAGE, HoleSearch, find_above, find_holes
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.store.port import Entry
 
@@ -132,8 +133,110 @@ async def test_a_listing_decides_nothing(store: MemoryStore) -> None:
     cut(store, 3, 2)
     assert await find_holes(Hazy(store, lacks=range(30)), TAIL) == [3, 4]
     reads = store.requests["get"]
-    await find_holes(Hazy(store, lacks=range(TAIL)), 500)
-    assert store.requests["get"] - reads <= CONFIRMED + 1
+    assert len(await find_holes(Hazy(store, lacks=range(TAIL)), 500)) == NAMED
+    assert store.requests["get"] - reads <= TAIL + NAMED + 20
+
+
+async def test_a_listing_that_lacks_many_records_hides_no_hole(store: MemoryStore) -> None:
+    """As a stale one does, or one of a store that shows no names at all."""
+    for seq in range(3 * NAMED):
+        store.objects[names.record(seq)] = b"{}"
+    cut(store, 2 * NAMED, 1)
+    assert await find_holes(Hazy(store, lacks=range(3 * NAMED)), 3 * NAMED - 1) == [2 * NAMED]
+
+
+async def test_looks_for_holes_cost_what_is_new(store: MemoryStore) -> None:
+    """100 LISTs for 100,000 records, at every round of retention."""
+    for seq in range(12 * PAGE + 1):
+        store.objects[names.record(seq)] = b"{}"
+    search, lists = HoleSearch(Pages(store)), list[int]()
+    for tail in (11 * PAGE, 11 * PAGE + 5, 11 * PAGE + 900, 12 * PAGE, 12 * PAGE):
+        before = store.requests["list"]
+        assert await search.find(tail) == []
+        lists.append(store.requests["list"] - before)
+    assert lists == [13, 2, 2, 3, 2], "the new names, and one thousand of the older ones"
+
+
+async def test_a_record_that_is_lost_later_is_found_again_and_again(store: MemoryStore) -> None:
+    """Among the new records at once, among the older ones in turn, until it is restored."""
+    for seq in range(4 * PAGE):
+        store.objects[names.record(seq)] = b"{}"
+    search = HoleSearch(store)
+    assert await search.find(3 * PAGE + 5) == []
+    new = store.objects.pop(names.record(3 * PAGE + 7))
+    for _ in range(2):
+        assert await search.find(4 * PAGE - 1) == [3 * PAGE + 7]
+    store.objects[names.record(3 * PAGE + 7)] = new
+    assert await search.find(4 * PAGE - 1) == []
+    old = store.objects.pop(names.record(7))
+    found = [await search.find(4 * PAGE - 1) for _ in range(5)]
+    assert [] in found
+    assert found[-2:] == [[7], [7]]
+    store.objects[names.record(7)] = old
+    assert await search.find(4 * PAGE - 1) == []
+
+
+async def test_nobody_appends_into_a_hole_that_appeared_after_its_tip(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A publisher slept; another took over, and the first record of that was lost. A seal in its place counted."""
+    now = 0.0
+    monkeypatch.setattr(runtime, "monotonic", lambda: now)
+    zombie, other = RecordWriter(Ledger(store)), RecordWriter(Ledger(store))
+    await zombie.create()
+    await zombie.ledger.claim("zombie")
+    await zombie.open()
+    slot = zombie.ledger.tip.seq + 1
+    await other.ledger.claim("other", take_over=True)
+    await other.version()
+    record = store.objects.pop(names.record(slot))
+    now = 60.0
+    present = dict(store.objects)
+    for append in (zombie.seal, zombie.abort, zombie.ledger.release):
+        with pytest.raises(Corrupt, match=f"record {slot} is missing although later ones exist"):
+            await append()
+    assert store.objects == present
+    assert not zombie.ledger.undecided
+    store.objects[names.record(slot)] = record
+    with pytest.raises(Fenced):
+        await zombie.seal()
+    assert zombie.ledger.tip == other.ledger.tip
+
+
+async def test_a_writer_that_looked_a_while_ago_does_not_look_again(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(runtime, "monotonic", lambda: clock[0])
+    writer = RecordWriter(Ledger(store))
+    await writer.create()
+    await writer.ledger.claim("trainer")
+    gets = list[int]()
+    for clock[0] in (10.0, 20.0, 30.0, 40.0):
+        before = store.requests["get"]
+        await writer.version()
+        gets.append(store.requests["get"] - before)
+    assert gets == [0, 1, 0, 1]
+    clock[0] = 60.0
+    await writer.ledger.look_above()
+    clock[0] = 70.0
+    before = store.requests["get"]
+    await writer.version()
+    assert store.requests["get"] == before
+
+
+class Pages(MemoryStore):
+    """The objects of another store, whose LIST is a request for each thousand of names."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        super().__init__()
+        self.objects, self.requests = store.objects, store.requests
+
+    async def list(self, prefix: str) -> AsyncIterator[Entry]:
+        shown = [entry async for entry in super().list(prefix)]
+        self.requests["list"] += (len(shown) - 1) // PAGE
+        for entry in shown:
+            yield entry
 
 
 class Hazy(MemoryStore):

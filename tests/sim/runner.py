@@ -7,7 +7,13 @@ import importlib
 from functools import cache
 from typing import Any
 
-from sim import adversarial_scenarios, group_scenarios, scenarios, watched_scenarios  # noqa: F401  each registers its scenarios
+from sim import (  # noqa: F401  each registers its scenarios
+    adversarial_scenarios,
+    group_scenarios,
+    ledger_scenarios,
+    scenarios,
+    watched_scenarios,
+)
 from sim.engines import toy_workers
 from sim.scenario_run import SCENARIOS as _SCENARIOS
 from sim.scenario_run import ScenarioRun

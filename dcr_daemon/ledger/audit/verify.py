@@ -20,7 +20,7 @@ from dcr_daemon.ledger.audit.repairs import Damage, Repairs
 from dcr_daemon.ledger.audit.replay import replay
 from dcr_daemon.ledger.doubt import REPAIR
 from dcr_daemon.ledger.fold import Step
-from dcr_daemon.ledger.holes import find_holes
+from dcr_daemon.ledger.holes import NAMED, find_holes
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.records import Anchor, Seal, State, Stream
 from dcr_daemon.ledger.retention.collector import Collector
@@ -191,16 +191,18 @@ async def _read_ledger(store: Store) -> _Found:
         if found is None:
             raise
         last = found.records - 1
-        found.damages += [_missing(seq) for seq in await find_holes(store, last) or [last + 1]]
+        holes = await find_holes(store, last) or [last + 1]
+        found.damages += [_missing(seq, more=len(holes) == NAMED and seq == holes[-1]) for seq in holes]
     assert found is not None
     return found
 
 
-def _missing(seq: int) -> Damage:
+def _missing(seq: int, *, more: bool) -> Damage:
+    what = f"record {seq} is missing although later ones exist; nothing above it was checked"
     return Damage(
         key=names.record(seq),
         version=None,
-        what=f"record {seq} is missing although later ones exist; nothing above it was checked",
+        what=what + ", and more may be missing" * more,
         repair="put the object back as it was: from a backup or another copy of the bucket, or, if the bucket keeps "
         "versions, by deleting its delete marker. Without a copy the stream ends here: create a new one from the "
         "newest checkpoint (docs/OPERATIONS.md, 'A damaged ledger')",

@@ -110,7 +110,9 @@ class Leader(Coordinator):
             raise
         after = joined.after.astype("<u8").tobytes()
         key = names.vector(open_.version, open_.seq)
-        fingerprint = await put(self.ledger.store, key, after, self._options.patience)
+        fingerprint, _ = await asyncio.gather(
+            put(self.ledger.store, key, after, self._options.patience), self._look_above()
+        )
         anchor = await self._peers.anchor_is_due(joined)
         runtime.failpoint("publish.uploaded")
 
@@ -213,10 +215,19 @@ class Leader(Coordinator):
     async def _read_ledger(self) -> None:
         """Read the ledger on. The read outlives a cancelled `run_idle_checks`: otherwise a slow bucket would never let
         a read finish."""
-        self._reading = self._reading or asyncio.ensure_future(self.ledger.read())
+        self._reading = self._reading or asyncio.ensure_future(self._look())
         with contextlib.suppress(StoreUnavailable):
             await asyncio.shield(self._reading)
         self._reading = None
+
+    async def _look(self) -> None:
+        await self.ledger.read()
+        await self.ledger.look_above()  # so that the next append need not
+
+    async def _look_above(self) -> None:
+        """Look for a hole at the tail beside something else; if the bucket does not answer, `append` does it again."""
+        with contextlib.suppress(StoreUnavailable):
+            await self.ledger.look_above()
 
     async def repair(self) -> None:
         await self.context.restore()

@@ -12,6 +12,7 @@ from dcr_daemon import runtime
 from dcr_daemon.events import discard
 from dcr_daemon.ledger import fold, names, records, slot
 from dcr_daemon.ledger import ledger as ledgers
+from dcr_daemon.ledger.holes import HoleSearch
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.records import Epoch
 from dcr_daemon.publish.baseline.restore import Restorer
@@ -104,13 +105,13 @@ def stale_epochs_count(put: Put) -> None:
 def hole_is_taken_for_the_tail(put: Put) -> None:
     """Nobody looks above a free slot, nor lists the ledger before a claim."""
     put(ledgers, "find_above", _nothing_above)
-    put(ledgers, "find_holes", _no_holes)
+    put(HoleSearch, "find", _no_holes)
 
 
 @bug("L2", "lost_records")
 def claim_over_a_hole(put: Put) -> None:
     """A publisher claims at the tail although a record below it is missing."""
-    put(ledgers, "find_holes", _no_holes)
+    put(HoleSearch, "find", _no_holes)
 
 
 @bug("L2", "lost_records")
@@ -123,14 +124,34 @@ async def _nothing_above(store: Any, tail: int, **_: Any) -> int | None:
     return None
 
 
-async def _no_holes(store: Any, tail: int) -> list[int]:
+async def _no_holes(self: HoleSearch, tail: int) -> list[int]:
     return []
+
+
+@bug("L2", "zombie_at_a_hole")
+def append_into_a_hole(put: Put) -> None:
+    """A writer that has slept for long takes a free slot after its tip for the tail, without a look above it."""
+
+    async def look_above(self: Ledger) -> None:
+        return None
+
+    put(Ledger, "_look_above", look_above)
 
 
 @bug("P6", "intruder")
 def anybody_may_claim(put: Put) -> None:
     """A claim by another name counts without a release and without take-over."""
     put(fold, "_judge_claim", lambda state, record: "")
+
+
+@bug("T1", "misread_mark")
+def one_look_at_the_mark(put: Put) -> None:
+    """A remembered record that is not there, or another, at the first look counts as gone or replaced."""
+
+    async def read_remembered(self: Ledger, seq: int, digest: str = "") -> bytes | None:
+        return await slot.read_slot(self.store, seq)
+
+    put(Ledger, "_read_remembered", read_remembered)
 
 
 @bug("T1", "rolled_back_bucket")
