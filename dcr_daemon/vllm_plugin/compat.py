@@ -1,25 +1,30 @@
-"""Every internal name of vLLM that the EngineCore half uses, checked before anything is changed.
+"""Every internal name of vLLM that the plugin uses, checked before anything is changed.
 
-Runs in every process of vLLM, called by `register`. Promises: if a name is missing in this vLLM, the process does not
-start with the plugin enabled, and its message names it; it never starts with only some of the guards. Names that only
-the workers use are checked there, at the first call. A name belongs in this table if a later vLLM may move it without
-breaking its own public interface.
+`register` calls it in every process of vLLM, and `derived.install` in the workers, before they load their model.
+Promises: if a name is missing in this vLLM, the process does not start with the plugin enabled, and its message names
+it; it never starts with only some of the guards. A name belongs in this table if a later vLLM may move it without
+breaking its own public interface. Attributes of instances count: a class has one if its methods assign it.
 """
 
 from __future__ import annotations
 
+import dis
 import importlib
 import os
 from inspect import signature
+from types import FunctionType
 
 #: module -> attributes, dotted from the module.
 ENGINE_NAMES: dict[str, tuple[str, ...]] = {
     "vllm.v1.engine.core": (
         "EngineCore.collective_rpc",
         "EngineCore.get_weight_version",
+        "EngineCore.model_executor",
         "EngineCore.pause_scheduler",
         "EngineCore.resume_scheduler",
+        "EngineCore.scheduler",
         "EngineCore.set_weight_version",
+        "EngineCore.vllm_config",
         "EngineCoreProc.pause_scheduler",
         "EngineCoreProc.run_busy_loop",
         "DPEngineCoreProc.resume_scheduler",
@@ -27,8 +32,16 @@ ENGINE_NAMES: dict[str, tuple[str, ...]] = {
     ),
     "vllm.v1.core.sched.interface": ("PauseState.UNPAUSED", "PauseState.PAUSED_NEW", "PauseState.PAUSED_ALL"),
     "vllm.v1.core.sched.scheduler": ("Scheduler.set_pause_state", "Scheduler.pause_state"),
-    "vllm.v1.engine.core_client": ("AsyncMPClient.call_utility_all_async",),
+    "vllm.v1.engine.async_llm": ("AsyncLLM.engine_core",),
+    "vllm.v1.engine.core_client": ("AsyncMPClient.call_utility_all_async", "AsyncMPClient.client_index"),
     "vllm.v1.engine.exceptions": ("EngineDeadError",),
+    "vllm.v1.executor.multiproc_executor": (
+        "MultiprocExecutor.is_failed",
+        "MultiprocExecutor.response_mqs",
+        "MultiprocExecutor.workers",
+        "WorkerProcHandle.proc",
+    ),
+    "vllm.config": ("ParallelConfig.worker_extension_cls",),
     "vllm.plugins.endpoint_plugins.interface": ("init_endpoint_plugins_state",),
     "vllm.platforms": ("current_platform.is_cpu",),
 }
@@ -39,7 +52,8 @@ PARAMETERS: dict[tuple[str, str], tuple[str, ...]] = {
     ("vllm.v1.engine.core", "EngineCoreProc.pause_scheduler"): ("mode", "clear_cache"),
 }
 
-#: What the workers use of vLLM's loading: load format, and the function that changes weights after loading.
+#: What the workers use: configuration, load format, kernels of experts, and the function that changes weights after
+#: loading.
 WORKER_NAMES: dict[str, tuple[str, ...]] = {
     "vllm.model_executor.model_loader.base_loader": ("process_weights_after_loading",),
     "vllm.model_executor.model_loader.utils": ("process_weights_after_loading",),
@@ -52,9 +66,34 @@ WORKER_NAMES: dict[str, tuple[str, ...]] = {
         "LayerReloadingInfo.kernel_tensors",
         "LayerReloadingInfo.reset",
     ),
-    "vllm.config": ("OffloadConfig.uva", "OffloadConfig.prefetch", "SpeculativeConfig.method", "KVTransferConfig"),
+    "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method": (
+        "UnquantizedFusedMoEMethod.moe_kernel",
+        "UnquantizedFusedMoEMethod.unquantized_backend",
+    ),
+    "vllm.model_executor.layers.fused_moe.modular_kernel": ("FusedMoEKernel.fused_experts",),
+    "vllm.config": (
+        "KVTransferConfig.kv_connector",
+        "ModelConfig.enable_sleep_mode",
+        "ModelConfig.is_moe",
+        "ModelConfig.quantization",
+        "ModelConfig.use_mla",
+        "OffloadConfig.prefetch",
+        "OffloadConfig.uva",
+        "ParallelConfig.data_parallel_size",
+        "ParallelConfig.enable_elastic_ep",
+        "ParallelConfig.enable_eplb",
+        "SpeculativeConfig.method",
+        "VllmConfig.kv_transfer_config",
+        "VllmConfig.lora_config",
+        "VllmConfig.offload_config",
+        "VllmConfig.speculative_config",
+    ),
+    "vllm.config.offload": ("PrefetchOffloadConfig.offload_group_size", "UVAOffloadConfig.cpu_offload_gb"),
     "vllm.distributed.kv_transfer.kv_connector.factory": ("KVConnectorFactory.get_connector_class",),
     "vllm.distributed.kv_transfer.kv_connector.v1": ("KVConnectorBase_V1.reset_cache",),
+    "vllm.v1.worker.worker_base": ("WorkerBase.device", "WorkerBase.rank", "WorkerBase.vllm_config"),
+    "vllm.v1.worker.gpu_worker": ("Worker.execute_dummy_batch", "Worker.execute_model", "Worker.model_runner"),
+    "vllm.v1.worker.gpu_model_runner": ("GPUModelRunner.get_model",),
 }
 
 CPU_RIG_NAMES: dict[str, tuple[str, ...]] = {
@@ -79,11 +118,24 @@ def missing(names: dict[str, tuple[str, ...]]) -> list[str]:
             value: object = root
             for part in attribute.split("."):
                 fields = getattr(value, "__dataclass_fields__", {})  # a default may be None, or no attribute at all
-                value = fields.get(part) or getattr(value, part, None)
-                if value is None:
+                found = fields.get(part) or getattr(value, part, None)
+                if found is None and not (isinstance(value, type) and _assigns(value, part)):
                     gone.append(f"{module}.{attribute}")
                     break
+                value = found
     return gone
+
+
+def _assigns(owner: type, attribute: str) -> bool:
+    """Whether a method of a class, or of its bases, assigns or annotates an attribute of the instance."""
+    for kind in owner.__mro__:
+        if attribute in vars(kind).get("__annotations__", {}):
+            return True
+        for method in vars(kind).values():
+            code = dis.get_instructions(method) if isinstance(method, FunctionType) else ()
+            if any(step.opname == "STORE_ATTR" and step.argval == attribute for step in code):
+                return True
+    return False
 
 
 def wrong_signatures(parameters: dict[tuple[str, str], tuple[str, ...]]) -> list[str]:

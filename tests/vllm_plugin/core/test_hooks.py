@@ -9,12 +9,9 @@ from typing import Any
 
 import pytest
 
-from dcr_daemon.vllm_plugin import compat
 from dcr_daemon.vllm_plugin.compat import UnsupportedVllm
 from dcr_daemon.vllm_plugin.core import hooks
 from dcr_daemon.vllm_plugin.settings import Settings
-
-GOOD = {"VLLM_PLUGINS": "dcr,dcr_endpoint", "DCR_SOCKET": "/run/dcr/vllm.sock"}
 
 
 def test_a_call_that_does_not_come_back_ends_the_engine() -> None:
@@ -75,40 +72,6 @@ def test_resume_asks_the_core_whoever_calls_it() -> None:
     assert resumed == []
     resume(SimpleNamespace(dcr=SimpleNamespace(state=SimpleNamespace(why_not_resume=lambda: ""))))
     assert len(resumed) == 1
-
-
-def test_this_vllm_has_every_name_we_touch() -> None:
-    pytest.importorskip("vllm")
-    compat.require(compat.ENGINE_NAMES)
-    compat.require(compat.CPU_RIG_NAMES)
-
-
-def test_a_missing_name_is_told_with_what_to_do() -> None:
-    assert compat.missing({"json": ("loads", "JSONDecoder.nothing"), "no_such_module": ("x",)}) == [
-        "json.JSONDecoder.nothing",
-        "no_such_module",
-    ]
-    pytest.importorskip("vllm")
-    with pytest.raises(UnsupportedVllm, match=r"json\.nothing.*docs/VLLM\.md"):
-        compat.require({"json": ("nothing",)})
-
-
-def test_a_changed_signature_is_found() -> None:
-    assert compat.wrong_signatures({("json", "loads"): ("s", "nothing")}) == ["json.loads(nothing=)"]
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"VLLM_PLUGINS": "dcr"}, "does not name both"),
-        ({"VLLM_PLUGINS": ""}, "does not name both"),
-        ({"VLLM_USE_RUST_FRONTEND": "1"}, "Rust front end"),
-    ],
-)
-def test_a_start_that_could_never_be_proved_is_refused(change: dict[str, str], text: str) -> None:
-    compat.require_start(GOOD)
-    with pytest.raises(UnsupportedVllm, match=text):
-        compat.require_start(GOOD | change)
 
 
 @pytest.mark.parametrize(
