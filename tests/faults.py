@@ -1,9 +1,9 @@
 """Everything that can be broken on purpose, at a chosen length: `python tests/faults.py [--length short|full]`.
 
 1. the simulation, seed after seed; 2. real processes killed and stopped at every named instant, on real files and a
-real bucket, then real vLLM servers; 3. fuzzing of every parser; 4. a soak, rounds of random faults. Prints what each
-part prints, and at the end a table. Exit code 1 if any part failed. `--json FILE` keeps the counts, `--page FILE` puts
-them between the marks of a page.
+real bucket, then real vLLM servers; 3. every text architecture of vLLM refitted; 4. fuzzing of every parser; 5. a
+soak, rounds of random faults. Prints what each part prints, and at the end a table. Exit code 1 if any part failed.
+`--json FILE` keeps the counts, `--page FILE` puts them between the marks of a page.
 """
 
 from __future__ import annotations
@@ -80,6 +80,19 @@ def servers(length: Length, jobs: int) -> Part:
     return Part("vLLM servers", code == 0, counts=counts)
 
 
+def architectures(length: Length, jobs: int) -> Part:
+    """A process for each model, one at a time, whatever the length."""
+    code, said = run([sys.executable, TESTS / "architectures" / "run.py"])
+    return Part("architectures", code == 0, counts=served(said))
+
+
+def served(said: str) -> dict[str, float]:
+    """The counts in the words of tests/architectures/run.py."""
+    line = re.search(r"^(\d+ architectures): (.*)\.$", said, re.MULTILINE)
+    words = [line.group(1), *line.group(2).replace("*", "").split(", ")] if line else []
+    return {name: float(number) for number, name in (word.split(" ", 1) for word in words)}
+
+
 def fuzz(length: Length, jobs: int) -> Part:
     code, said = run([sys.executable, TESTS / "fuzz" / "run.py", "--seconds", length.fuzz])
     targets = re.findall(r"^\S+ +\d+ executions", said, re.MULTILINE)
@@ -106,6 +119,7 @@ PARTS: dict[str, Callable[[Length, int], Part]] = {
     "simulation": simulate,
     "processes": crash,
     "servers": servers,
+    "architectures": architectures,
     "bytes": fuzz,
     "soak": soak,
 }
@@ -113,6 +127,7 @@ ABOUT = {
     "simulation": "seed after seed; silent unless one fails",
     "processes": "daemons killed at every named instant; about a minute of collecting, then a dot per test",
     "servers": "real vLLM servers killed, one at a time; minutes per dot",
+    "architectures": "a small model of each text architecture of vLLM refitted, one line each",
     "bytes": "every parser fuzzed, one line each",
     "soak": "rounds of random faults against five daemons, one line each",
 }

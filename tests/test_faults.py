@@ -44,6 +44,11 @@ def test_what_tests_did_is_added_up(faults: ModuleType) -> None:
     }
 
 
+def test_what_the_check_of_architectures_says_is_understood(faults: ModuleType) -> None:
+    said = "3 architectures: 1 **wrong**, 2 exact.\n\n| | why | architectures |\n"
+    assert faults.served(said) == {"architectures": 3, "wrong": 1, "exact": 2}
+
+
 def test_what_the_simulation_says_is_understood(faults: ModuleType) -> None:
     said = (
         "300 seeds in 10.0 s (30.0/s), 0 failed; 12 steps, 34 store requests, 5 versions sealed, 6 commits, "

@@ -17,20 +17,36 @@ os.environ.update(
 def load(path: Path, **options: Any) -> tuple[torch.nn.Module, Any]:
     """The model of a checkpoint directory with the CPU rig in place, and its `VllmConfig`."""
     from vllm.config import set_current_vllm_config
-    from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model
 
     from dcr_daemon.vllm_plugin import cpu_rig
     from dcr_daemon.vllm_plugin.loader import derived
 
-    torch.accelerator.empty_cache = lambda: None  # as vLLM's CPU worker does
-    arguments = {"dtype": "bfloat16", "enforce_eager": True, "max_model_len": 512, **options}
-    config = EngineArgs(model=str(path), **arguments).create_engine_config()
+    config = _config(path, options)
     cpu_rig.install()
     derived.install()
     _distributed()
     with set_current_vllm_config(config):
         return get_model(vllm_config=config), config
+
+
+def unloaded(path: Path, **options: Any) -> torch.nn.Module:
+    """The model of a directory that has a configuration but no weights, before anything is loaded."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    config = _config(path, options)
+    _distributed()
+    with set_current_vllm_config(config):
+        return initialize_model(config)
+
+
+def _config(path: Path, options: dict[str, Any]) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    torch.accelerator.empty_cache = lambda: None  # as vLLM's CPU worker does
+    arguments = {"dtype": "bfloat16", "enforce_eager": True, "max_model_len": 512, **options}
+    return EngineArgs(model=str(path), **arguments).create_engine_config()
 
 
 def _distributed() -> None:

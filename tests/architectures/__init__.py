@@ -1,0 +1,1 @@
+"""Which text architectures of vLLM are refitted exactly."""
