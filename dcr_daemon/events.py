@@ -73,6 +73,16 @@ class Rounded(Event, frozen=True, kw_only=True):
     canonical: str
 
 
+class TensorFollowed(Event, frozen=True, kw_only=True):
+    """The input leaves out the tensor `name`, which `config.json` ties to `source`: it takes the same changes. Emitted
+    once per tensor."""
+
+    level = "info"
+
+    name: str
+    source: str
+
+
 class Mapped(Event, frozen=True, kw_only=True):
     """All ranks of a group have agreed on which elements each of them publishes. `report` is for people, in lines."""
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.checkpoint.tied import FOLLOWS, UNTIE, is_head
 from dcr_daemon.errors import Incompatible
 from dcr_daemon.projection.values import castable
 from dcr_daemon.wording import shorten
@@ -19,6 +20,7 @@ from dcr_daemon.wording import shorten
 SAVED = (
     "give what it would save, in transformers `core_model_loading.revert_weight_conversion(model, model.state_dict())`"
 )
+TIED = "tied by config.json and different"  #: kind of mismatch: two tensors of which a server has one
 MISMATCHES = 100  #: names of one kind in an error
 #: Heads of models that are trained beside a policy. To drop them would make such a model the policy.
 _VALUE_HEAD = re.compile(
@@ -88,6 +90,8 @@ class LayoutMismatches:
 
     def _hint(self) -> str:
         added = self._kinds.get("added", [])
+        if hint := self._hint_about_heads(added, self._kinds.get("missing", [])):
+            return f"{hint}; nothing of it is published"
         if why := _adapted(added) or _prefixed(added, self._layout) or _fused(added, self._layout, self._instead):
             return f"{why}; nothing of it is published"
         hint = "nothing of it is published; correct the weights, or start a new stream from a base with this layout"
@@ -101,6 +105,16 @@ class LayoutMismatches:
         if added:
             return f"--ignore GLOB, ignore= of a Publisher, drops names that no server needs; {hint}"
         return hint
+
+    def _hint_about_heads(self, added: list[str], missing: list[str]) -> str:
+        """Advice if nothing but an output head is too much in an update of a model without one, or is missing."""
+        if TIED in self:
+            return UNTIE
+        if not all(map(is_head, [*added, *missing])):
+            return ""
+        if added and not any(is_head(spec.name) for spec in self._layout):
+            return f"the base has no output head, so its model ties it to the embedding, and this one differs: {UNTIE}"
+        return FOLLOWS if missing and not added else ""
 
 
 def _adapted(added: list[str]) -> str:

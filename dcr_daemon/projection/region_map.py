@@ -73,6 +73,11 @@ class Map:
         )
         return Map(shards, {**self.residual, **residual})
 
+    def with_followers(self, follows: Mapping[str, str]) -> Map:
+        """The same map as the source of more canonical tensors: each is tied to the one that it is given with, and has
+        the same elements."""
+        return replace(self, shards=tuple(replace(shard, regions=_doubled(shard, follows)) for shard in self.shards))
+
     def baseline_bytes(self, layout: Layout) -> int:
         """Bytes of the baseline that this rank keeps: what it owns, in the canonical dtype."""
         return sum(region.elements * layout[layout.index(region.name)].width for region in self.regions)
@@ -85,6 +90,11 @@ class Map:
         for shard in self.shards:
             table.setdefault(shard.parameter, []).extend(shard.regions)
         return hashlib.sha256(f"{digest(table)} {values} {sorted(self.residual)}".encode()).hexdigest()
+
+
+def _doubled(shard: Shard, follows: Mapping[str, str]) -> tuple[Region, ...]:
+    more = (replace(r, name=name) for r in shard.regions for name, source in follows.items() if r.name == source)
+    return (*shard.regions, *more)
 
 
 def shards_of(

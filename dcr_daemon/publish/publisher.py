@@ -22,7 +22,7 @@ from typing import Any, Never, Self
 
 from dcr_daemon.checkpoint.blocks import block_bytes
 from dcr_daemon.errors import DcrError, Fenced, StoreUnavailable, UsageError
-from dcr_daemon.events import Degraded, Emit, Retrying, Rounded, Waiting
+from dcr_daemon.events import Degraded, Emit, Retrying, Rounded, TensorFollowed, Waiting
 from dcr_daemon.publish.event_log import EventLog
 from dcr_daemon.publish.group.coordinator import CLOSE_PATIENCE, Coordinator
 from dcr_daemon.publish.group.opening import open_coordinator
@@ -31,9 +31,9 @@ from dcr_daemon.publish.group.update_inputs import RankShards, UpdateInput, whol
 from dcr_daemon.publish.group.update_steps import HandOver, diff_update, run_on_thread
 from dcr_daemon.publish.inputs.model_config import read_config
 from dcr_daemon.publish.inputs.tensors import check_kind, needs_projection
-from dcr_daemon.publish.inputs.tied import TiedTensors, find_tied, has_pairs
+from dcr_daemon.publish.inputs.tied import TiedTensors, declared_tied, find_tied, has_pairs
 from dcr_daemon.publish.options import KEEP_VERSIONS, SCRUB_RATE, PublishOptions, default_state, parse_codec
-from dcr_daemon.publish.rank import find_rank
+from dcr_daemon.publish.rank import Rank, find_rank
 from dcr_daemon.publish.version.attempt import Attempt
 from dcr_daemon.publish.version.fate import reason_of
 from dcr_daemon.publish.version.update import Update
@@ -142,13 +142,14 @@ class Publisher:
         self._sealing: asyncio.Task[Any] | None = None
         self._idle_checks: asyncio.Task[None] | None = None
         self._rounded: set[tuple[str, str]] = set()  #: pairs of dtypes of which an event was emitted
+        self._followed: set[str] = set()  #: likewise tensors that follow others
         self._loop: LoopThread | None = LoopThread("dcr-publisher")
 
         async def open_all() -> tuple[Store, Coordinator, TiedTensors]:
             store = await open_store(stream, endpoint_url=endpoint_url, region=region, profile=profile, emit=self._emit)
             try:
                 coordinator = await open_coordinator(self._options, store, emit=self._emit, rank=self._rank)
-                tied = await _tied(coordinator, self._options) if self._rank.alone else TiedTensors()
+                tied = await _tied(coordinator, self._options, self._rank)
                 return store, coordinator, tied
             except BaseException:
                 await store.close()
@@ -219,7 +220,7 @@ class Publisher:
             return whole_tensors(weights, layout, subject=subject, ignore=options.ignore, tied=self._tied)
         self._projection = self._projection or RankProjection(
             self._trainer, self._rank, layout=layout, ignore=options.ignore, limit=block_bytes(options.chunk_bytes),
-            emit=self._emit,
+            emit=self._emit, tied=self._tied,
         )  # fmt: skip
         return RankShards(self._projection, weights)
 
@@ -230,7 +231,7 @@ class Publisher:
         except BaseException as error:
             self._abort(error)
             raise
-        self._report_rounded(weights)
+        self._report(weights)
         return attempt
 
     def _abort(self, error: BaseException) -> None:
@@ -303,11 +304,16 @@ class Publisher:
     async def _say(self, what: str) -> None:
         self._emit(Waiting(what=what))
 
-    def _report_rounded(self, weights: UpdateInput) -> None:
+    def _report(self, weights: UpdateInput) -> None:
+        """Tell once what was made of the weights."""
         for (given, canonical), tensors in weights.rounded.items():
             if (given, canonical) not in self._rounded:
                 self._rounded.add((given, canonical))
                 self._emit(Rounded(tensors=tensors, given=given, canonical=canonical))
+        for name, source in weights.followed.items() if self._rank.leads else ():
+            if name not in self._followed:
+                self._followed.add(name)
+                self._emit(TensorFollowed(name=name, source=source))
 
     @property
     def _running(self) -> LoopThread:
@@ -369,10 +375,13 @@ class Publisher:
                 raise
 
 
-async def _tied(coordinator: Coordinator, options: PublishOptions) -> TiedTensors:
-    """The tied tensors of a publisher that has all of the layout."""
+async def _tied(coordinator: Coordinator, options: PublishOptions, rank: Rank) -> TiedTensors:
+    """The tied tensors of the layout, as far as this rank needs to know them: a rank that has not all of the layout
+    compares what it owns of them before it diffs."""
     layout, context = coordinator.layout, coordinator.context
-    if not has_pairs(layout):
+    if not (rank.leads and has_pairs(layout)):
         return TiedTensors()
     config = await read_config(coordinator.ledger, options.base)
+    if not rank.alone:
+        return declared_tied(layout, config)
     return await context.workers.run(lambda: find_tied(layout, config, read=coordinator.read))

@@ -39,6 +39,7 @@ LEVELS = {
         "Sealed",
         "Serving",
         "Staged",
+        "TensorFollowed",
         "Waiting",
     ],
     "warning": [

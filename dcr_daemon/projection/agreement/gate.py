@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Annotated
 
 import msgspec
@@ -20,6 +20,7 @@ import numpy.typing as npt
 import zstandard
 
 from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.checkpoint.tied import FOLLOWS, is_head
 from dcr_daemon.errors import Incompatible
 from dcr_daemon.projection.agreement.coverage import Fault, check
 from dcr_daemon.projection.agreement.declaration import (
@@ -53,12 +54,14 @@ class Residue(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
     overwrite: bool
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Attributes:
     nonces: of the declarations judged, by rank; a rank that finds another nonce than its own was not judged.
     maps: SHA-256 (hex) over the ranks' map digests: equal exactly if the group projects in the same way.
     export: how all ranks construct residual tensors: "hook", "own", or "" where they cannot.
     direct_bytes, boxes: canonical bytes that ranks project by themselves, and in how many boxes.
+    follows: tensors that no rank holds, each with the one that it is tied to: who is the source of an element of that
+        one is the source of the same element of both.
     """
 
     group: str
@@ -72,6 +75,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     direct_bytes: _Count
     residual_bytes: _Count
     boxes: _Count
+    follows: dict[_Name, _Name] = {}
 
     @property
     def residual(self) -> dict[str, str]:
@@ -127,14 +131,17 @@ def decode_verdict(body: bytes) -> Verdict:
     )
     if any(residue.owner >= len(verdict.nonces) for residue in verdict.residues.values()):
         raise ValueError("it gives a tensor to a rank that does not exist")
+    if verdict.follows.keys() & {*verdict.follows.values(), *verdict.residues}:
+        raise ValueError("a tensor that follows another one has a source of its own")
     return verdict
 
 
-def judge(declarations: Iterable[Declaration], layout: Layout) -> Verdict:
+def judge(declarations: Iterable[Declaration], layout: Layout, *, tied: Collection[tuple[str, str]] = ()) -> Verdict:
     """Whether the group may publish, and how.
 
     Args:
         declarations: of every rank of one group, call and attempt, in any order.
+        tied: pairs of tensors of one shape and dtype, of which the ranks may hold either.
 
     Raises:
         Incompatible: a rank is missing or belongs elsewhere, or a tensor has no way into the stream. The message names
@@ -146,17 +153,20 @@ def judge(declarations: Iterable[Declaration], layout: Layout) -> Verdict:
     skip = np.zeros(len(layout), np.bool_)
     skip[[layout.index(name) for name in reasons]] = True
     coverage = check(ranks, layout, skip)
+    follows = _follows(coverage.faults, reasons, tied=tied, layout=layout)
+    faults = [fault for fault in coverage.faults if layout[fault.tensor].name not in follows]
     builders = _Builders(ranks, layout)
-    _check_faults([fault for fault in coverage.faults if not builders.of(fault.tensor).size], layout)
+    _check_faults([fault for fault in faults if not builders.of(fault.tensor).size], layout)
     if coverage.faults:
-        reasons |= {layout[fault.tensor].name: str(fault) for fault in coverage.faults}
+        reasons |= {layout[fault.tensor].name: str(fault) for fault in faults}
         skip[[fault.tensor for fault in coverage.faults]] = True
         coverage = check(ranks, layout, skip)
     _check_buildable(reasons, builders, layout)
-    residual_bytes = sum(layout[layout.index(name)].nbytes for name in reasons)
-    if coverage.faults or coverage.nbytes + residual_bytes != layout.nbytes:
+    direct_bytes = coverage.nbytes + _nbytes(follows, layout)
+    residual_bytes = _nbytes(reasons, layout)
+    if coverage.faults or direct_bytes + residual_bytes != layout.nbytes:
         raise Incompatible(
-            f"the ranks declare {coverage.nbytes:,} bytes and {residual_bytes:,} are residual; the checkpoint has "
+            f"the ranks declare {direct_bytes:,} bytes and {residual_bytes:,} are residual; the checkpoint has "
             f"{layout.nbytes:,}",
             hint="this is a fault of dcr: please report it with the log",
         )
@@ -173,8 +183,22 @@ def judge(declarations: Iterable[Declaration], layout: Layout) -> Verdict:
             name: Residue(reasons[name], owners[name], hook or name in computed)
             for name in sorted(reasons, key=layout.index)
         },
-        direct_bytes=coverage.nbytes, residual_bytes=residual_bytes, boxes=coverage.boxes,
+        direct_bytes=direct_bytes, residual_bytes=residual_bytes, boxes=coverage.boxes, follows=follows,
     )  # fmt: skip
+
+
+def _nbytes(names: Iterable[str], layout: Layout) -> int:
+    return sum(layout[layout.index(name)].nbytes for name in names)
+
+
+def _follows(
+    faults: Sequence[Fault], reasons: Mapping[str, str], *, tied: Collection[tuple[str, str]], layout: Layout
+) -> dict[str, str]:
+    """Tensors of which no rank holds anything, each with the one that it is tied to, which ranks hold once."""
+    faulty = {layout[fault.tensor].name: fault for fault in faults}
+    absent = {name for name, fault in faulty.items() if fault.missing == fault.elements and not fault.outside}
+    either_way = [way for pair in tied for way in (pair, pair[::-1])]
+    return {name: source for name, source in either_way if name in absent and source not in {*faulty, *reasons}}
 
 
 def _check_group(ranks: Sequence[Declaration], layout: Layout) -> None:
@@ -253,12 +277,14 @@ def _check_faults(faults: Sequence[Fault], layout: Layout) -> None:
     shown = shorten((f"{layout[fault.tensor].name}: {fault}" for fault in faults), separator="; ")
     raise Incompatible(
         f"{len(faults):,} of {len(layout):,} tensors do not have exactly one source over all ranks: {shown}",
-        hint=_advice(faults),
+        hint=_advice(faults, [layout[fault.tensor].name for fault in faults]),
     )
 
 
-def _advice(faults: Sequence[Fault]) -> str:
+def _advice(faults: Sequence[Fault], names: Sequence[str]) -> str:
     """What to do about it; the most frequent causes come first."""
+    if all(map(is_head, names)) and all(fault.missing == fault.elements for fault in faults):
+        return FOLLOWS
     if any(fault.double for fault in faults):
         return (
             "say which ranks hold alike what no mesh counts with replica=(number, count): plain tensors on several "

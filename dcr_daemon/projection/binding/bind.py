@@ -96,6 +96,10 @@ class Live:
         """The same, but for canonical tensors that the gate made residual: this rank is no source of them any more."""
         return replace(self, map=self.map.without(residual))
 
+    def with_followers(self, follows: Mapping[str, str]) -> Live:
+        """The same, with canonical tensors that follow others (`Map.with_followers`)."""
+        return replace(self, map=self.map.with_followers(follows)) if follows else self
+
     def _changes(self, tensors: Mapping[str, Any]) -> list[str]:
         now = signature(tensors)
         if now != self.signature and (changed := changes(self.signature, now)):

@@ -11,19 +11,24 @@ declares the results of the collective checks. Mapping and its probes are those 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from dcr_daemon import runtime
+from dcr_daemon.canonical.box import Box
 from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.blocks import Block, BlockSet, split_tensor
-from dcr_daemon.errors import Corrupt
+from dcr_daemon.checkpoint.tied import UNTIE
+from dcr_daemon.errors import Corrupt, Incompatible
 from dcr_daemon.events import Emit, Mapped
 from dcr_daemon.ledger.records import Open
+from dcr_daemon.publish.inputs.tied import TiedTensors
 from dcr_daemon.publish.rank import Rank, distributed
 
 if TYPE_CHECKING:
@@ -71,16 +76,18 @@ class RankProjection:
     Args:
         ignore: globs of names outside the layout to drop.
         limit: bytes of weights in a block, at most.
+        tied: tensors of the layout that are one tensor of the model; only rank 0 needs them.
 
     Attributes:
         agreed: what all ranks agreed on last; None until they have.
     """
 
     def __init__(
-        self, trainer: Trainer, rank: Rank, *, layout: Layout, ignore: Sequence[str], limit: int, emit: Emit
-    ) -> None:
+        self, trainer: Trainer, rank: Rank, *, layout: Layout, ignore: Sequence[str], limit: int, emit: Emit,
+        tied: TiedTensors | None = None,
+    ) -> None:  # fmt: skip
         self.trainer, self.rank, self.layout, self.limit, self.emit = trainer, rank, layout, limit, emit
-        self._ignore = ignore
+        self._ignore, self._tied = ignore, tied or TiedTensors()
         self.agreed: AgreedProjection | None = None
 
     def declare(self, weights: Any, record: Open) -> FirstRound:
@@ -115,7 +122,7 @@ class RankProjection:
             declarations = [decode_declaration(body) for body in declared]
         except ValueError as error:
             raise Corrupt(f"what a rank declares cannot be read: {error}") from error
-        return encode_verdict(judge(declarations, self.layout))
+        return encode_verdict(judge(declarations, self.layout, tied=self._tied.pairs))
 
     def exporter(self, live: Callable[[], Live]) -> Exporter:
         """What constructs residual tensors from the weights that `live` gives at that time."""
@@ -232,8 +239,8 @@ class AgreedProjection:
         from dcr_daemon.projection.binding.residual import Residual
 
         layout, rank, limit = projection.layout, projection.rank, projection.limit
-        self._rank, self._verdict = rank, verdict
-        self._live = live.without(verdict.residual)
+        self._rank, self._verdict, self._layout = rank, verdict, layout
+        self._live = live.without(verdict.residual).with_followers(verdict.follows)
         self._reader = Reader(self._live, layout)
         self._residual = Residual(verdict, layout, rank=rank.number, exporter=projection.exporter(lambda: self._live))
         if rank.alone:  # all of it, and as every other process that publishes alone keeps it
@@ -264,6 +271,33 @@ class AgreedProjection:
         """What this rank reads from its weights: numbers of owned blocks, each with what reads it on any thread."""
         reader, owned = self._reader, self.owned
         return ((n, partial(reader.read, owned[n].tensor, owned[n].box)) for n in self._direct)
+
+    @property
+    def follows(self) -> Mapping[str, str]:
+        """Tensors that no rank holds, each with the one that it follows."""
+        return self._verdict.follows
+
+    def check_followers(self, read: Callable[[int, Box], Bits]) -> None:
+        """That those tensors have equal bits in the version from which is diffed: of each, this rank owns the boxes
+        that it owns of the one that is followed.
+
+        Args:
+            read: a box of a layout tensor in that version.
+
+        Raises:
+            Incompatible: they differ, so they are two tensors of the model.
+        """
+        index = self._layout.index
+        pairs = {index(name): index(source) for name, source in self.follows.items()}
+        for block in self.owned:
+            source = pairs.get(block.tensor)
+            if source is not None and not np.array_equal(read(block.tensor, block.box), read(source, block.box)):
+                head, embedding = self._layout[block.tensor].name, self._layout[source].name
+                raise Incompatible(
+                    f"the ranks hold no {head}, and in the stream it differs from {embedding}, to which config.json "
+                    "ties it",
+                    hint=UNTIE,
+                )
 
     @property
     def exports(self) -> bool:

@@ -61,6 +61,11 @@ class UpdateInput(Protocol):
         """Tensors of which values are rounded, by (given dtype, canonical dtype); known after `diff`."""
         ...
 
+    @property
+    def followed(self) -> Mapping[str, str]:
+        """Tensors that are not among the weights, each with the one that it follows; known after `diff`."""
+        ...
+
     def check(self) -> None:
         """Find what is wrong before an attempt opens.
 
@@ -85,6 +90,10 @@ class RankShards:
     def __init__(self, projection: RankProjection, weights: Any) -> None:
         self.rounded: Mapping[tuple[str, str], int] = {}  # the projection casts, and reports it when it is agreed on
         self._projection, self._weights = projection, weights
+
+    @property
+    def followed(self) -> Mapping[str, str]:
+        return self._projection.agreed.follows if self._projection.agreed else {}
 
     def check(self) -> None:
         """Nothing: a fault of one rank must be told to all, for which an attempt has to be open."""
@@ -115,6 +124,8 @@ class AgreedShards:
 
     async def diff(self, coordinator: Coordinator, record: Open, *, attempt: Attempt, on_loop: OnLoop) -> None:
         agreed = self._agreed
+        if not coordinator.context.committed:
+            agreed.check_followers(coordinator.context.baseline.read_box)
         await on_loop(attempt.diff_blocks(agreed.blocks()))
         if agreed.exports:
             await on_loop(coordinator.agree(record, EXPORT, declared=names.READY, judge=lambda declared: names.READY))
@@ -151,6 +162,7 @@ class _WholeTensors:
     def __init__(self, validator: UpdateValidator) -> None:
         self._validator = validator
         self.rounded: Counter[tuple[str, str]] = validator.rounded
+        self.followed: Mapping[str, str] = validator.followed
 
     async def agree(self, coordinator: Coordinator, record: Open, *, on_loop: OnLoop) -> Self:
         return self

@@ -14,7 +14,7 @@ import numpy as np
 
 from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import Layout, TensorSpec
-from dcr_daemon.checkpoint.tied import is_head, ties_embeddings
+from dcr_daemon.checkpoint.tied import is_embedding, is_head, ties_embeddings
 from dcr_daemon.codec.chunk import SEGMENT_BYTES
 
 #: `(layout index, first element, elements)` -> bits of the canonical dtype
@@ -67,6 +67,19 @@ def find_tied(layout: Layout, config: Mapping[str, Any] | None, *, read: ReadBit
         if equal_bits(layout.index(head.name), layout.index(other.name), spec=head, read=read)
         and not _is_constant(layout.index(head.name), head, read)
     ]
+    return TiedTensors(tuple(pairs), declared=True)
+
+
+def declared_tied(layout: Layout, config: Mapping[str, Any] | None) -> TiedTensors:
+    """The tensors of a layout that `config.json` ties, for a process that cannot compare their bits: of several tensors
+    that a head may be tied to, the embedding by its name; none if that leaves several."""
+    if not ties_embeddings(config):
+        return TiedTensors()
+    pairs = []
+    for head in filter(lambda spec: is_head(spec.name), layout):
+        partners = _partners(layout, head)
+        named = [spec for spec in partners if is_embedding(spec.name)] or partners
+        pairs += [(head.name, named[0].name)] if len(named) == 1 else []
     return TiedTensors(tuple(pairs), declared=True)
 
 

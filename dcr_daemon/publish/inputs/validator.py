@@ -16,7 +16,7 @@ import numpy as np
 
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.codec.chunk import SEGMENT_BYTES
-from dcr_daemon.projection.mismatches import MISMATCHES, LayoutMismatches
+from dcr_daemon.projection.mismatches import MISMATCHES, TIED, LayoutMismatches
 from dcr_daemon.projection.values import castable, rounds
 from dcr_daemon.publish.inputs.sources import Source
 from dcr_daemon.publish.inputs.tied import ReadBits, TiedSource, TiedTensors, equal_bits
@@ -44,6 +44,7 @@ class UpdateValidator:
         self._extras: list[tuple[TensorSpec, Source | None]] = []
         #: (given dtype, canonical dtype) -> tensors that will be rounded
         self.rounded: Counter[tuple[str, str]] = Counter()
+        self.followed: dict[str, str] = {}  #: tensors that were not given, each with the one that it follows
 
     def accept(self, given: TensorSpec, source: Source | None = None) -> int | None:
         """The layout index of a tensor to be diffed; None if it is extra, ignored or wrong.
@@ -98,6 +99,7 @@ class UpdateValidator:
             if i not in self._accepted | self._rejected and (source := self._tied.source(spec.name, held))
         ]
         self._accepted.update(i for i, _ in sources)
+        self.followed |= {self._layout[i].name: self._layout[source].name for i, source in sources}
         return [(i, TiedSource(self._layout[i], source, read)) for i, source in sources]
 
     def _check_tied(self, read: ReadBits) -> None:
@@ -105,7 +107,7 @@ class UpdateValidator:
         for names in self._tied.pairs:
             first, second = map(self._layout.index, names)
             if {first, second} <= self._accepted and not equal_bits(first, second, spec=self._layout[first], read=read):
-                self._mismatches.note("tied by config.json and different", f"{names[0]} (from {names[1]})")
+                self._mismatches.note(TIED, f"{names[0]} (from {names[1]})")
 
     def check(self) -> None:
         """Raise `Incompatible` for what is already known to be wrong; more tensors may still come."""

@@ -122,6 +122,11 @@ class CheckpointIngest:
         """Raise `SourceChanged` if a file that was read is not the same any more."""
         _check_unchanged(self._ingested)
 
+    @property
+    def followed(self) -> Mapping[str, str]:
+        """Tensors that the checkpoint leaves out, each with the one that it follows; known when it is sealed."""
+        return self._validator.followed
+
     async def finish_and_seal(self, earlier_ns: int) -> SealedVersion:
         """All files are ingested: make the version.
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from dcr_daemon.canonical.layout import Layout
-from dcr_daemon.events import CheckpointSkipped, Degraded, Emit, Notice, Waiting
+from dcr_daemon.events import CheckpointSkipped, Degraded, Emit, Notice, TensorFollowed, Waiting
 from dcr_daemon.publish.watch.candidate import CheckpointCandidate
 from dcr_daemon.publish.watch.ingest import CheckpointMisfit
 from dcr_daemon.publish.watch.once import Cause, NotPublished
@@ -20,6 +21,7 @@ class WatchReporter:
     def __init__(self, watch: Path, paths: PolicyPaths, layout: Layout, *, emit: Emit) -> None:
         self._watch, self._paths, self._layout, self._emit = watch, paths, layout, emit
         self._waiting: dict[str, Notice] = {}
+        self._followed: set[str] = set()
         self._not_read: dict[str, str] = {}
         self._skipped: dict[tuple[Cause, str], str] = {}  #: reasons that were emitted, by checkpoint or shape
 
@@ -36,6 +38,13 @@ class WatchReporter:
             self._not_read[candidate.relative] = names
             read = shorten(sorted(candidate.files))
             self._emit(Degraded(what=f"{candidate.relative}: not read beside {read}, as loaders do: {names}"))
+
+    def followed(self, tensors: Mapping[str, str]) -> None:
+        """A checkpoint was published that leaves out tensors, which follow others."""
+        for name, source in tensors.items():
+            if name not in self._followed:
+                self._followed.add(name)
+                self._emit(TensorFollowed(name=name, source=source))
 
     def passed_by(self, choice: Choice) -> list[NotPublished]:
         """Complete checkpoints that are not published because others are."""

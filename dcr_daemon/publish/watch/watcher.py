@@ -317,6 +317,7 @@ class Watcher:
         sealed = await current.finish_and_seal(self._scanner.newest_ns)
         self._current, self._failures = None, {}
         current.close()
+        self._reporter.followed(current.followed)
         self._mark_published(current.relative, current.identity)
         runtime.failpoint("publish.remembered")
         try:

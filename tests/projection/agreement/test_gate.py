@@ -334,6 +334,20 @@ def test_bytes_that_are_no_verdict_are_a_value_error() -> None:
     assert isinstance(decode_verdict(gate.encode_verdict(verdict)), Verdict)
 
 
+def test_a_tensor_that_no_rank_holds_follows_the_one_that_it_is_tied_to() -> None:
+    pairs = [("layers.0.up", "layers.1.up")]
+    ranks = [declared(r, halves(r, ["layers.1.up"])) for r in range(2)]
+    verdict = judge(ranks, LAYOUT, tied=pairs)
+    assert decode_verdict(gate.encode_verdict(verdict)).follows == {"layers.0.up": "layers.1.up"}
+    assert (verdict.direct_bytes, verdict.residues) == (LAYOUT.nbytes, {})
+    assert not judge([declared(r, halves(r)) for r in range(2)], LAYOUT, tied=pairs).follows
+    with pytest.raises(Incompatible, match=r"layers\.0\.up"):  # half of it is held: that is no tied tensor
+        judge([ranks[0], declared(1, halves(1))], LAYOUT, tied=pairs)
+    circle = msgspec.structs.replace(verdict, follows={"layers.0.up": "layers.1.up", "layers.1.up": "layers.0.up"})
+    with pytest.raises(ValueError, match="source of its own"):
+        decode_verdict(gate.encode_verdict(circle))
+
+
 def test_a_residual_name_that_no_checkpoint_has_is_refused_where_it_arises() -> None:
     with pytest.raises(Incompatible, match="the layout does not have: stranger"):
         declared(0, [], residual={"stranger": "why"})

@@ -15,10 +15,12 @@ import torch
 from support.streams.publish_world import PublishWorld, same_weights, step_weights
 
 from dcr_daemon import DcrError, Publisher, Trainer
+from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.canonical.region import Region
 from dcr_daemon.codec.chunk import Operation
 from dcr_daemon.codec.decode import open_chunk
 from dcr_daemon.errors import Incompatible, UpdateAborted, UsageError
+from dcr_daemon.events import TensorFollowed
 from dcr_daemon.ledger.audit.repairs import SPARE
 from dcr_daemon.ledger.audit.verify import verify
 from dcr_daemon.projection.region_map import Map, Shard
@@ -29,13 +31,13 @@ WORLD = 3
 ROWS = ("embed.weight", "layer.0.weight", "layer.1.weight")
 
 
-def rows(layout: Any, rank: int, *, without: Sequence[str] = ()) -> Map:
+def rows(layout: Any, rank: int, *, without: Sequence[str] = (), split: Sequence[str] = ROWS) -> Map:
     """Rows of the matrices, and every other tensor whole on one rank."""
     shards = []
     for tensor, spec in enumerate(layout):
         if spec.name in without or not spec.elements:
             continue
-        if spec.name in ROWS:
+        if spec.name in split:
             count, width = spec.shape
             size = -(-count // WORLD)
             lo, hi = rank * size, min((rank + 1) * size, count)
@@ -134,6 +136,70 @@ def test_verify_reads_what_the_ranks_agreed_on_and_names_what_is_damaged(world: 
             assert (damage.rebuildable, damage.repair) == (True, SPARE)
         path.write_bytes(whole)
     assert asyncio.run(verify(world.store())).ok
+
+
+HEAD, EMBEDDING = "lm_head.weight", "embed.weight"
+
+
+def tie(world: PublishWorld, *, equal: bool = True) -> PublishWorld:
+    """The base stores an output head beside the embedding, and its config ties them."""
+    spec = world.layout[world.layout.index(EMBEDDING)]
+    world.layout = Layout([*world.layout, TensorSpec(HEAD, spec.dtype, spec.shape)])
+    world.weights = {**world.weights, HEAD: world.weights[EMBEDDING] ^ (0 if equal else 1)}
+    world.base = world.write(world.root / "tied", world.weights)
+    (world.base / "config.json").write_text('{"tie_word_embeddings": true}')
+    return world
+
+
+@pytest.mark.parametrize("left_out", [HEAD, EMBEDDING])
+def test_a_tied_tensor_that_no_rank_holds_follows_on_every_rank(world: PublishWorld, left_out: str) -> None:
+    layout, held = tie(world).layout, {EMBEDDING, HEAD} - {left_out}
+    made = [rows(layout, rank, without=[left_out], split=[*ROWS, *held]) for rank in range(WORLD)]
+    ranks = Ranks(world, lambda rank: Trainer(mapped=made[rank]))
+    chain = [world.weights]
+    for step in range(1, 3):
+        new = step_weights(chain[-1], seed=step)
+        chain.append({**new, left_out: new[next(iter(held))]})
+        tensors = world.tensors(chain[-1])
+        assert ranks.all(publish(lambda rank, t=tensors: local(t, made[rank]), step)) == [step] * WORLD
+    ranks.close()
+    found = world.reader.versions()
+    assert all(same_weights(found[n], one) for n, one in enumerate(chain))
+    assert [(event.name, event.source) for event in world.events.of(TensorFollowed)] == [(left_out, *held)]
+
+
+def test_a_head_that_differs_in_the_stream_does_not_follow_the_ranks_embedding(world: PublishWorld) -> None:
+    layout = tie(world, equal=False).layout
+    made = [rows(layout, rank, without=[HEAD]) for rank in range(WORLD)]
+    ranks = Ranks(world, lambda rank: Trainer(mapped=made[rank]))
+    tensors = world.tensors(world.weights)
+    results = ranks.all(publish(lambda rank: local(tensors, made[rank]), 1))
+    assert all(HEAD in str(one) and "differs from embed.weight" in str(one) for one in results)
+    assert any(isinstance(one, Incompatible) and "tie_word_embeddings" in one.hint for one in results)
+    ranks.close()
+    assert len(world.reader.versions()) == 1
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_a_tied_head_that_a_projected_model_does_not_export_follows(world: PublishWorld, equal: bool) -> None:
+    """transformers leaves it out of what it saves."""
+    tie(world, equal=equal)
+    new = step_weights(world.weights, seed=1)
+    tensors = {name: t for name, t in world.tensors(new).items() if name != HEAD}
+    conversion = trace(lambda table: {name.removeprefix("model."): t for name, t in table.items()}, given := {
+        f"model.{name}": tensor for name, tensor in tensors.items()
+    })  # fmt: skip
+    with Publisher(
+        world.url, base=world.base, create=True, state=world.state, emit=world.events,
+        trainer=Trainer(conversion=conversion),
+    ) as publisher:  # fmt: skip
+        if not equal:
+            with pytest.raises(Incompatible, match=HEAD) as caught:
+                publisher.publish(given, step=1)
+            assert "tie_word_embeddings" in caught.value.hint
+            return
+        publisher.publish(given, step=1).wait_sealed()
+    assert same_weights(world.reader.versions()[1], {**new, HEAD: new[EMBEDDING]})
 
 
 def test_elements_that_no_rank_has_are_refused_by_name_on_every_rank(world: PublishWorld) -> None:

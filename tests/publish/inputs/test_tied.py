@@ -13,6 +13,7 @@ from support.streams.publish_world import PublishWorld, Weights, make_weights, s
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.checkpoint.directory import INDEX, Checkpoint
 from dcr_daemon.errors import Corrupt, Incompatible
+from dcr_daemon.events import TensorFollowed
 from dcr_daemon.publish.publisher import Publisher
 from dcr_daemon.publish.watch.watcher import WatchOptions, run_watch
 
@@ -73,6 +74,9 @@ def test_a_tied_tensor_that_a_checkpoint_leaves_out_follows(tied_world: PublishW
     tied_world.write(tied_world.root / "out/step_2", trained(tied_world, 2), layout=tied_world.layout)
     once(tied_world)
     assert same_weights(tied_world.reader.versions()[2], trained(tied_world, 2))
+    assert [(event.name, {event.source}) for event in tied_world.events.of(TensorFollowed)] == [
+        (name, {HEAD, EMBEDDING} - {name})
+    ]
 
 
 def test_an_untied_head_does_not_follow(tied_world: PublishWorld) -> None:
@@ -86,16 +90,30 @@ def test_a_head_that_was_not_equal_does_not_follow(tied_world: PublishWorld) -> 
     base = tied_world.write(tied_world.root / "other", {**tied_world.weights, HEAD: tied_world.weights[EMBEDDING] ^ 1})
     tie(base, tied=True)
     tied_world.write(tied_world.root / "out/step_1", trained(tied_world), layout=without(tied_world.layout, HEAD))
-    with pytest.raises(Incompatible, match=f"missing: {HEAD}"):
+    with pytest.raises(Incompatible, match=f"missing: {HEAD}") as caught:
         once(tied_world, base=base)
+    assert "tie_word_embeddings" in caught.value.hint
 
 
 def test_tied_tensors_that_differ_are_refused_by_name(tied_world: PublishWorld) -> None:
     new = trained(tied_world)
     tied_world.write(tied_world.root / "out/step_1", {**new, HEAD: new[HEAD] ^ 1}, layout=tied_world.layout)
-    with pytest.raises(Incompatible, match=rf"tied by config\.json and different: {HEAD}"):
+    with pytest.raises(Incompatible, match=rf"tied by config\.json and different: {HEAD}") as caught:
         once(tied_world)
+    assert "train them tied" in caught.value.hint
     assert len(tied_world.reader.versions()) == 1
+
+
+def test_a_head_of_its_own_beside_a_base_without_one_is_no_name_to_ignore(tied_world: PublishWorld) -> None:
+    """To ignore it would serve a model with another head than the trained one."""
+    base = tied_world.write(tied_world.root / "b", tied_world.weights, layout=without(tied_world.layout, HEAD))
+    tie(base, tied=True)
+    new = trained(tied_world)
+    tied_world.write(tied_world.root / "out/step_1", {**new, HEAD: new[HEAD] ^ 1}, layout=tied_world.layout)
+    with pytest.raises(Incompatible, match=f"added: {HEAD}") as caught:
+        once(tied_world, base=base)
+    assert "--ignore" not in caught.value.hint
+    assert "ties it to the embedding" in caught.value.hint
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -112,7 +130,9 @@ def test_a_publisher_that_is_given_one_of_two_tied_tensors(tied_world: PublishWo
 
         return one_by_one() if stream else table
 
-    with Publisher(tied_world.url, base=tied_world.base, create=True, state=tied_world.state) as publisher:
+    with Publisher(
+        tied_world.url, base=tied_world.base, create=True, state=tied_world.state, emit=tied_world.events
+    ) as publisher:
         publisher.publish(given({n: t for n, t in tensors.items() if n != name}), step=1).wait_sealed()
         with pytest.raises(Incompatible, match="tied by config"):
             publisher.publish(given(different), step=2)
@@ -120,6 +140,7 @@ def test_a_publisher_that_is_given_one_of_two_tied_tensors(tied_world: PublishWo
     versions = tied_world.reader.versions()
     assert same_weights(versions[1], new)
     assert same_weights(versions[2], new)
+    assert [{event.name, event.source} for event in tied_world.events.of(TensorFollowed)] == [{HEAD, EMBEDDING}]
 
 
 @pytest.mark.parametrize("tied", [True, False])
