@@ -7,13 +7,13 @@ import asyncio
 import json
 import os
 from collections import Counter
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.processes.background import going_on
 from support.streams.publish_world import PublishWorld, Weights, make_weights, same_weights, step_weights
+from support.streams.watched import options, until, watching
 from support.virtual_time import VirtualTimeRuntime
 
 from dcr_daemon import runtime
@@ -22,35 +22,12 @@ from dcr_daemon.checkpoint.safetensors import pack_safetensors
 from dcr_daemon.events import Event, Sealed, Waiting
 from dcr_daemon.ledger.records import RECORD_LIMIT
 from dcr_daemon.publish.watch.scanner import CheckpointScanner
-from dcr_daemon.publish.watch.watcher import WatchOptions, run_watch
-
-DEADLINE = 60.0
+from dcr_daemon.publish.watch.watcher import run_watch
 
 
 @pytest.fixture
 def world(tmp_path: Path) -> PublishWorld:
     return PublishWorld(tmp_path)
-
-
-def options(world: PublishWorld, **more: Any) -> WatchOptions:
-    (world.root / "out").mkdir(exist_ok=True)
-    defaults: dict[str, Any] = {
-        "state": world.state, "base": world.base, "create": True,
-        "workers": 2, "watch": world.root / "out", "poll": 0.05,
-    }  # fmt: skip
-    return WatchOptions(**defaults | more)
-
-
-def watching(world: PublishWorld, **more: Any) -> AbstractAsyncContextManager[None]:
-    return going_on(run_watch(options(world, **more), world.store(), emit=world.events))
-
-
-async def until(condition: Any) -> None:
-    for _ in range(int(DEADLINE / 0.02)):
-        if condition():
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError("it did not happen")
 
 
 def shards(world: PublishWorld, weights: Weights, out: Path, count: int = 2) -> dict[Path, bytes]:

@@ -23,6 +23,7 @@ from support.events import RecordedEvents
 from support.processes.background import going_on
 from support.ranks.programs import piece_writers
 from support.ranks.run import run_ranks
+from support.streams.watched import until
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -37,8 +38,6 @@ from dcr_daemon.publish.watch.pieces.reader import PiecedSource
 from dcr_daemon.publish.watch.watcher import WatchOptions, run_watch
 from dcr_daemon.store.file import FileStore
 from dcr_daemon.subscribe.materialize import materialize
-
-DEADLINE = 60.0
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled", "ignore:Detected an existing checkpoint"
@@ -97,14 +96,6 @@ class Place:
 def tensors(path: Path) -> dict[str, bytes]:
     with Checkpoint(path) as checkpoint:
         return {spec.name: checkpoint.bits(spec.name).tobytes() for spec in checkpoint.layout}
-
-
-async def until(condition: Callable[[], object]) -> None:
-    for _ in range(int(DEADLINE / 0.02)):
-        if condition():
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError("it did not happen")
 
 
 def test_what_fsdp_ranks_write_in_four_ways_is_published_bit_for_bit(ranks: Path, tmp_path: Path) -> None:
