@@ -136,3 +136,14 @@ class Layout:
         if layout.encoded != body:
             raise Corrupt("layout object is not in canonical form")
         return layout
+
+
+def describe_difference(found: Layout, wanted: Layout) -> str:
+    """In words, where a checkpoint's layout is not the one that is wanted; empty if it is."""
+    have, want = {spec.name: spec for spec in found}, {spec.name: spec for spec in wanted}
+    groups = {
+        "missing": want.keys() - have.keys(),
+        "added": have.keys() - want.keys(),
+        "retyped or reshaped": {name for name in want.keys() & have.keys() if want[name] != have[name]},
+    }
+    return "; ".join(f"{kind}: {shorten(sorted(names))}" for kind, names in groups.items() if names)

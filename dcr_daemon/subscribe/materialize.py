@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dcr_daemon import runtime
-from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.canonical.layout import Layout, describe_difference
 from dcr_daemon.checkpoint.directory import Checkpoint, tensor_files
 from dcr_daemon.checkpoint.reader import CheckpointReader
 from dcr_daemon.disk import sync_directory
-from dcr_daemon.engine.directory.checkout import describe_difference
 from dcr_daemon.engine.directory.engine import DirectoryEngine
 from dcr_daemon.engine.port import Swapped, TensorClass, Transaction, Verdict
 from dcr_daemon.errors import (

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from dcr_daemon.canonical.dtypes import ITEM_SIZE, bits_dtype
-from dcr_daemon.canonical.layout import Layout, TensorSpec
+from dcr_daemon.canonical.layout import Layout, TensorSpec, describe_difference
 from dcr_daemon.errors import Corrupt, Incompatible
 
 SPECS = [
@@ -86,3 +86,10 @@ def test_decode_takes_only_the_canonical_form() -> None:
     ):
         with pytest.raises(Corrupt):
             Layout.decode(body)
+
+
+def test_differences_are_named_by_kind() -> None:
+    wanted = Layout(SPECS)
+    found = Layout([*SPECS[:3], TensorSpec("z", "F16", (2,)), TensorSpec("new", "U8", (1,))])
+    assert describe_difference(found, wanted) == "missing: é; added: new; retyped or reshaped: z"
+    assert describe_difference(wanted, wanted) == ""

@@ -234,7 +234,7 @@ async def test_other_tensors_are_named(make_versions, here):
         here, layout, bits_of=lambda name: np.zeros(layout[layout.index(name)].elements, "<u2"), side_files={}
     )
     engine = DirectoryEngine(here)
-    with pytest.raises(EngineRefused, match=r"missing: head.*not in the stream: odd.*another dtype or shape: embed"):
+    with pytest.raises(EngineRefused, match=r"missing: head.*added: odd.*retyped or reshaped: embed"):
         await engine.attach(versions.facts())
     await engine.close()
 

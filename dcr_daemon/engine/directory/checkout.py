@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from dcr_daemon import runtime
-from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.canonical.layout import Layout, describe_difference
 from dcr_daemon.checkpoint.directory import DIRTY, Checkpoint, tensor_files
 from dcr_daemon.disk import disk_error, out_of_handles, sync_directory, write_atomically
 from dcr_daemon.engine.directory.journal import Install, Journal, Patch, read_journal
@@ -33,7 +33,6 @@ from dcr_daemon.engine.port import EngineGone
 from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, ResourceExhausted
 from dcr_daemon.events import Emit, discard
 from dcr_daemon.untrusted import decode_json
-from dcr_daemon.wording import shorten
 
 FORMAT = 1
 CONFIG = "config.json"
@@ -290,20 +289,6 @@ class Checkout:
         if os.path.lexists(self._hidden):
             self._hidden.rename(self.path / CONFIG)
             sync_directory(self.path, site="engine")
-
-
-def describe_difference(found: Layout, wanted: Layout) -> str:
-    """The tensors in which a checkpoint's layout differs from the stream's, in words; empty if there are none."""
-    ours, theirs = {spec.name: spec for spec in found}, {spec.name: spec for spec in wanted}
-    parts = []
-    for title, names in (
-        ("missing", theirs.keys() - ours.keys()),
-        ("not in the stream", ours.keys() - theirs.keys()),
-        ("of another dtype or shape", {n for n in ours.keys() & theirs.keys() if ours[n] != theirs[n]}),
-    ):
-        if names:
-            parts.append(f"{title}: {shorten(sorted(names))}")
-    return "; ".join(parts)
 
 
 def open_checkpoint(path: Path, layout: Layout) -> Checkpoint:

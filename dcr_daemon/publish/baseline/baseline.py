@@ -27,7 +27,7 @@ from dcr_daemon import runtime
 from dcr_daemon.canonical.box import Box
 from dcr_daemon.canonical.dtypes import bits_dtype
 from dcr_daemon.canonical.fingerprint import MASK, Bits, Vector, advance
-from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.canonical.layout import Layout, describe_difference
 from dcr_daemon.checkpoint.blocks import Block, BlockSet, sum_blocks, transfer
 from dcr_daemon.checkpoint.directory import Checkpoint
 from dcr_daemon.checkpoint.reader import CheckpointReader
@@ -35,7 +35,6 @@ from dcr_daemon.codec.chunk import Segment
 from dcr_daemon.codec.decode import Chunk
 from dcr_daemon.disk import disk_error, reserve, write_atomically
 from dcr_daemon.errors import Corrupt, Incompatible
-from dcr_daemon.publish.inputs.validator import differences
 from dcr_daemon.runtime import Workers
 from dcr_daemon.task_limiter import TaskLimiter
 from dcr_daemon.untrusted import decode_json
@@ -220,9 +219,9 @@ class Baseline:
             Corrupt: a file shrinks while it is read.
         """
         self.invalidate()
-        if checkpoint.layout != self.layout:
+        if difference := describe_difference(checkpoint.layout, self.layout):
             raise Incompatible(
-                f"{checkpoint.path} does not have the stream's layout: {differences(self.layout, checkpoint.layout)}",
+                f"{checkpoint.path} does not have the stream's layout: {difference}",
                 hint="give the checkpoint that the stream was created from",
             )
 

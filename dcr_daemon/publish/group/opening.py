@@ -7,7 +7,7 @@ from typing import Protocol, Self
 
 from dcr_daemon import runtime
 from dcr_daemon.canonical.fingerprint import Vector, total
-from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.canonical.layout import Layout, describe_difference
 from dcr_daemon.checkpoint.blocks import BlockSet, block_bytes
 from dcr_daemon.checkpoint.directory import Checkpoint, read_side_files
 from dcr_daemon.checkpoint.reader import CheckpointReader
@@ -21,7 +21,6 @@ from dcr_daemon.publish.group.context import RankContext
 from dcr_daemon.publish.group.coordinator import CLOSE_PATIENCE, Coordinator
 from dcr_daemon.publish.group.leader import Leader
 from dcr_daemon.publish.group.member import Member
-from dcr_daemon.publish.inputs.validator import differences
 from dcr_daemon.publish.options import PublishOptions
 from dcr_daemon.publish.rank import Rank
 from dcr_daemon.publish.resources import RankResources
@@ -262,8 +261,8 @@ def _check_base(options: PublishOptions, layout: Layout, url: str, *, emit: Emit
         with Checkpoint(options.base) as checkpoint:
             if checkpoint.passed_by:
                 emit(Degraded(what=f"base {options.base}: not read is {shorten(checkpoint.passed_by)}"))
-            if checkpoint.layout != layout:
+            if difference := describe_difference(checkpoint.layout, layout):
                 raise Incompatible(
-                    f"base {options.base} has another layout than {url}: {differences(layout, checkpoint.layout)}",
+                    f"base {options.base} has another layout than {url}: {difference}",
                     hint="give the checkpoint that the stream was created from, or another stream",
                 )

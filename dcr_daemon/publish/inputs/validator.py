@@ -16,11 +16,10 @@ import numpy as np
 
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.codec.chunk import SEGMENT_BYTES
-from dcr_daemon.projection.mismatches import MISMATCHES, TIED, LayoutMismatches
+from dcr_daemon.projection.mismatches import TIED, LayoutMismatches
 from dcr_daemon.projection.values import castable, rounds
 from dcr_daemon.publish.inputs.sources import Source
 from dcr_daemon.publish.inputs.tied import ReadBits, TiedSource, TiedTensors, equal_bits
-from dcr_daemon.wording import shorten
 
 S = TypeVar("S", bound=Source)
 
@@ -158,14 +157,3 @@ def is_copy(source: Source, index: int, *, spec: TensorSpec, read: ReadBits) -> 
         first = bits[0] if first is None else first
         constant = constant and bool((bits == first).all())
     return not constant
-
-
-def differences(expected: Layout, found: Layout) -> str:
-    """In words, where layout `found` is not `expected`."""
-    want, have = {s.name: s for s in expected}, {s.name: s for s in found}
-    groups: dict[str, Iterable[str]] = {
-        "missing": [name for name in want if name not in have],
-        "added": [name for name in have if name not in want],
-        "retyped or reshaped": [name for name in want if name in have and want[name] != have[name]],
-    }
-    return "; ".join(f"{kind}: {shorten(names, limit=MISMATCHES)}" for kind, names in groups.items() if names)
