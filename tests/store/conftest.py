@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
+import socket
 import ssl
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -251,6 +252,14 @@ def _error(code: str) -> bytes:
     return f"<Error><Code>{code}</Code><Message>as told</Message></Error>".encode()
 
 
+@pytest.fixture
+def unused_endpoint() -> Iterator[str]:
+    """A port that is taken but not listened on."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{taken.getsockname()[1]}"
+
+
 OpenFake = Callable[..., "asynccontextmanager[tuple[FakeS3, S3Store]]"]
 
 
@@ -268,11 +277,13 @@ def fake_s3(monkeypatch: pytest.MonkeyPatch) -> OpenFake:
         patience: RetryPolicy = RetryPolicy(seconds=20, first=0.001, longest=0.002),  # noqa: B008 (frozen)
         emit: Callable[[object], None] = lambda _: None,
         tls: ssl.SSLContext | None = None,
+        host: str = "127.0.0.1",
         **fields: object,
     ) -> AsyncIterator[tuple[FakeS3, S3Store]]:
         fake = FakeS3(**fields)  # type: ignore[arg-type]
-        server = await asyncio.start_server(fake.serve, "127.0.0.1", 0, limit=1 << 20, ssl=tls)
-        fake.url = f"{'https' if tls else 'http'}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        server = await asyncio.start_server(fake.serve, host, 0, limit=1 << 20, ssl=tls)
+        authority = f"[{host}]" if ":" in host else host
+        fake.url = f"{'https' if tls else 'http'}://{authority}:{server.sockets[0].getsockname()[1]}"
         store = await S3Store.open(
             "bucket", "run", endpoint_url=fake.url, concurrency=concurrency, patience=patience, emit=emit
         )

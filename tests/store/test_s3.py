@@ -7,10 +7,8 @@ import base64
 import hashlib
 import os
 import shutil
-import socket
 import ssl
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +22,6 @@ from dcr_daemon.store.s3.store import LARGE_BYTES, S3Store
 
 BRIEF = RetryPolicy(seconds=0.3, first=0.001, longest=0.01)
 REFUSALS = ["denied", "bad-key", "expired", "archived", "no-bucket", "not-implemented", "moved", "invalid"]
-
-
-@pytest.fixture
-def unused_endpoint() -> Iterator[str]:
-    """A port that is taken but not listened on."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        yield f"http://127.0.0.1:{taken.getsockname()[1]}"
 
 
 # One conditional PUT, and what is known after it (musts L0, L1).
