@@ -263,7 +263,12 @@ def _print_report(report: OnceReport, *, json: bool) -> None:
     if json or not sys.stdout.isatty():
         print_json(report.as_json())
         return
-    rows: list[tuple[object, ...]] = [(f"version {one.version}", one.step, one.path) for one in report.published]
-    rows += [(one.cause.replace("_", " "), None, one.path, one.reason) for one in report.not_published]
+    shown = report.as_json()
+    rows: list[tuple[object, ...]] = [
+        (f"version {one['version']}", one["step"], one["path"]) for one in shown["published"]
+    ]
+    rows += [(one["cause"].replace("_", " "), None, one["path"], one["reason"]) for one in shown["not_published"]]
+    if more := len(report.published) + len(report.not_published) - len(rows):
+        rows.append((f"and {more} more",))
     if rows:
         print_table(("OUTCOME", "STEP ", "CHECKPOINT", "REASON"), rows)

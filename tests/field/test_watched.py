@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,19 @@ from typing import Any
 import pytest
 from support.processes.background import going_on
 from support.streams.publish_world import PublishWorld, Weights, make_weights, same_weights, step_weights
-from support.streams.watched import options, until, watching
+from support.streams.watched import once, options, until, watching
 from support.virtual_time import VirtualTimeRuntime
 
 from dcr_daemon import runtime
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.checkpoint.safetensors import pack_safetensors
-from dcr_daemon.events import Event, Sealed, Waiting
+from dcr_daemon.events import Aborted, Degraded, Event, Sealed, Waiting
 from dcr_daemon.ledger.records import RECORD_LIMIT
+from dcr_daemon.publish.inputs.sources import FileSource, SourceChanged
+from dcr_daemon.publish.watch.file_stability import STABLE_SCANS_UNCLOSED
 from dcr_daemon.publish.watch.scanner import CheckpointScanner
 from dcr_daemon.publish.watch.watcher import run_watch
+from dcr_daemon.publish.watch.write_state import WriteState
 
 
 @pytest.fixture
@@ -181,6 +185,102 @@ def test_the_cost_of_a_checkpoint_grows_with_its_files_and_not_with_their_square
         assert calls["scan"] <= 8
     assert max(costs.values()) <= 12
     assert costs[400] <= costs[100] + 1
+
+
+@pytest.mark.parametrize("kernel", ["tells", "cannot tell"])
+def test_bad_folders_do_not_delay_a_good_checkpoint(
+    world: PublishWorld, monkeypatch: pytest.MonkeyPatch, kernel: str
+) -> None:
+    """48 folders of pipes and rubbish, older than the checkpoint, delayed it by 30 s: nobody knows their writers."""
+    if kernel == "cannot tell":
+        monkeypatch.setattr(WriteState, "is_local", False)
+    scans = Counter[str]()
+    right = CheckpointScanner.scan
+
+    def scan(self: CheckpointScanner, *args: Any) -> Any:
+        scans["in all"] += 1
+        return right(self, *args)
+
+    monkeypatch.setattr(CheckpointScanner, "scan", scan)
+    for n in range(48):
+        folder = world.root / f"out/checkpoint-{n}"
+        folder.mkdir(parents=True)
+        if n % 2:
+            os.mkfifo(folder / "model.safetensors")
+        else:
+            (folder / "model.safetensors").write_bytes(b"rubbish" * n)
+    sealed = asyncio.Event()
+    new = step_weights(world.weights, seed=1)
+
+    def emit(told: Event) -> None:
+        world.events(told)
+        if isinstance(told, Sealed):
+            sealed.set()
+
+    async def run() -> None:
+        async with going_on(run_watch(options(world, poll=None), world.store(), emit=emit)):
+            await until(lambda: scans["in all"])
+            (world.root / "out/checkpoint-100").mkdir()
+            await until(lambda: scans["in all"] > 1)
+            path = world.root / "out/checkpoint-100/model.safetensors"
+            with path.open("wb") as file:  # inotify sees it being closed
+                file.write(pack_safetensors([(spec, new[spec.name]) for spec in world.layout]))
+            scans.clear()
+            await sealed.wait()
+
+    asyncio.run(run())
+    assert scans["in all"] < STABLE_SCANS_UNCLOSED / 2
+    assert same_weights(world.reader.versions()[1], new)
+
+
+def test_a_checkpoint_that_cannot_be_read_does_not_hold_up_the_next(
+    world: PublishWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its header is sound and its disk is not: it was the oldest, and was tried for ever."""
+    bad, good = world.root / "out/step_1", step_weights(world.weights, seed=2)
+    world.write(bad, world.weights)
+    right = FileSource.read
+
+    def read(self: FileSource, *args: Any) -> Any:
+        if self.file.path.parent == bad:
+            raise SourceChanged(f"{self.file.path} cannot be read to its end: Input/output error")
+        return right(self, *args)
+
+    monkeypatch.setattr(FileSource, "read", read)
+
+    async def run() -> None:
+        async with watching(world):
+            await until(lambda: len(world.events.of(Aborted)) > 1)
+            world.write(world.root / "out/step_2", good)
+            await until(lambda: world.events.of(Sealed))
+
+    asyncio.run(run())
+    assert "Input/output error" in world.events.of(Aborted)[0].reason
+    assert same_weights(world.reader.versions()[1], good)
+
+
+def test_what_only_its_date_says_to_be_published_is_named(world: PublishWorld) -> None:
+    """A publisher that has lost its state reads few seals. A folder as old as the others was passed by silently."""
+    for step in (1, 2):
+        world.write(world.root / f"out/step_{step}", step_weights(world.weights, seed=step))
+        once(world)
+        shutil.rmtree(world.root / f"out/step_{step}")
+    old = world.root / "out/step_0"
+
+    async def run() -> None:
+        async with watching(world, state=world.root / "lost", take_over=True):
+            await until(lambda: any("a checkpoint below" in event.what for event in world.events.of(Waiting)))
+            out = world.write(world.root / "made", step_weights(world.weights, seed=3))
+            os.utime(out / "model.safetensors", (1000, 1000))
+            out.rename(old)
+            await until(lambda: any("step_0" in event.what for event in world.events.of(Degraded)))
+            await asyncio.sleep(0.5)
+            os.utime(old / "model.safetensors")
+            await until(lambda: len(world.events.of(Sealed)) == 3)
+
+    asyncio.run(run())
+    (said,) = (event.what for event in world.events.of(Degraded) if "step_0" in event.what)
+    assert "seals were not read" in said
 
 
 def test_what_a_seal_says_of_its_source_is_bounded_and_recognised_again(

@@ -18,6 +18,7 @@ from dcr_daemon.publish.watch.write_state import Writers, WriteState
 STABLE_SCANS = 2  #: timed scans that must find a file unchanged, if nobody was seen writing to it
 STABLE_SCANS_UNCLOSED = 30  #: the same for one that was written to and not closed: a stalled writer, or a lost event
 OPEN = "somebody has it open for writing"
+WRITTEN = "still being written"
 
 
 class FileStability:
@@ -78,7 +79,7 @@ class FileStability:
         closed = self._closed.get(path) == identity
         scans = 0 if closed else self._count_scans(path, identity, timed=timed)
         if not closed and scans < (STABLE_SCANS_UNCLOSED if path in self._unclosed else STABLE_SCANS):
-            return "still being written"
+            return WRITTEN
         writers = self._kernel.writers(path)
         if writers is Writers.SOME:
             return OPEN

@@ -6,7 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dcr_daemon.errors import Incompatible, InputIncomplete
-from dcr_daemon.wording import shorten
+from dcr_daemon.wording import LIMIT, cut, shorten
+
+LISTED = 200  #: checkpoints of either kind that the result lists
+REASON_LENGTH = 500  #: characters of a reason in it
 
 #: Why a checkpoint was not published. The last two are no failure: another one is the policy, or is newer.
 Cause = Literal["misfit", "refused", "incomplete", "other_shape", "outdated"]
@@ -53,16 +56,23 @@ class OnceReport:
             raise InputIncomplete(_named(unfinished), hint="run the command again when they are complete")
 
     def as_json(self) -> dict[str, Any]:
-        """The result for programs."""
+        """The result for programs: the first `LISTED` of each list, and how many there are."""
         published = [
-            {"path": p.path, "version": p.version, "step": p.step, "not_read": p.not_read} for p in self.published
+            {"path": p.path, "version": p.version, "step": p.step, "not_read": p.not_read[:LIMIT]}
+            for p in self.published[:LISTED]
         ]
-        skipped = [{"path": s.path, "cause": s.cause, "reason": s.reason} for s in self.not_published]
-        return {"published": published, "not_published": skipped}
+        skipped = [
+            {"path": s.path, "cause": s.cause, "reason": cut(s.reason, REASON_LENGTH)}
+            for s in self.not_published[:LISTED]
+        ]
+        return {
+            "published": published, "not_published": skipped,
+            "published_total": len(self.published), "not_published_total": len(self.not_published),
+        }  # fmt: skip
 
 
 def _named(skipped: list[NotPublished]) -> str:
     if len(skipped) == 1:
         return f"{skipped[0].path} is not published: {skipped[0].reason}"
-    named = shorten([f"{one.path}: {one.reason}" for one in skipped], separator="; ")
+    named = shorten([f"{one.path}: {cut(one.reason, REASON_LENGTH)}" for one in skipped], separator="; ")
     return f"{len(skipped)} checkpoints are not published: {named}"

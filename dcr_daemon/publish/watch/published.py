@@ -4,7 +4,8 @@
 may be versions, and `READ_BACK` seals if they are old, however long the history is. Each seal says the newest time of a
 file of any version before: what has a newer file is none of those versions, exactly, since the times are part of what
 is compared. What has none, and is none of the versions that were read, may be a version that was not read: it is never
-published. That forgets nothing but checkpoints which were passed by while `READ_BACK` newer ones became versions.
+published, which is said. That forgets nothing but checkpoints which were passed by while `READ_BACK` newer ones became
+versions.
 
 `PublishedFiles` answers the scanner whether files on disk are a version.
 """
@@ -96,13 +97,16 @@ class PublishedFiles:
         paths = self._paths.get(identity)
         if not paths:
             # Moved to another disk with their times, as `rsync -a` does, files have other inodes and are the same.
-            moved = bool(identity) and without_inodes(self.newest_at(relative)) == without_inodes(identity)
-            return moved or (bool(identity) and newest_time(identity) <= self.unread_ns)
+            return bool(identity) and without_inodes(self.newest_at(relative)) == without_inodes(identity)
         if relative not in paths and any((self._root / path).is_dir() for path in paths):
             return False
         paths.add(relative)
         self._newest[relative] = identity
         return True
+
+    def may_be_unread(self, identity: frozenset[FileIdentity]) -> bool:
+        """Whether files that are no version that was read may be one that was not."""
+        return bool(identity) and newest_time(identity) <= self.unread_ns
 
     def contains_part(self, relative: str, files: Collection[FileIdentity]) -> bool:
         """Whether these are some files of the version at `relative`: the others were taken away."""
@@ -119,16 +123,11 @@ class PublishedFiles:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What the seals say, oldest version first; the times as in `PublishedFiles`.
-
-    `passed_by`: paths of directories on disk that are not published because they are as old as versions that were not
-    read. Most of them are such versions.
-    """
+    """What the seals say, oldest version first; the times as in `PublishedFiles`."""
 
     sources: list[PublishedCheckpoint]
     newest_ns: int
     unread_ns: int
-    passed_by: list[str]
 
 
 class _Cache(msgspec.Struct, frozen=True):
@@ -170,7 +169,7 @@ async def read_published(
         unread_ns=max(known.unread_ns, reading.unread_ns),
     )
     _save(cache, known)
-    return Published(sources, known.newest_ns, known.unread_ns, reading.passed_by)
+    return Published(sources, known.newest_ns, known.unread_ns)
 
 
 class _Reading:
@@ -179,7 +178,6 @@ class _Reading:
     Attributes:
         sources: of the versions taken, newest first.
         unread_ns: no version that was not taken has a newer file; -1 if all were taken.
-        passed_by: directories on disk that are as old as those versions.
     """
 
     def __init__(self, on_disk: list[FileTimes], known: int) -> None:
@@ -188,7 +186,6 @@ class _Reading:
         self._oldest_taken_ns = 1 << 64
         self.sources: list[PublishedCheckpoint] = []
         self.unread_ns = -1
-        self.passed_by: list[str] = []
 
     def take(self, seal: Seal) -> bool:
         """Whether the seals before it are needed too."""
@@ -203,7 +200,6 @@ class _Reading:
         if self._known or source.earlier_ns is None or self._may_lie_there(source.earlier_ns):
             return True
         self.unread_ns = source.earlier_ns
-        self.passed_by = [times.path for times in self._on_disk if times.newest_ns <= self.unread_ns]
         return False
 
     def _may_lie_there(self, earlier_ns: int) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Literal
 
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.events import CheckpointSkipped, Degraded, Emit, Notice, TensorFollowed, Waiting
@@ -14,6 +15,8 @@ from dcr_daemon.publish.watch.policy_paths import PolicyPaths, shape_of
 from dcr_daemon.publish.watch.selection import Candidates, Choice
 from dcr_daemon.wording import shorten
 
+REMEMBERED = 1000  #: things that were said of checkpoints that are gone
+
 
 class WatchReporter:
     """Emits what is waited for and what is passed by below the directory `watch`."""
@@ -22,8 +25,25 @@ class WatchReporter:
         self._watch, self._paths, self._layout, self._emit = watch, paths, layout, emit
         self._waiting: dict[str, Notice] = {}
         self._followed: set[str] = set()
-        self._not_read: dict[str, str] = {}
-        self._skipped: dict[tuple[Cause, str], str] = {}  #: reasons that were emitted, by checkpoint or shape
+        self._unread: Collection[str] = ()
+        self._told: dict[tuple[Cause | Literal["not_read"], str], int] = {}  #: hashes of texts, by checkpoint or shape
+
+    def scanned(self, found: Candidates, *, unread: Collection[str]) -> None:
+        """What a scan found, `unread` being `CheckpointScanner.unread`. What is gone is forgotten in the end."""
+        if new := sorted(set(unread).difference(self._unread)):
+            old = f"not published, being as old as versions of which the seals were not read: {shorten(new)}"
+            self._emit(Degraded(what=f"{old}; to publish one all the same, `touch` its files"))
+        self._unread = unread
+        if len(self._told) > REMEMBERED:
+            present = {*found, *map(shape_of, found)}
+            gone = [key for key in self._told if key[1] not in present]
+            for key in gone[: max(0, len(gone) - REMEMBERED)]:
+                del self._told[key]
+
+    def _is_news(self, kind: Cause | Literal["not_read"], name: str, text: str) -> bool:
+        """Whether this was not the last that was said of it."""
+        before, self._told[kind, name] = self._told.get((kind, name)), hash(text)
+        return before != hash(text)
 
     def misfit(self, error: CheckpointMisfit) -> NotPublished:
         """A checkpoint does not fit the stream's layout."""
@@ -34,8 +54,7 @@ class WatchReporter:
     def not_read(self, candidate: CheckpointCandidate) -> None:
         """A checkpoint is taken from some of the weight files in its directory."""
         names = shorten(candidate.passed_by)
-        if names and self._not_read.get(candidate.relative) != names:
-            self._not_read[candidate.relative] = names
+        if names and self._is_news("not_read", candidate.relative, names):
             read = shorten(sorted(candidate.files))
             self._emit(Degraded(what=f"{candidate.relative}: not read beside {read}, as loaders do: {names}"))
 
@@ -59,8 +78,7 @@ class WatchReporter:
         return other + outdated
 
     def _skip(self, skipped: NotPublished, *, key: str) -> None:
-        if self._skipped.get((skipped.cause, key)) != skipped.reason:
-            self._skipped[skipped.cause, key] = skipped.reason
+        if self._is_news(skipped.cause, key, skipped.reason):
             hint = f" ({skipped.hint})" if skipped.hint else ""
             self._emit(CheckpointSkipped(path=skipped.path, cause=skipped.cause, reason=skipped.reason + hint))
 
@@ -95,7 +113,7 @@ class WatchReporter:
             if not self._paths.is_policy(name):
                 continue
             if candidate.refusal:
-                if candidate.refusal != self._skipped.get(("misfit", name)):
+                if self._told.get(("misfit", name)) != hash(candidate.refusal):
                     notices[name] = Degraded(what=f"{name} is refused: {candidate.refusal}")
             elif why := candidate.why_incomplete(self._layout):
                 notices[name] = Waiting(what=f"{name} is incomplete: {why}")

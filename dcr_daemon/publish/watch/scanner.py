@@ -27,7 +27,7 @@ from dcr_daemon.projection.files.piece_map import METADATA
 from dcr_daemon.publish.inputs.tied import TiedTensors
 from dcr_daemon.publish.watch.candidate import CheckpointCandidate, CompleteFile, CompletePieces
 from dcr_daemon.publish.watch.file_identity import FileIdentity, checkpoint_identity, identify
-from dcr_daemon.publish.watch.file_stability import OPEN, STABLE_SCANS_UNCLOSED, FileStability
+from dcr_daemon.publish.watch.file_stability import OPEN, STABLE_SCANS_UNCLOSED, WRITTEN, FileStability
 from dcr_daemon.publish.watch.pieces.fit import PieceFit
 from dcr_daemon.publish.watch.pieces.reader import PieceFiles
 from dcr_daemon.publish.watch.pieces.tables import PieceTables
@@ -74,6 +74,7 @@ class CheckpointScanner:
     Attributes:
         files: is told of file events.
         files_found: number of files that the last scan looked at.
+        unread: what the last scan found that is passed by because it is as old as versions that were not read.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class CheckpointScanner:
         self._kernel = kernel or WriteState(file_system_of(root))
         self.files = FileStability(self._kernel, unknown_scans=unknown_scans)
         self.files_found = 0
+        self.unread: set[str] = set()
         self._root, self._marker, self._paths = root, marker, paths or PolicyPaths()
         self._exclude = {path.resolve() for path in exclude}
         self._tables = PieceTables(ignore, config, tied=self._tied)
@@ -150,6 +152,7 @@ class CheckpointScanner:
         """
         self.files.apply_events()
         scan, found = _Scan(layout, timed), dict[str, CheckpointCandidate]()
+        self.unread = set()
         superseded: set[str] = set()
         for directory in self._directories(self._root, 0):
             scan.seen.add(directory)  # tables are remembered by their directory
@@ -163,6 +166,7 @@ class CheckpointScanner:
             del found[name]  # the same weights, joined by the writer from pieces that are there already
         self.files_found = len(scan.seen)
         self._rewrites.forget_except(found)
+        self._refused = {name: refused for name, refused in self._refused.items() if name in found}
         self._forget_except(scan.seen)
         return found
 
@@ -296,10 +300,19 @@ class CheckpointScanner:
 
     def _is_version(self, relative: str, present: Mapping[str, FileIdentity]) -> bool:
         """Whether these files are a version, or what is left of the one that lay there."""
-        if self._published.contains(relative, checkpoint_identity(present.values(), METADATA)):
-            self._rewrites.forget(relative)
+        if self._knows(relative, checkpoint_identity(present.values(), METADATA)):
             return True
         return self._published.contains_part(relative, present.values())
+
+    def _knows(self, relative: str, identity: frozenset[FileIdentity]) -> bool:
+        """Whether these files are a version, or may be one that was not read."""
+        if self._published.contains(relative, identity):
+            self._rewrites.forget(relative)
+            return True
+        if self._published.may_be_unread(identity):
+            self.unread.add(relative)
+            return True
+        return False
 
     def _adds_nothing(
         self, candidate: CheckpointCandidate, present: Mapping[str, FileIdentity], *, layout: Layout
@@ -330,7 +343,7 @@ class CheckpointScanner:
         may_be_complete = self.files.may_be_complete(path, identity)
         if why := self.files.why_unstable(path, identity, timed=scan.timed):
             candidate.unfinished[path.name] = why
-            candidate.undetermined |= may_be_complete and why != OPEN
+            candidate.undetermined |= may_be_complete and why == WRITTEN
         return not why
 
     def _why_unwritten(self, path: Path, identity: FileIdentity) -> str:
@@ -399,7 +412,7 @@ class CheckpointScanner:
             if now != version:
                 candidate.unfinished[METADATA] = "that of a version, whose files are being rewritten or taken away"
                 return candidate
-            if self._published.contains(candidate.relative, version):
+            if self._knows(candidate.relative, version):
                 return None
         if not self._is_stable(scan, candidate, path=path, identity=identity):
             return candidate
@@ -413,8 +426,7 @@ class CheckpointScanner:
         present[METADATA] = identity
         candidate.written_ns = max(file.mtime_ns for file in present.values())
         candidate.files = {name: CompleteFile(candidate.path / name, file, None) for name, file in present.items()}
-        if self._published.contains(candidate.relative, candidate.identity):
-            self._rewrites.forget(candidate.relative)
+        if self._knows(candidate.relative, candidate.identity):
             return None
         candidate.unfinished |= unfinished
         if not unfinished:

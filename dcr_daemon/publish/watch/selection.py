@@ -44,6 +44,7 @@ class CheckpointSelection:
         self._published_until: tuple[int, int, str] = (-1, -1, "")  #: greatest `order` of a published checkpoint
         self._abandoned: dict[str, frozenset[FileIdentity]] = {}
         self._misfits: set[str] = set()
+        self._postponed: dict[str, float] = {}  #: when the next try is due, on `runtime.monotonic`
 
     def mark_published(self, relative: str, identity: frozenset[FileIdentity]) -> None:
         """The checkpoint at `relative` with these files is the newest version."""
@@ -59,6 +60,16 @@ class CheckpointSelection:
     def mark_misfit(self, relative: str) -> None:
         """A file at `relative` does not fit the layout: wait for all files of the checkpoint."""
         self._misfits.add(relative)
+
+    def postpone(self, relative: str, seconds: float) -> None:
+        """The checkpoint could not be read to its end. Until it is tried again, others are published."""
+        self._postponed[relative] = runtime.monotonic() + seconds
+
+    def forget_except(self, found: Candidates) -> None:
+        """Forget what was given up and is gone."""
+        self._abandoned = {name: identity for name, identity in self._abandoned.items() if name in found}
+        self._postponed = {name: due for name, due in self._postponed.items() if name in found}
+        self._misfits &= found.keys()
 
     def choose(self, found: Candidates) -> Choice:
         """Divide the checkpoints that are complete, or to which no files will be added (what such a one lacks is an
@@ -81,8 +92,10 @@ class CheckpointSelection:
         return not candidate.why_incomplete(self._layout) or candidate.is_final(marker=self._marker)
 
     def ready(self, choice: Choice, found: Candidates) -> list[CheckpointCandidate]:
-        """Those to be published whose turn it is now: no older checkpoint may turn out to be complete too."""
-        return self._in_order(choice.publish, found)
+        """Those to be published whose turn it is now: no older checkpoint may turn out to be complete too. Those that
+        could not be read before come last."""
+        due = self._in_order(filter(self._is_due, choice.publish), found)
+        return sorted(due, key=lambda candidate: candidate.relative in self._postponed)
 
     def being_written(self, found: Candidates) -> CheckpointCandidate | None:
         """The oldest checkpoint of which some files are complete.
@@ -97,6 +110,7 @@ class CheckpointSelection:
             and not (c.in_pieces or c.refusal or c.relative in self._misfits)
             and self._paths.is_policy(c.relative)
             and self._is_new(c)
+            and self._is_due(c)
             and self._abandoned.get(c.relative) != c.identity
         )
         return min(self._in_order(partial, found), key=lambda candidate: candidate.order, default=None)
@@ -104,11 +118,17 @@ class CheckpointSelection:
     def _is_new(self, candidate: CheckpointCandidate) -> bool:
         return candidate.order >= self._published_until
 
+    def _is_due(self, candidate: CheckpointCandidate) -> bool:
+        return runtime.monotonic() >= self._postponed.get(candidate.relative, 0.0)
+
     def _in_order(self, candidates: Iterable[CheckpointCandidate], found: Candidates) -> list[CheckpointCandidate]:
         """Those of the candidates that no older checkpoint may turn out to precede.
 
         A file that was closed before inotify watched its directory is known to be complete two scans later than its
-        successors. A checkpoint that is really being written delays no other.
+        successors. For no longer than that a checkpoint delays others: not while it is being written, nor for the many
+        scans after which a file counts as complete whose writers nobody knows.
         """
-        undetermined = [c for c in found.values() if c.undetermined and self._paths.is_policy(c.relative)]
+        undetermined = [
+            c for c in found.values() if c.undetermined and self._paths.is_policy(c.relative) and self._is_new(c)
+        ]
         return [c for c in candidates if not any(other.order < c.order for other in undetermined)]

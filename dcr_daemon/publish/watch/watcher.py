@@ -168,10 +168,6 @@ class Watcher:
         for source in published.sources:
             self._mark_published(source.path, source.identity)
         self._scanner.mark_unread(published)
-        if published.passed_by:
-            names = shorten(published.passed_by)
-            what = f"not published, being older than the newest {len(published.sources)} versions: {names}"
-            self._emit(Degraded(what=f"{what}; to publish one all the same, `touch` its files"))
 
     async def _run_once(self) -> OnceReport:
         await self._scan()
@@ -226,9 +222,10 @@ class Watcher:
             self._abort_reason = error.message if self._current else None
         except SourceChanged as error:
             self._abort_reason = error.message
-            if isinstance(error, ContentMismatch) and self._current:
-                self._scanner.mark_refused(self._current.relative, self._current.identity, why=error.message)
-            await runtime.sleep(self._retry_delay())
+            if current := self._current:
+                if isinstance(error, ContentMismatch):
+                    self._scanner.mark_refused(current.relative, current.identity, why=error.message)
+                self._selection.postpone(current.relative, self._retry_delay(current.relative))
         except StoreUnavailable as error:
             self._emit(Retrying(what=f"the bucket: {error.message}"))
             self._abort_reason = self._abort_reason or (f"StoreUnavailable: {error.message}" if self._current else None)
@@ -244,6 +241,8 @@ class Watcher:
         if timed:
             self._last_timed_scan = runtime.monotonic()
         found = await self._leader.context.workers.run(self._scanner.scan, self._leader.layout, timed)
+        self._reporter.scanned(found, unread=self._scanner.unread)
+        self._selection.forget_except(found)
         if self._options.marker is None and not self._told_blind_spot and (why := self._scanner.blind_spot):
             self._told_blind_spot = True
             unchanged = "a file that nobody is seen closing counts as complete when some scans find it unchanged"
@@ -309,7 +308,8 @@ class Watcher:
         if lost := current.lost_files(candidate):
             return f"{current.relative}: {shorten(lost)} does not belong to it any more"
         if ready and ready[0] is not candidate:
-            relation = "is older than" if candidate in ready else "was complete before"
+            older = candidate in ready and ready[0].order < candidate.order
+            relation = "is older than" if older else "was complete before"
             return f"{ready[0].relative} {relation} {current.relative}"
         return ""
 
@@ -342,13 +342,12 @@ class Watcher:
         self._scanner.mark_published(relative, identity)
         self._selection.mark_published(relative, identity)
 
-    def _retry_delay(self) -> float:
-        """Seconds until the next try at a checkpoint.
+    def _retry_delay(self, name: str) -> float:
+        """Seconds until the next try at a checkpoint that could not be read to its end.
 
         Zero after its first failure: a trainer that keeps its newest few checkpoints takes away the oldest. A publisher
         that pauses then finds the next one gone as well, and never catches up.
         """
-        name = self._current.relative if self._current else ""
         failures = self._failures[name] = self._failures.get(name, 0) + 1
         return min(self._interval * 2 ** min(failures - 1, 10), RETRY_DELAY_LIMIT) if failures > 1 else 0.0
 

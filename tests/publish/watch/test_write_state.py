@@ -10,7 +10,7 @@ import pytest
 from support.streams.publish_world import PublishWorld
 
 from dcr_daemon.checkpoint.safetensors import pack_safetensors
-from dcr_daemon.publish.watch.file_stability import STABLE_SCANS_UNCLOSED
+from dcr_daemon.publish.watch.file_stability import STABLE_SCANS, STABLE_SCANS_UNCLOSED
 from dcr_daemon.publish.watch.scanner import CheckpointScanner
 from dcr_daemon.publish.watch.write_state import Writers, WriteState, file_system_of
 
@@ -137,8 +137,9 @@ def test_where_the_kernel_cannot_tell_a_file_that_nobody_was_seen_closing_waits_
     path.write_bytes(whole(world))
     scanner, layout = CheckpointScanner(tmp_path / "w", [], marker=None, kernel=Blind(file_system)), world.layout
     scanner.files.created(path)  # in a directory that appeared a moment before: nobody was seen closing it
-    waits = [bool(scanner.scan(layout, True)["step_1"].why_incomplete(layout)) for _ in range(STABLE_SCANS_UNCLOSED)]
-    assert waits == [True] * (STABLE_SCANS_UNCLOSED - 1) + [False]
+    found = [scanner.scan(layout, True)["step_1"] for _ in range(STABLE_SCANS_UNCLOSED)]
+    assert [bool(one.why_incomplete(layout)) for one in found] == [True] * (STABLE_SCANS_UNCLOSED - 1) + [False]
+    assert [one.undetermined for one in found[: STABLE_SCANS + 1]] == [True] * (STABLE_SCANS - 1) + [False] * 2
     assert ("other hosts" if file_system == "nfs4" else "belongs to another user") in scanner.blind_spot
     os.utime(path)
     scanner.files.closed(path)
