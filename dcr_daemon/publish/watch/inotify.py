@@ -62,3 +62,44 @@ class InotifyWatcher:
     def close(self) -> None:
         self._observer.stop()
         self._observer.join()
+
+
+class DirectoryEvents:
+    """File events below the directory that has a name now: it may have been moved away, and another one made.
+
+    Args:
+        poll: there are no events, so the directory is only looked for.
+
+    Attributes:
+        changed: is set by each event.
+    """
+
+    def __init__(self, root: Path, *, poll: bool) -> None:
+        self.changed = asyncio.Event()
+        self._root, self._poll = root, poll
+        self._inode: tuple[int, int] | None = None  #: device and inode of the directory; None while there is none
+        self._watcher: InotifyWatcher | None = None
+
+    @property
+    def found(self) -> bool:
+        """Whether the directory was there when it was last looked for."""
+        return self._inode is not None
+
+    def follow(self, files: FileStability) -> None:
+        """Look for the directory, and report its events to `files` from now on. Raises as `InotifyWatcher`."""
+        try:
+            stat = self._root.stat()
+            inode = stat.st_dev, stat.st_ino
+        except OSError:
+            inode = None
+        if inode == self._inode:
+            return
+        self.close()
+        self._inode = inode
+        if inode and not self._poll:
+            self._watcher = InotifyWatcher(self._root, files, changed=self.changed)
+
+    def close(self) -> None:
+        if self._watcher:
+            self._watcher.close()
+            self._watcher = None

@@ -12,7 +12,6 @@ never by time. What was sealed is never published again: the seals say which fil
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from dcr_daemon.publish.watch.candidate import CheckpointCandidate, CompleteFile
 from dcr_daemon.publish.watch.file_identity import FileIdentity
 from dcr_daemon.publish.watch.file_stability import STABLE_SCANS, STABLE_SCANS_UNCLOSED
 from dcr_daemon.publish.watch.ingest import CheckpointIngest, CheckpointMisfit, check_headers
-from dcr_daemon.publish.watch.inotify import InotifyWatcher
+from dcr_daemon.publish.watch.inotify import DirectoryEvents
 from dcr_daemon.publish.watch.once import Cause, NotPublished, OnceReport, Published
 from dcr_daemon.publish.watch.pieces.reader import ContentMismatch
 from dcr_daemon.publish.watch.policy_paths import PolicyPaths
@@ -113,15 +112,13 @@ class Watcher:
         self._reporter = WatchReporter(options.watch, paths, leader.layout, emit=emit)
         self._tied = TiedTensors()
         self._scanner = self._new_scanner(None)
-        self._changed = asyncio.Event()  #: a file event came
+        self._events = DirectoryEvents(options.watch, poll=bool(options.poll))
         self._last_timed_scan = float("-inf")
         self._current: CheckpointIngest | None = None  #: the attempt under way
         self._abort_reason: str | None = None  #: the attempt under way is to be aborted
         self._damaged = False  #: the baseline is to be repaired
         self._failures: dict[str, int] = {}  #: number of failed tries, by checkpoint
         self._told_blind_spot = False
-        self._inotify: InotifyWatcher | None = None
-        self._watched_inode: tuple[int, int] | None = None
 
     def _new_scanner(self, config: Mapping[str, Any] | None) -> CheckpointScanner:
         options = self._options
@@ -147,12 +144,11 @@ class Watcher:
             if self._options.once:
                 return await self._run_once()
             while True:
-                self._ensure_watching()
+                self._events.follow(self._scanner.files)
                 if not await self._step():
                     await self._wait()
         finally:
-            if self._inotify:
-                self._inotify.close()
+            self._events.close()
             if self._current:
                 self._current.close()
 
@@ -257,7 +253,7 @@ class Watcher:
         if self._current is None:
             selected = ready[0] if ready else self._selection.being_written(found)
             if selected is None:
-                self._reporter.waiting(found, watched=self._watched_inode is not None)
+                self._reporter.waiting(found, watched=self._events.found)
                 return False
             self._current = await self._open_attempt(selected)
         current, candidate = self._current, found.get(self._current.relative)
@@ -270,7 +266,7 @@ class Watcher:
         elif candidate in ready:
             await self._seal(current)
         else:
-            self._reporter.waiting(found, watched=self._watched_inode is not None)
+            self._reporter.waiting(found, watched=self._events.found)
             return False
         return True
 
@@ -357,32 +353,12 @@ class Watcher:
         # The checks return (None) only when they have found damage in the baseline; they raise `Fenced`.
         if await runtime.run_until_first(self._leader.run_idle_checks(), changed) is None:
             self._damaged = True
-        self._changed.clear()
+        self._events.changed.clear()
 
     async def _wait_for_change(self, rest: float) -> bool:
         """Wait for a file event, but at least `rest` seconds: files that come one by one are scanned together."""
         await runtime.sleep(min(rest, self._interval))
-        return await runtime.wait_event(self._changed, self._interval - min(rest, self._interval))
-
-    def _ensure_watching(self) -> None:
-        """Watch the directory that has the name now: it may have been moved away, and another one made."""
-        inode = self._directory_inode()
-        if inode == self._watched_inode:
-            return
-        self._watched_inode = inode
-        if self._inotify:
-            self._inotify.close()
-            self._inotify = None
-        if inode and not self._options.poll:
-            self._inotify = InotifyWatcher(self._options.watch, self._scanner.files, changed=self._changed)
-
-    def _directory_inode(self) -> tuple[int, int] | None:
-        """Device and inode of the watched directory; None while it does not exist."""
-        try:
-            stat = self._options.watch.stat()
-        except OSError:
-            return None
-        return stat.st_dev, stat.st_ino
+        return await runtime.wait_event(self._events.changed, self._interval - min(rest, self._interval))
 
     def _skip_misfit(self, error: CheckpointMisfit) -> NotPublished:
         """Pass by a checkpoint that does not fit, until its files change: the others must not wait for a person."""
