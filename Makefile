@@ -17,7 +17,7 @@ help:
 	  'make demo     the main job, live: trains, publishes, refits a vLLM server, proves it   (ARGS="--tiny --s3 --steps 8")' \
 	  'make test     the whole suite against the built wheel, real S3 and real vLLM included  (ARGS="-k name")' \
 	  'make test-vllm-next   the in-process tests against the next vLLM, on the CPU libraries of this one' \
-  'make faults   everything killed, stopped, starved and fuzzed, for hours           (ARGS="--length short --only bytes")' \
+	  'make faults   everything killed, stopped, starved and fuzzed, for hours           (ARGS="--length short --only bytes")' \
 	  'make lint     ruff, mypy --strict, import-linter' \
 	  'make format   rewrite the sources as ruff likes them' \
 	  'make sim      the simulation, many seeds of it                                         (ARGS="--seeds 3000 --jobs 2")' \
@@ -86,14 +86,17 @@ test: $(VENV)/.installed
 # A vLLM that has no CPU wheel yet: its Python code, from the wheel for CUDA, over the CPU libraries of the installed one.
 NEXT_VLLM := 0.33.0
 
-$(VENV)/vllm-next/$(NEXT_VLLM): tests/next_vllm.py $(VENV)/.vllm
-	@rm -rf $@ && mkdir -p $@
-	@$(PIP) download --no-deps --dest $@ vllm==$(NEXT_VLLM)
-	@$(BIN)/python -P tests/next_vllm.py $@/*.whl $@
-	@rm $@/*.whl
+$(VENV)/.vllm-$(NEXT_VLLM): tests/next_vllm.py $(VENV)/.vllm
+	@rm -rf $(VENV)/vllm-next
+	@$(PIP) download --no-deps --dest $(VENV)/vllm-next vllm==$(NEXT_VLLM)
+	@$(BIN)/python -P tests/next_vllm.py $(VENV)/vllm-next/*.whl $(VENV)/vllm-next
+	@rm $(VENV)/vllm-next/*.whl
+	@touch $@
 
-test-vllm-next: $(VENV)/.installed $(VENV)/vllm-next/$(NEXT_VLLM)
-	PYTHONPATH=$(VENV)/vllm-next/$(NEXT_VLLM) DCR_TEST_INSTALLED=1 $(BIN)/pytest -m 'not faults' -p no:randomly tests/vllm_plugin/test_compat.py tests/vllm_plugin/test_worker_vllm.py tests/vllm_plugin/test_worker_families.py tests/vllm_plugin/loader $(ARGS)
+test-vllm-next: $(VENV)/.installed $(VENV)/.vllm-$(NEXT_VLLM)
+	PYTHONPATH=$(CURDIR)/$(VENV)/vllm-next DCR_TEST_INSTALLED=1 $(BIN)/pytest -m 'not faults' -p no:randomly \
+	  tests/vllm_plugin/test_compat.py tests/vllm_plugin/test_worker_vllm.py tests/vllm_plugin/test_worker_families.py \
+	  tests/vllm_plugin/loader $(ARGS)
 
 # The longest of all: simulation, every crash site, real servers killed, fuzzing. Ends with a table of what was tried.
 faults: $(VENV)/.installed
