@@ -13,18 +13,16 @@ from __future__ import annotations
 
 import os
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from dcr_daemon.canonical.compose import chain
-from dcr_daemon.canonical.layout import Layout, countable
+from dcr_daemon.canonical.layout import countable
 from dcr_daemon.canonical.region import Region, slab
-from dcr_daemon.checkpoint.safetensors import Header, open_plain, read_header
+from dcr_daemon.checkpoint.safetensors import Header, open_plain
 from dcr_daemon.errors import Corrupt, Incompatible, NotFound
 from dcr_daemon.projection.files.pickle_reader import Opaque, read_pickle
-from dcr_daemon.projection.region_map import Map, shards_of
 from dcr_daemon.projection.values import TORCH_NAMES
 from dcr_daemon.untrusted import load_json
 
@@ -68,32 +66,6 @@ class Piece:
     def regions(self) -> list[Region]:
         """The piece in its own whole tensor."""
         return slab(self.tensor, self.whole, starts=self.starts, sizes=self.shape)
-
-
-def map_of_pieces(
-    pieces: Iterable[Piece], layout: Layout, *, targets: Mapping[str, Sequence[Region]] | None = None, prefix: str = ""
-) -> Map:
-    """The map of a reader of these pieces. Tensors that become nothing canonical (optimizer states) are left out.
-
-    Args:
-        targets: regions from whole tensors of the checkpoint to canonical ones (`Conversion.regions`), if it is a
-            training framework's; none if its tensors are the canonical ones.
-        prefix: what the checkpoint writes before every name, `model.` of a state dict inside a state dict.
-    """
-    shards = []
-    for piece in pieces:
-        name = piece.tensor.removeprefix(prefix)
-        if not piece.tensor.startswith(prefix) or name not in (layout if targets is None else targets):
-            continue
-        regions = slab(name, piece.whole, starts=piece.starts, sizes=piece.shape)
-        regions = regions if targets is None else chain(regions, targets)
-        shards += shards_of(piece.label, piece.shape, piece.dtype, regions, layout)
-    return Map(tuple(shards))
-
-
-def safetensors_pieces(directory: Path) -> list[Piece]:
-    """Pieces in the safetensors files of a sharded writer; see `pieces_of`."""
-    return pieces_of({path.name: read_header(path) for path in directory.glob("*.safetensors")}, directory)
 
 
 def pieces_of(headers: Mapping[str, Header], directory: Path) -> list[Piece]:

@@ -15,14 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from dcr_daemon.canonical.compose import compose
-from dcr_daemon.canonical.dtypes import bits_dtype, item_size
+from dcr_daemon.canonical.dtypes import item_size
 from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.gather import gather
 from dcr_daemon.canonical.region import Region, merge, row_major, whole
-from dcr_daemon.checkpoint.safetensors import open_plain, read_at
+from dcr_daemon.checkpoint.safetensors import read_at
 from dcr_daemon.errors import Corrupt
 from dcr_daemon.projection.files.pickle_reader import PERSISTENT, Opaque, read_pickle
 from dcr_daemon.projection.files.piece_map import Piece
@@ -190,25 +188,3 @@ def read_region(descriptor: int, stored: StoredPiece, *, wanted: Region, out: Bi
 
     for part in compose(stored.region, wanted):
         gather(fill, part.shifted(dst=-origin), out)
-
-
-def read_archived(directory: Path, piece: Piece) -> Bits:
-    """The bits of one whole piece of a distributed checkpoint, in its row-major order.
-
-    Raises:
-        NotFound: its file is gone.
-        Corrupt: what lies there is not this piece.
-    """
-    path = directory / piece.file
-    descriptor = open_plain(path)
-    try:
-        stored = archived(descriptor, piece, path=path)
-        everything = whole(piece.tensor, piece.shape)
-        out = np.empty(sum(region.elements for region in everything), bits_dtype(item_size(piece.dtype)))
-        for region in everything:
-            read_region(descriptor, stored, wanted=region, out=out, origin=0)
-    except (EOFError, OSError) as error:
-        raise Corrupt(f"{path} cannot be read: {error}") from error
-    finally:
-        os.close(descriptor)
-    return out

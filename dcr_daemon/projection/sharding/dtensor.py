@@ -6,7 +6,7 @@ the same elements (replicated mesh dimensions), each region has one owner (owner
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,9 @@ from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.canonical.region import Region, whole
 from dcr_daemon.errors import Incompatible
 from dcr_daemon.projection.owners import owned
-from dcr_daemon.projection.region_map import Map, Shard, shards_of
+from dcr_daemon.projection.region_map import Shard, shards_of
 from dcr_daemon.projection.sharding.intervals import Cut, local_shape, shard
 from dcr_daemon.projection.sharding.zero3 import Partitioned
-from dcr_daemon.projection.tracing import Conversion
 from dcr_daemon.projection.values import dtype_of
 
 
@@ -115,33 +114,3 @@ def shards(
     regions = list(here.regions) if targets is None else chain(here.regions, {name: targets})
     number, count = here.replica + replica[0] * here.replicas, here.replicas * replica[1]
     return shards_of(name, here.shape, dtype_of(name, tensor), owned(regions, number, count), layout)
-
-
-def map_of(
-    tensors: Iterable[tuple[str, Any]],
-    layout: Layout,
-    *,
-    conversion: Conversion | None = None,
-    plain_replica: tuple[int, int] = (0, 1),
-) -> Map:
-    """The map of this rank from its named tensors (a `state_dict`'s items: DTensors and plain tensors).
-
-    Args:
-        conversion: of a module whose tensors are not canonical ones.
-        plain_replica: number of this rank, and how many, among those that hold the same plain tensors: (rank, world
-            size) without pipeline stages.
-    """
-    targets: Mapping[str, Sequence[Region]] = conversion.regions if conversion else {}
-    made = [
-        shard
-        for name, tensor in tensors
-        for shard in shards(
-            name,
-            tensor,
-            layout,
-            targets.get(name, ()) if conversion else None,
-            replica=(0, 1) if hasattr(tensor, "placements") else plain_replica,
-        )
-    ]
-    opaque = conversion.opaque if conversion else {}
-    return Map(tuple(made), {name: why for name, why in opaque.items() if name in layout})

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.ranks.programs import agreement
 from support.ranks.run import run_ranks
+from support.tensors.maps import map_of
 
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.errors import Incompatible
@@ -19,7 +20,6 @@ from dcr_daemon.projection.binding.reader import Reader
 from dcr_daemon.projection.binding.residual import Exporter, ExportHook, Gather, Hook, Residual
 from dcr_daemon.projection.probes.export_check import asked, probe_export
 from dcr_daemon.projection.probes.self_check import probe
-from dcr_daemon.projection.sharding.dtensor import map_of
 from dcr_daemon.projection.tracing import trace
 
 LAYOUT = Layout([TensorSpec(name, "BF16", (4, 2)) for name in "abcd"])

@@ -17,12 +17,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.numpy import save_file
+from support.tensors.maps import map_of_pieces, read_archived, safetensors_pieces
 
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.canonical.region import Region
 from dcr_daemon.errors import Corrupt, DcrError, Incompatible, NotFound
-from dcr_daemon.projection.files.piece_map import dcp_pieces, map_of_pieces, safetensors_pieces
-from dcr_daemon.projection.files.storage import read_archived
+from dcr_daemon.projection.files.piece_map import dcp_pieces
 from dcr_daemon.projection.region_map import gaps
 
 TENSORS: dict[str, Any] = {

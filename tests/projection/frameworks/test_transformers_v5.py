@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.tensors.maps import map_of
 
 from dcr_daemon.canonical.coverage import exactly_once
 from dcr_daemon.canonical.layout import Layout
@@ -16,7 +17,6 @@ from dcr_daemon.checkpoint.directory import Checkpoint
 from dcr_daemon.errors import Incompatible
 from dcr_daemon.projection.frameworks.transformers_v5 import conversion
 from dcr_daemon.projection.region_map import gaps
-from dcr_daemon.projection.sharding.dtensor import map_of
 
 PLAIN: dict[str, Any] = {
     "vocab_size": 70, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -13,6 +13,7 @@ import torch
 from support.measure.torch_allocations import Allocations
 from support.ranks.programs import agreement
 from support.ranks.run import run_ranks
+from support.tensors.maps import map_of
 
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.canonical.region import Region, boxes, slab, whole
@@ -23,7 +24,6 @@ from dcr_daemon.projection.probes.export_check import asked, probe_export
 from dcr_daemon.projection.probes.self_check import CAP, Probed, probe, within
 from dcr_daemon.projection.probes.synthetic import byte_rows, digits, numbered, random_bits, same, shrunk, special
 from dcr_daemon.projection.region_map import Map
-from dcr_daemon.projection.sharding.dtensor import map_of
 from dcr_daemon.projection.tracing import Conversion, trace
 from dcr_daemon.projection.values import Add
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from support.ranks.programs import placements
 from support.ranks.run import run_ranks
+from support.tensors.maps import map_of, map_of_pieces, read_archived, safetensors_pieces
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -25,10 +26,9 @@ from dcr_daemon.canonical.coverage import exactly_once
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.canonical.region import Region, indices, whole
 from dcr_daemon.checkpoint.safetensors import SafetensorsFile
-from dcr_daemon.projection.files.piece_map import Piece, dcp_pieces, map_of_pieces, safetensors_pieces
-from dcr_daemon.projection.files.storage import read_archived
+from dcr_daemon.projection.files.piece_map import Piece, dcp_pieces
 from dcr_daemon.projection.region_map import Map, gaps
-from dcr_daemon.projection.sharding.dtensor import map_of, shards
+from dcr_daemon.projection.sharding.dtensor import shards
 from dcr_daemon.projection.values import Cast
 
 

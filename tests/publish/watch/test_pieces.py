@@ -15,11 +15,12 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
+from support.tensors.maps import safetensors_pieces
 
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.canonical.region import Region, row_major
 from dcr_daemon.errors import Incompatible
-from dcr_daemon.projection.files.piece_map import SHARDING_INFO, Piece, dcp_pieces, safetensors_pieces
+from dcr_daemon.projection.files.piece_map import SHARDING_INFO, Piece, dcp_pieces
 from dcr_daemon.publish.inputs.sources import SourceChanged
 from dcr_daemon.publish.watch.file_identity import (
     MAX_FILES_LISTED,

@@ -43,11 +43,11 @@ from dcr_daemon.projection.probes.device_mesh import probe_meshes
 from dcr_daemon.projection.probes.export_check import asked, probe_export
 from dcr_daemon.projection.probes.self_check import Probed, probe
 from dcr_daemon.projection.region_map import Map
-from dcr_daemon.projection.sharding.dtensor import map_of
 from dcr_daemon.projection.sharding.intervals import Cut
 from dcr_daemon.projection.tracing import Conversion
 from support.measure.torch_allocations import Allocations
 from support.ranks.programs import binding, placements
+from support.tensors.maps import map_of
 
 WORLD = 4
 

@@ -26,7 +26,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.canonical.region import Region, indices
 from dcr_daemon.errors import Incompatible
-from dcr_daemon.projection.sharding.dtensor import local_part, map_of
+from dcr_daemon.projection.sharding.dtensor import local_part
+from support.tensors.maps import map_of
 
 WORLD = 4
 
