@@ -67,7 +67,7 @@ $(VENV)/.installed: $(VENV)/.wheel $(VENV)/.vllm $(VENV)/.demo
 	@$(PIP) install --no-deps --force-reinstall dist/*.whl
 	@touch $@
 
-setup: $(VENV)/.installed
+setup: $(VENV)/.installed $(VENV)/triton
 wheel: $(VENV)/.wheel
 	@ls dist/*.whl
 
@@ -78,7 +78,7 @@ demo: $(VENV)/.installed
 
 # The wheel as installed, not the source tree: nothing here puts the tree on the path, and a test checks that.
 # Servers need the machine for themselves, so they come last, one at a time.
-test: $(VENV)/.installed
+test: $(VENV)/.installed $(VENV)/triton
 	DCR_TEST_INSTALLED=1 $(BIN)/pytest -m 'not vllm and not slow and not faults' -n 2 --dist worksteal $(ARGS)
 	DCR_TEST_INSTALLED=1 $(BIN)/pytest -m 'slow and not vllm and not faults' -n 2 --dist worksteal $(ARGS)
 	DCR_TEST_INSTALLED=1 $(BIN)/pytest -m 'vllm and not faults' -p no:randomly $(ARGS)
@@ -119,7 +119,11 @@ sim: $(VENV)/.installed
 bench: $(VENV)/.installed
 	@set -e; for file in $(wildcard benchmarks/*$(ARGS)*.py); do echo "== $$file"; $(BIN)/python -P "$$file"; done
 
-# Beside the environment, not in it: vLLM would take triton for a GPU's.
+# Beside the environment, not in it: vLLM would take triton for a GPU's. Tests run it in its interpreter, on a CPU.
+$(VENV)/triton: | $(VENV)/.tools
+	@echo 'set-up: triton'
+	@$(PIP) install --no-deps --target $@ triton==3.9.0
+
 $(VENV)/megatron: | $(VENV)/.tools
 	@$(PIP) install --no-deps --target $@ megatron-core==0.16.1 triton==3.9.0
 

@@ -17,8 +17,8 @@ It runs in three processes. vLLM finds each part by itself; without `DCR_SOCKET`
     DCR_SOCKET           absolute path of the private unix socket; switches the plugin on
     DCR_PAUSE            keep | wait | abort: what a swap does with requests in flight (keep)
     DCR_CACHES           reset | keep: prefix and encoder caches at a swap (reset)
-    DCR_STAGE_CAP        bytes of host memory each worker may hold for one transaction (2147483648)
-    DCR_LOADED_CAP       bytes of all tensors together that vLLM's loader computes with; more are refused (67108864)
+    DCR_STAGE_CAP        bytes of host memory each worker may hold for one transaction (a share of its weights)
+    DCR_LOADED_CAP       bytes of all tensors together that vLLM's loader computes with (a share of the model)
     DCR_BACKGROUND_CPUS  cores for the workers' background threads, as 0-3,8 (all allowed ones, at nice 19)
     DCR_GATE             port | health: keep the port shut until the engine is proved, or answer 503 at /health (port)
     DCR_WATCHDOG         seconds after which a worker that does not return ends the engine; 0 never (900)
@@ -65,11 +65,14 @@ def endpoint_plugin() -> Endpoint:
 
 def __getattr__(name: str) -> Any:
     """Import `WorkerExtension` only when a worker asks for it: it needs torch. A worker does so before it loads its
-    model, and from then on what is derived from weights is followed."""
+    model: from then on what is derived from weights is followed, and memory is reserved before vLLM sizes its KV cache.
+    """
     if name != "WorkerExtension":
         raise AttributeError(f"module {__name__} has no attribute {name}")
     from dcr_daemon.vllm_plugin.loader import derived
+    from dcr_daemon.vllm_plugin.worker import reserve
     from dcr_daemon.vllm_plugin.worker.extension import WorkerExtension
 
     derived.install()
+    reserve.install()
     return WorkerExtension

@@ -130,14 +130,15 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Attach(msgspec.Struct, frozen=True, kw_only=True):
-    """`Call.token` is the new, higher token. `cap`: bytes each worker reserves for one transaction.
+    """`Call.token` is the new, higher token. `cap`: bytes each worker reserves for one transaction, None
+    for a share of its weights.
 
     `cpus` for the worker's thread; None: all allowed cores (then nice 19 alone keeps it out of the way).
     """
 
     layout: str
     layout_digest: str
-    cap: int
+    cap: int | None
     cpus: list[int] | None = None
 
 

@@ -96,6 +96,9 @@ WORKER_NAMES: dict[str, tuple[str, ...]] = {
     "vllm.v1.worker.gpu_model_runner": ("GPUModelRunner.get_model",),
 }
 
+#: Where the workers reserve memory on a device.
+RESERVE_NAMES: dict[str, tuple[str, ...]] = {"vllm.v1.worker.gpu_worker": ("Worker.determine_available_memory",)}
+
 CPU_RIG_NAMES: dict[str, tuple[str, ...]] = {
     "vllm.model_executor.layers.utils": ("dispatch_cpu_unquantized_gemm",),
 }

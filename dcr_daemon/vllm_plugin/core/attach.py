@@ -50,7 +50,7 @@ def attach_steps(state: EngineState, call: messages.Attach, *, settings: Setting
         # No rank has begun: the last answer of that transaction was lost.
         state.begun, state.begun_record, state.paused_for = None, None, ""
     layout = read_layout(call.facts.layout, call.facts.layout_digest)
-    placement = verify_sums.join_placement(layout, answers, computed_cap=settings.computed_cap)
+    placement = verify_sums.join_placement(layout, answers, cap=settings.computed_cap)
     generations = list(state.workers.generations)
     live = yield from state.fingerprint(call.id, placement)
     if generations != state.workers.generations:

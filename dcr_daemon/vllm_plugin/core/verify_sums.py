@@ -24,7 +24,7 @@ from dcr_daemon.engine.deltas import StagedSummary
 from dcr_daemon.engine.port import Difference, EngineUnsupported, TensorClass
 from dcr_daemon.errors import EngineRefused
 from dcr_daemon.vllm_plugin.calls import AttachedRank, FingerprintRank, PreparedRank, SegmentSums, Sums, TensorHandling
-from dcr_daemon.vllm_plugin.settings import COMPUTED_CAP
+from dcr_daemon.vllm_plugin.settings import computed_cap
 from dcr_daemon.wording import shorten
 
 Ints = npt.NDArray[np.int64]
@@ -163,13 +163,11 @@ def compare_written(placement: JointPlacement, wanted: Sequence[Sums], found: Se
     return "; ".join(faults)
 
 
-def join_placement(
-    layout: Layout, ranks: Sequence[AttachedRank], *, computed_cap: int = COMPUTED_CAP
-) -> JointPlacement:
+def join_placement(layout: Layout, ranks: Sequence[AttachedRank], *, cap: int | None = None) -> JointPlacement:
     """One placement from all ranks' answers to attach.
 
     Raises `EngineUnsupported` with every reason, the tensors it is given for, every tensor not covered exactly once,
-    and the loaded tensors if they are more than `computed_cap` bytes over all ranks.
+    and the loaded tensors if they are more than `cap` bytes (None: a share of the model) over all ranks.
     """
     numbers: dict[tuple[Any, ...], int] = {}
     local = [
@@ -205,7 +203,7 @@ def join_placement(
             continue
         # A fresh server would not read it either, and every parameter of the model is filled by other tensors.
         classes.append(TensorClass.ABSENT)
-    reasons += _over_cap(layout, classes, computed_cap)
+    reasons += _over_cap(layout, classes, computed_cap(cap, layout.nbytes))
     if reasons:
         raise unsupported(reasons)
     return JointPlacement(layout, tuple(classes), tuple(local), tensor, elements, holders)

@@ -21,7 +21,7 @@ from dcr_daemon.vllm_plugin.loader import derived, eligibility
 from dcr_daemon.vllm_plugin.loader.computed import plan_computed, record_alone
 from dcr_daemon.vllm_plugin.loader.permutation import expert_repacks
 from dcr_daemon.vllm_plugin.loader.recorder import Recording, record
-from dcr_daemon.vllm_plugin.settings import Settings
+from dcr_daemon.vllm_plugin.settings import Settings, computed_cap
 from dcr_daemon.vllm_plugin.weights.placement import Copy, Placement, Repack, Unplaceable, same_places
 from dcr_daemon.wording import shorten
 
@@ -106,9 +106,8 @@ def record_model(model: torch.nn.Module, layout: Layout, *, platform: str) -> tu
         recording = record(model.load_weights, parameters, layout)
         alone: Recording | None = None
         if recording.rejected and "" not in recording.rejected:
-            alone = record_alone(
-                model.load_weights, parameters, layout=layout, recording=recording, cap=Settings.read().computed_cap
-            )
+            cap = computed_cap(Settings.read().computed_cap, layout.nbytes)
+            alone = record_alone(model.load_weights, parameters, layout=layout, recording=recording, cap=cap)
     return recording, LoadFormat(live, loading, repacks, refusals, saved, alone)
 
 

@@ -140,6 +140,13 @@ def gather(base: Any, width: Any, targets: Any, count: Any, out: Any) -> None:
 
 
 @kernel
+def _scatter(base: Any, width: Any, targets: Any, count: Any, values: Any) -> None:
+    """The values at address `values` into live memory, at `count` u32 places (an address)."""
+    for i in range(count):
+        store(base + int64(load32(targets + 4 * i)) * width, width, load(values + i * width, width))
+
+
+@kernel
 def sum_bits(values: Any, width: Any, start: Any, relative: Any, count: Any, key: Any) -> Any:
     """Sum over given bits (an address) whose canonical elements are `start` plus u32 places (an address)."""
     total = uint64(0)
@@ -155,34 +162,24 @@ def sum_bits(values: Any, width: Any, start: Any, relative: Any, count: Any, key
 
 
 @kernel
-def scatter(groups: Any, column: Any, first: Any, stop: Any) -> None:
-    """Write the old (`column` = G_OLD) or new (G_NEW) values of groups [first, stop) into live memory.
+def write_groups(groups: Any, column: Any, stop: Any, sums: Any, scratch: Any) -> None:
+    """Write the old (`column` = G_OLD) or new (G_NEW) values of the first `stop` groups into live memory, and sum each
+    group's elements as live memory holds them then. `scratch` is the address of 8 * BLOCK bytes.
 
-    Values are absolute, so a repetition changes nothing (must E5).
+    Values are absolute, so a repetition changes nothing (must E5). Block by block, in three loops: the places of a
+    block are still cached when they are read again, the compiler does not sum the value that it is about to store, and
+    the sum over the collected values runs on vectors.
     """
-    for g in range(first, stop):
-        base, width, count = groups[g, G_BASE], groups[g, G_WIDTH], groups[g, G_COUNT]
-        targets, values = groups[g, G_TARGET], groups[g, column]
-        for i in range(count):
-            target = base + int64(load32(targets + 4 * i)) * width
-            store(target, width, load(values + i * width, width))
-
-
-@kernel
-def sum_groups(groups: Any, sums: Any, scratch: Any) -> None:
-    """Sum of each group's elements as live memory holds them now; `scratch` is the address of 8 * BLOCK bytes.
-
-    A pass of its own: summing while scattering would let the compiler sum the value it is about to store. Collected
-    first and summed after, block by block: the sum then runs on vectors (7 times faster than one loop over both).
-    """
-    for g in range(groups.shape[0]):
+    for g in range(stop):
         base, width, count = groups[g, G_BASE], groups[g, G_WIDTH], groups[g, G_COUNT]
         targets, elements, start = groups[g, G_TARGET], groups[g, G_ELEMENT], groups[g, G_START]
-        key = uint64(groups[g, G_KEY])
+        values, key = groups[g, column], uint64(groups[g, G_KEY])
         total = uint64(0)
         for first in range(0, count, BLOCK):
             n = min(BLOCK, count - first)
-            gather(base, width, targets + 4 * first, n, scratch)
+            place = targets + 4 * first
+            _scatter(base, width, place, n, values + first * width)
+            gather(base, width, place, n, scratch)
             total += sum_bits(scratch, width, start, elements + 4 * first, n, key)
         sums[g] = total
 
@@ -270,6 +267,5 @@ def warm() -> None:
     match(small, small.copy(), element.copy())
     group = np.zeros((1, GROUP_COLUMNS), dtype=np.int64)
     group[0] = here, small.ctypes.data, small.ctypes.data, here + 8, here + 16, 1, 2, 0, 0
-    scatter(group, G_NEW, 0, 1)
-    sum_groups(group, np.zeros(1, np.uint64), here + 64)
+    write_groups(group, G_NEW, 1, np.zeros(1, np.uint64), here + 64)
     walk(row[None, :], np.zeros(2, np.int64), 8, np.zeros(1, np.uint64), np.zeros(0, np.int64))

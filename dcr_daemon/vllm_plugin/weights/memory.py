@@ -1,4 +1,4 @@
-"""Access to live weights for jobs and transactions: gather, scatter, sum, overwrite. The port, and host memory.
+"""Access to live weights for jobs and transactions: gather, write, sum, overwrite. The port, and host memory.
 
 Runs in the worker process; `worker.attachment`, `prepare` and `transaction` call it. `WeightMemory` is the port;
 `HostMemory` implements it with compiled loops over raw addresses, `torch_memory.TorchMemory` with torch operations on
@@ -53,6 +53,16 @@ class Group:
     new: Bits
 
 
+@dataclass(slots=True)
+class Reading:
+    """Places of one row whose live bits are wanted in `out`; `element` and `target` as in `Group`."""
+
+    row: int
+    element: U32
+    target: U32
+    out: Bits
+
+
 class WeightMemory(Protocol):
     def locate(self, row: int, elements: I64) -> tuple[I64, U32, U32]:
         """Which of `elements` (canonical) lie in a row.
@@ -62,8 +72,8 @@ class WeightMemory(Protocol):
         """
         ...
 
-    def gather(self, row: int, targets: U32, out: Bits) -> None:
-        """Copy the live bits at `targets` (relative to the row's base) into `out`."""
+    def gather(self, readings: Sequence[Reading]) -> None:
+        """Copy live bits into each reading's `out`."""
         ...
 
     def sum_bits(self, row: int, values: Bits, element: U32) -> int:
@@ -71,16 +81,18 @@ class WeightMemory(Protocol):
         ...
 
     def set_groups(self, groups: Sequence[Group]) -> None:
-        """Set the groups that `scatter` and `group_sums` work on. On a host these then allocate only one number per
-        group."""
+        """Set the groups that `write` works on, and allocate all that it needs.
+
+        Raises `ArenaFull` if the device's arena has no space for them.
+        """
         ...
 
-    def scatter(self, side: ValueSet, *, stop: int | None = None) -> None:
-        """Write the old or new values of the groups that were set; only those of the first `stop` groups if given."""
-        ...
+    def write(self, side: ValueSet, *, stop: int | None = None) -> U64:
+        """Write the old or new values of the groups that were set; only those of the first `stop` groups if given.
 
-    def group_sums(self) -> U64:
-        """Sum of the elements of each group that was set, as live memory holds them."""
+        Returns the sum of the elements of each written group as live memory holds them afterwards. The host allocates
+        one number per group, the device nothing.
+        """
         ...
 
     def box_sums(self, after_slice: SliceCallback, tensors: range | None = None) -> U64:
@@ -203,11 +215,11 @@ class HostMemory(HostTables):
         self._sums = np.zeros(0, dtype=np.uint64)
         self._scratch = np.zeros(self._kernels.BLOCK, dtype=np.uint64)
 
-    def gather(self, row: int, targets: U32, out: Bits) -> None:
-        line = self._table[row]
-        self._kernels.gather(
-            int(line[self._kernels.ADDRESS]), out.itemsize, _address(targets), targets.size, _address(out)
-        )
+    def gather(self, readings: Sequence[Reading]) -> None:
+        k = self._kernels
+        for reading in readings:
+            base, width = int(self._table[reading.row, k.ADDRESS]), reading.out.itemsize
+            k.gather(base, width, _address(reading.target), reading.target.size, _address(reading.out))
 
     def set_groups(self, groups: Sequence[Group]) -> None:
         k = self._kernels
@@ -221,13 +233,11 @@ class HostMemory(HostTables):
         self._groups, self._sums = table, np.zeros(len(groups), dtype=np.uint64)
         self._staged = tuple(groups)  # keeps the arrays behind the addresses alive
 
-    def scatter(self, side: ValueSet, *, stop: int | None = None) -> None:
+    def write(self, side: ValueSet, *, stop: int | None = None) -> U64:
         column = self._kernels.G_NEW if side is ValueSet.NEW else self._kernels.G_OLD
-        self._kernels.scatter(self._groups, column, 0, len(self._groups) if stop is None else stop)
-
-    def group_sums(self) -> U64:
-        self._kernels.sum_groups(self._groups, self._sums, self._scratch.ctypes.data)
-        return self._sums.copy()
+        count = len(self._groups) if stop is None else stop
+        self._kernels.write_groups(self._groups, column, count, self._sums, self._scratch.ctypes.data)
+        return self._sums[:count].copy()
 
     def box_sums(self, after_slice: SliceCallback, tensors: range | None = None) -> U64:
         rows = [number for number, row in enumerate(self._rows) if tensors is None or row.tensor in tensors]

@@ -1,100 +1,57 @@
-"""Live weights on any torch device: the same results as `HostMemory`, from torch operations.
+"""Live weights on any torch device: the same results as `HostMemory`.
 
-Runs in the worker process. Positions are computed on the host; old values are copied from the device once, at prepare.
-`set_groups` copies targets, both values and the constant part of every summand to the device, so that the pause has
-one indexed write per parameter and one pass of integer arithmetic, and transfers only the sums.
+Runs in the worker process. Positions are computed on the host. The device holds 8 bytes per changed element of width 2:
+its place as u32, its value before and its value after; the rest follows from its row. They lie in one arena
+(`arena.DeviceArena`), with the tables of the kernels, so the pause allocates nothing there: it starts the kernels and
+fetches the sums. Old values are read at prepare, for many segments at once.
 
-Torch has no unsigned 64-bit arithmetic on devices. int64 wraps in the same way; only right shifts need their sign bits
-masked. Jobs use their own stream, so that they neither wait for the model's stream nor delay it.
+The kernels are Triton's where Triton can be imported for this device, and torch operations elsewhere; both give the
+same bits. Jobs use their own stream, so that they neither wait for the model's stream nor delay it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.vllm_plugin.weights import faults
+from dcr_daemon.vllm_plugin.weights.arena import DeviceArena
 from dcr_daemon.vllm_plugin.weights.memory import (
-    U32,
     U64,
     Bits,
     Group,
     HostTables,
     LiveTensors,
+    Reading,
     SliceCallback,
     ValueSet,
 )
 from dcr_daemon.vllm_plugin.weights.placement import Placement, PlacementRow
+from dcr_daemon.vllm_plugin.weights.torch_kernels import SIGNED_DTYPES, SLICE, Lanes, TorchKernels
 
-SIGNED_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-SLICE = 1 << 22  #: elements per step, bounding temporary memory to about 200 MiB
+log = logging.getLogger("dcr.worker")
 
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >= 1 << 63 else value
-
-
-FIRST, SECOND = _signed(0xFF51AFD7ED558CCD), _signed(0xC4CEB9FE1A85EC53)
-
-
-def _shift(words: torch.Tensor) -> torch.Tensor:
-    """Logical right shift by 33."""
-    return (words >> 33) & ((1 << 31) - 1)
-
-
-def mix(words: torch.Tensor) -> torch.Tensor:
-    """murmur3's finaliser on int64 tensors that stand for uint64."""
-    words = (words ^ _shift(words)) * FIRST
-    words = (words ^ _shift(words)) * SECOND
-    return words ^ _shift(words)
-
-
-def summands(values: torch.Tensor, element: torch.Tensor, *, key: int | torch.Tensor, width: int) -> torch.Tensor:
-    """The summands of canonical elements with these bits, in the fingerprint (int64)."""
-    bits = values.to(torch.int64)
-    if width == 1:
-        return mix((element << 16 | (bits & 0xFF)) ^ key)
-    per = width // 2
-    total = torch.zeros_like(element)
-    for unit in range(per):
-        word = (bits >> (16 * unit)) & 0xFFFF
-        total += mix(((element * per + unit) << 16 | word) ^ key)
-    return total
-
-
-@dataclass(slots=True)
-class Batch:
-    """Loaded groups of one parameter. `ends`: exclusive ends of the groups `numbers` in the batch."""
-
-    view: torch.Tensor
-    index: torch.Tensor
-    old: torch.Tensor
-    new: torch.Tensor
-    element: torch.Tensor
-    key: torch.Tensor
-    width: int
-    numbers: list[int]
-    ends: torch.Tensor
+TRANSFER = 16 << 20  #: bytes of host memory through which all copies to and from the device go
+TABLES = 96  #: bytes of the kernels' tables per group, at most
 
 
 class TorchMemory(HostTables):
     """Live weights behind torch tensors. Host work (`locate`, `sum_bits`) is inherited."""
 
-    def __init__(
-        self, placement: Placement, live_tensors: LiveTensors, *, layout: Layout, device: torch.device
-    ) -> None:
+    def __init__(self, placement: Placement, live_tensors: LiveTensors, *, layout: Layout, arena: DeviceArena) -> None:
         super().__init__(placement, live_tensors, layout=layout, base=lambda row: 0)
         self._layout = layout
-        self._device = device
+        self._arena = arena
+        self._device = device = arena.device
         self._views = {name: storage_bits(tensor) for name, tensor in live_tensors.live.items()}
-        self._repacks: dict[int, torch.Tensor] = {}
-        self._batches: list[Batch] = []
+        self._device_kernels = device_kernels(self._rows, self._views, layout=layout, device=device)
+        self._transfer = torch.empty(TRANSFER, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._count = 0
         streams = getattr(torch.get_device_module(device), "Stream", None) if device.type != "cpu" else None
         self._stream = streams(device) if streams is not None else None
@@ -111,78 +68,110 @@ class TorchMemory(HostTables):
             yield
             self._stream.synchronize()
 
-    def gather(self, row: int, targets: U32, out: Bits) -> None:
-        with self._aside():
-            place = self._rows[row]
-            index = torch.from_numpy(targets.astype(np.int64)).to(self._device) + place.base
-            values = self._views[place.parameter][index].cpu().numpy()
-            out[:] = values.view(out.dtype)
+    # -- the transaction ------------------------------------------------------------------------------------------
+
+    def gather(self, readings: Sequence[Reading]) -> None:
+        """Uses the arena, which holds no transaction while one is prepared."""
+        by_width: dict[int, list[Reading]] = {}
+        for reading in readings:
+            by_width.setdefault(reading.out.itemsize, []).append(reading)
+        for width, wanted in by_width.items():
+            most = max(self._arena.size // (4 + width + TABLES), 1)
+            for some in _slices(wanted, most):
+                with self._aside():
+                    self._gather(some, SIGNED_DTYPES[width])
+
+    def _gather(self, readings: Sequence[Reading], dtype: torch.dtype) -> None:
+        self._arena.reset()
+        ends = np.cumsum([reading.element.size for reading in readings]).tolist()
+        lanes = Lanes(
+            numbers=range(len(readings)),
+            rows=[reading.row for reading in readings],
+            ends=ends,
+            element=self._up([reading.element for reading in readings], ends[-1], torch.int32),
+            new=self._arena.take(ends[-1], dtype),
+        )
+        self._device_kernels.gather(lanes, self._arena)
+        self._down(lanes.new, [reading.out for reading in readings])
 
     def set_groups(self, groups: Sequence[Group]) -> None:
-        by_parameter: dict[str, list[int]] = {}
+        by_width: dict[int, list[int]] = {}
         for number, group in enumerate(groups):
-            by_parameter.setdefault(self._rows[group.row].parameter, []).append(number)
-        self._batches = []  # the device must not hold two transactions
+            by_width.setdefault(group.new.itemsize, []).append(number)
+        self._arena.reset()
+        self._count = 0
         with self._aside():
-            self._batches = [self._batch(name, groups, numbers) for name, numbers in by_parameter.items()]
+            lanes = [self._lanes(groups, numbers, SIGNED_DTYPES[width]) for width, numbers in by_width.items()]
+            self._device_kernels.set_lanes(lanes, self._arena)
         self._count = len(groups)
 
-    def _batch(self, parameter: str, groups: Sequence[Group], numbers: list[int]) -> Batch:
-        chosen = [groups[n] for n in numbers]
-        rows = [self._rows[group.row] for group in chosen]
-        width = self._layout[rows[0].tensor].width
-        sizes = [group.element.size for group in chosen]
-
-        def up(parts: list[Any]) -> torch.Tensor:
-            return torch.from_numpy(np.concatenate(parts)).to(self._device)
-
-        signed = np.dtype(f"<i{width}")
-        keys = self._layout.keys.view(np.int64)
-        return Batch(
-            view=self._views[parameter],
-            index=up([g.target.astype(np.int64) + row.base for g, row in zip(chosen, rows, strict=True)]),
-            old=up([g.old.view(signed) for g in chosen]),
-            new=up([g.new.view(signed) for g in chosen]),
-            element=up([g.element.astype(np.int64) + row.region.dst for g, row in zip(chosen, rows, strict=True)]),
-            key=up([np.full(size, keys[row.tensor]) for size, row in zip(sizes, rows, strict=True)]),
-            width=width,
+    def _lanes(self, groups: Sequence[Group], numbers: list[int], dtype: torch.dtype) -> Lanes:
+        chosen = [groups[number] for number in numbers]
+        ends = np.cumsum([group.element.size for group in chosen]).tolist()
+        return Lanes(
             numbers=numbers,
-            ends=torch.tensor(np.cumsum(sizes), device=self._device),
+            rows=[group.row for group in chosen],
+            ends=ends,
+            element=self._up([group.element for group in chosen], ends[-1], torch.int32),
+            old=self._up([group.old for group in chosen], ends[-1], dtype),
+            new=self._up([group.new for group in chosen], ends[-1], dtype),
         )
 
-    def scatter(self, side: ValueSet, *, stop: int | None = None) -> None:
-        """`stop` cuts at a batch: all groups of the parameters whose first group is below it."""
-        for batch in self._batches:
-            if stop is None or batch.numbers[0] < stop:
-                batch.view[batch.index] = batch.new if side is ValueSet.NEW else batch.old
-        self._finish()
-
-    def _finish(self) -> None:
+    def write(self, side: ValueSet, *, stop: int | None = None) -> U64:
+        sums = self._device_kernels.write(side, self._count if stop is None else stop)
         if self._stream is not None:
             torch.get_device_module(self._device).synchronize(self._device)
-
-    def group_sums(self) -> U64:
-        sums = np.zeros(self._count, dtype=np.uint64)
-        pending = [(batch, _totals(batch)) for batch in self._batches]  # launch all first, then fetch each result once
-        for batch, totals in pending:
-            sums[batch.numbers] = totals.cpu().numpy().view(np.uint64)
         return sums
+
+    # -- copies between host and device ---------------------------------------------------------------------------
+
+    def _up(self, parts: Sequence[Bits], count: int, dtype: torch.dtype) -> torch.Tensor:
+        """All parts behind one another, in the arena."""
+        out = self._arena.take(count, dtype)
+        transfer = self._transfer.view(dtype)
+        host, at, filled = transfer.numpy(), 0, 0
+        for part in parts:
+            bits = part.view(host.dtype)
+            for first in range(0, bits.size, host.size):
+                piece = bits[first : first + host.size]
+                if filled + piece.size > host.size:
+                    out[at : at + filled].copy_(transfer[:filled])
+                    at, filled = at + filled, 0
+                host[filled : filled + piece.size] = piece
+                filled += piece.size
+        out[at : at + filled].copy_(transfer[:filled])
+        return out
+
+    def _down(self, values: torch.Tensor, outs: Sequence[Bits]) -> None:
+        """Consecutive parts of `values` into host arrays."""
+        transfer = self._transfer.view(values.dtype)
+        host, at, have, taken = transfer.numpy(), 0, 0, 0
+        for out in outs:
+            bits, filled = out.view(host.dtype), 0
+            while filled < bits.size:
+                if taken == have:
+                    have, taken = min(host.size, values.numel() - at), 0
+                    transfer[:have].copy_(values[at : at + have])
+                    at += have
+                n = min(bits.size - filled, have - taken)
+                bits[filled : filled + n] = host[taken : taken + n]
+                filled, taken = filled + n, taken + n
+
+    # -- whole rows -----------------------------------------------------------------------------------------------
 
     def box_sums(self, after_slice: SliceCallback, tensors: range | None = None) -> U64:
         boxes = [0] * self._boxes
         for number, row in enumerate(self._rows):
             if tensors is not None and row.tensor not in tensors:
                 continue
-            key, width = int(self._layout.keys.view(np.int64)[row.tensor]), self._layout[row.tensor].width
-            for first in range(0, row.region.elements, SLICE):
+            width, elements = self._layout[row.tensor].width, row.region.elements
+            most = self._device_kernels.longest_run
+            for first in range(0, elements, most):
+                count = min(most, elements - first)
                 with self._aside():
-                    element, target = self._walk(
-                        number, row, first=first, count=min(SLICE, row.region.elements - first)
-                    )
-                    values = self._views[row.parameter][target]
-                    boxes[row.box] += int(summands(values, element, key=key, width=width).sum().item())
+                    boxes[row.box] += self._device_kernels.sum_run(number, first, count)
                 faults.after_slice()
-                after_slice(element.numel() * width)
+                after_slice(count * width)
         return np.array([total % (1 << 64) for total in boxes], dtype=np.uint64)
 
     def overwrite(self, tensor: int, values: Bits, after_slice: SliceCallback) -> None:
@@ -190,29 +179,46 @@ class TorchMemory(HostTables):
         for number in self._by_tensor.get(tensor, []):
             row = self._rows[number]
             for first in range(0, row.region.elements, SLICE):
+                count = min(SLICE, row.region.elements - first)
                 with self._aside():
-                    element, target = self._walk(
-                        number, row, first=first, count=min(SLICE, row.region.elements - first)
-                    )
-                    values = torch.from_numpy(signed[element.cpu().numpy()]).to(self._device)
-                    self._views[row.parameter][target] = values
-                after_slice(element.numel() * values.itemsize)
+                    element, target = self._device_kernels.walk(row, first, count)
+                    part = torch.from_numpy(signed[element.cpu().numpy() + row.region.dst]).to(self._device)
+                    self._views[row.parameter].index_copy_(0, target, part)
+                after_slice(count * values.itemsize)
 
-    def _walk(self, number: int, row: PlacementRow, *, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Canonical element and live storage element of ordinals [first, first + count) of a row."""
-        rest = torch.arange(first, first + count, dtype=torch.int64, device=self._device)
-        element, local = torch.full_like(rest, row.region.dst), torch.zeros_like(rest)
-        for n, target, source in reversed(row.region.axes):
-            place = rest % n
-            rest = rest // n
-            element += place * source
-            local += place * target
-        if row.repack is None:
-            return element, local + row.base
-        table = self._repacks.get(id(row.repack))
-        if table is None:
-            table = self._repacks[id(row.repack)] = torch.from_numpy(row.repack.table.astype(np.int64)).to(self._device)
-        return element, table[local + row.inner] + row.base
+
+def device_kernels(
+    rows: Sequence[PlacementRow], views: Mapping[str, torch.Tensor], *, layout: Layout, device: torch.device
+) -> TorchKernels:
+    """Triton's kernels, compiled, where they run; those of torch elsewhere."""
+    if device.type != "cpu" or os.environ.get("TRITON_INTERPRET") == "1":
+        try:
+            from dcr_daemon.vllm_plugin.weights.triton_kernels import TritonKernels
+
+            kernels = TritonKernels(rows, views, layout=layout, device=device)
+            kernels.warm()
+        except ImportError as error:
+            log.warning("dcr: Triton cannot be imported, the pause takes torch operations instead: %s", error)
+        else:
+            return kernels
+    return TorchKernels(rows, views, layout=layout, device=device)
+
+
+def _slices(readings: Sequence[Reading], most: int) -> Iterator[list[Reading]]:
+    """Lists of readings with at most `most` elements each; a reading that is larger is cut."""
+    some: list[Reading] = []
+    space = most
+    for reading in readings:
+        first = 0
+        while first < reading.element.size:
+            part = slice(first, first + space)
+            some.append(Reading(reading.row, reading.element[part], reading.target[part], reading.out[part]))
+            first, space = first + some[-1].element.size, space - some[-1].element.size
+            if space == 0:
+                yield some
+                some, space = [], most
+    if some:
+        yield some
 
 
 def storage_bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -225,18 +231,3 @@ def storage_bits(tensor: torch.Tensor) -> torch.Tensor:
 def flip_bit(tensor: torch.Tensor, element: int) -> None:
     """For tests: flip the lowest bit of a storage element, as failing memory would."""
     storage_bits(tensor)[element] ^= 1
-
-
-def _totals(batch: Batch) -> torch.Tensor:
-    """Sum per group, as differences of running sums; both wrap modulo 2^64."""
-    running = torch.zeros(1, dtype=torch.int64, device=batch.index.device)
-    parts = [running]
-    for first in range(0, batch.index.numel(), SLICE):
-        part = slice(first, first + SLICE)
-        values = batch.view[batch.index[part]]
-        summed = summands(values, batch.element[part], key=batch.key[part], width=batch.width).cumsum(0) + parts[-1][-1]
-        parts.append(summed)
-    running = torch.cat(parts)
-    ends = running[batch.ends]
-    starts = running[torch.cat([torch.zeros_like(batch.ends[:1]), batch.ends[:-1]])]
-    return ends - starts

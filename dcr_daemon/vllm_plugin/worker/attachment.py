@@ -22,11 +22,12 @@ from dcr_daemon.vllm_plugin.calls import FingerprintRank, HopFiles, Start, Tenso
 from dcr_daemon.vllm_plugin.loader import place_model
 from dcr_daemon.vllm_plugin.loader.computed import ComputedLoader, Values, read_values, write_computed
 from dcr_daemon.vllm_plugin.weights import faults
+from dcr_daemon.vllm_plugin.weights.arena import Arena, DeviceArena
 from dcr_daemon.vllm_plugin.weights.dense import DenseFiles
 from dcr_daemon.vllm_plugin.weights.memory import HostMemory, LiveTensors, ValueSet, WeightMemory, holders_of
 from dcr_daemon.vllm_plugin.weights.placement import Placement
 from dcr_daemon.vllm_plugin.worker.jobs import Job
-from dcr_daemon.vllm_plugin.worker.prepare import Arena, Preparation
+from dcr_daemon.vllm_plugin.worker.prepare import Preparation
 from dcr_daemon.vllm_plugin.worker.transaction import Transaction
 from dcr_daemon.wording import shorten
 
@@ -40,6 +41,7 @@ class Attachment:
     memory: WeightMemory | None
     external_writes: int
     computed_loader: ComputedLoader | None = None
+    device_arena: DeviceArena | None = None
 
     @property
     def live(self) -> WeightMemory:
@@ -164,11 +166,13 @@ def attach(
     layout: Layout,
     *,
     platform: str,
-    device: torch.device,
+    device_arena: DeviceArena | None,
     external_writes: int,
     before: Attachment | None,
 ) -> Attachment:
     """Record where a layout lies, or use the recording of an earlier attachment (`before`) again.
+
+    `device_arena`: on the device that holds the model, None if that is the host.
 
     After a reload the loader no longer shows where it puts elements. But the first recording stays true as long as no
     storage moved, and the fingerprint proves it again.
@@ -178,13 +182,16 @@ def attach(
         and before.memory is not None
         and before.layout == layout
         and before.memory.moved_parameter() is None
+        and before.device_arena is device_arena
     ):
-        return Attachment(layout, before.placement, before.memory, external_writes, before.computed_loader)
+        return Attachment(
+            layout, before.placement, before.memory, external_writes, before.computed_loader, device_arena
+        )
     placement, live = place_model.attach_model(model, config, layout, platform)
     if placement.refusals:
         return Attachment(layout, placement, None, external_writes)
     try:
-        memory = open_memory(placement, LiveTensors(live, holders_of(model)), layout=layout, device=device)
+        memory = open_memory(placement, LiveTensors(live, holders_of(model)), layout=layout, arena=device_arena)
     except ValueError as error:
         refused = Placement(held=[TensorHandling.REFUSED] * len(layout), refusals={"": str(error)})
         return Attachment(layout, refused, None, external_writes)
@@ -196,13 +203,14 @@ def attach(
         memory,
         external_writes,
         ComputedLoader(model, placement, live=live, layout=layout, dtype=dtype),
+        device_arena,
     )
 
 
-def open_memory(placement: Placement, homes: LiveTensors, *, layout: Layout, device: torch.device) -> WeightMemory:
-    """The `WeightMemory` of a device; compiles its kernels."""
-    if device.type == "cpu":
+def open_memory(placement: Placement, homes: LiveTensors, *, layout: Layout, arena: DeviceArena | None) -> WeightMemory:
+    """The `WeightMemory` of the host, or of the arena's device; compiles its kernels."""
+    if arena is None:
         return HostMemory(placement, homes, layout=layout)
     from dcr_daemon.vllm_plugin.weights.torch_memory import TorchMemory
 
-    return TorchMemory(placement, homes, layout=layout, device=device)
+    return TorchMemory(placement, homes, layout=layout, arena=arena)

@@ -15,11 +15,13 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import torch
 
 from dcr_daemon.errors import DcrError
 from dcr_daemon.vllm_plugin import calls
 from dcr_daemon.vllm_plugin.calls import EXIT_DIRTY, Code, Op, Reply
 from dcr_daemon.vllm_plugin.weights import faults
+from dcr_daemon.vllm_plugin.worker import reserve
 from dcr_daemon.vllm_plugin.worker.jobs import code_of
 from dcr_daemon.vllm_plugin.worker.session import Refusal, WorkerSession
 
@@ -59,7 +61,7 @@ def answer(session: WorkerSession, env: dict[str, Any], call: str) -> dict[str, 
         result = _dispatch(session, op, message)
     except Refusal as refusal:
         code, error, hint = refusal.code, refusal.error, refusal.hint
-    except (DcrError, OSError) as failure:
+    except (DcrError, OSError, MemoryError, torch.OutOfMemoryError) as failure:
         code, error, hint = code_of(failure), str(failure), getattr(failure, "hint", "")
     except (msgspec.ValidationError, ValueError) as failure:
         code, error = Code.FAILED, f"the call does not parse: {failure}"
@@ -134,6 +136,7 @@ def install(worker: Any) -> WorkerSession:
         config=worker.vllm_config,
         platform=str(current_platform.device_name),
         device=worker.device,
+        device_arena=worker.__dict__.get(reserve.ATTRIBUTE),
     )
     guard(worker, session)
     return session

@@ -9,6 +9,7 @@ value before the first hop and after the last: the composition of `engine.deltas
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,40 +24,27 @@ from dcr_daemon.engine.staged import read_staged
 from dcr_daemon.errors import EngineRefused, ResourceExhausted
 from dcr_daemon.vllm_plugin.calls import HopFiles, PreparedRank, SegmentSums
 from dcr_daemon.vllm_plugin.weights import faults
-from dcr_daemon.vllm_plugin.weights.memory import U32, Bits, Group, WeightMemory
+from dcr_daemon.vllm_plugin.weights.arena import Arena, ArenaFull
+from dcr_daemon.vllm_plugin.weights.memory import U32, Bits, Group, Reading, WeightMemory
 from dcr_daemon.vllm_plugin.weights.placement import Placement
 from dcr_daemon.vllm_plugin.worker.transaction import Transaction, box_sums
 
 Advance = Callable[[float], None]
 
 
-class ArenaFull(Exception):
-    """The arena has no space for this hop."""
+BATCH = 1 << 20  #: changed elements that are located before their live bits are read, all at once
 
 
-class Arena:
-    """`cap` bytes of host memory, reserved at attach: handed out front to back, and taken back all at once."""
+@dataclass(slots=True)
+class Part:
+    """What one segment changes in one row. `old` gets the live bits."""
 
-    def __init__(self, cap: int) -> None:
-        self._bytes = np.empty(max(cap, 8), dtype=np.uint8)
-        self._bytes.fill(0)  # overcommitted pages would be found missing inside a pause
-        self._used = 0
-
-    @property
-    def size(self) -> int:
-        return self._bytes.size
-
-    def reset(self) -> None:
-        self._used = 0
-
-    def take(self, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """`count` elements; raises `ArenaFull`."""
-        start = -(-self._used // 8) * 8
-        end = start + count * np.dtype(dtype).itemsize
-        if end > self.size:
-            raise ArenaFull
-        self._used = end
-        return self._bytes[start:end].view(dtype)
+    segment: int
+    row: int
+    changes: Changes
+    element: U32
+    target: U32
+    old: Bits
 
 
 class Preparation:
@@ -101,9 +89,9 @@ class Preparation:
                     done.append(self._hop(number, hop, fits))
                 return self._finish(txn, fits, done)
             except ArenaFull:
-                # A hop changes values that earlier hops put there, so a half-done one cannot be cut off: start
-                # again with the hops that are known to fit.
-                fits = len(done)
+                # A hop changes values that earlier hops put there, so a half-done one cannot be cut off: start again
+                # with the hops that are known to fit, or with one less if the device's arena was the full one.
+                fits = min(len(done), fits - 1)
                 if fits == 0:
                     raise ResourceExhausted(
                         f"version {hops[0].version} alone needs more than the {self._arena.size} bytes reserved",
@@ -113,54 +101,63 @@ class Preparation:
     def _hop(self, number: int, hop: HopFiles, hops: int) -> SegmentSums:
         """Add one hop to the groups; the sums of each of its segments here, before and after."""
         entries: list[tuple[int, int, int, int, int]] = []
-        for segment_number, chunk, index, part in self._segments(hop):
-            segment = chunk.segment(index)
-            if segment.tensor in self._placement.computed:
-                self._computed.add(segment.tensor)
-            if rows := self._placement.rows_meeting(segment.tensor, segment.box):
-                elements, changes = canonical_order(chunk.changes(index))
-                for row in rows:
-                    entry = self._change(number, row, changes, elements)
-                    if entry is not None:
-                        entries.append((segment_number, self._placement.rows[row].box, *entry))
-            faults.after_slice()
-            self._advance((number + part) / hops)
-        self._advance((number + 1) / hops)
-        return _segment_sums(hop.version, entries)
-
-    def _segments(self, hop: HopFiles) -> Iterator[tuple[int, Chunk, int, float]]:
-        """Segments of tensors that this worker holds: (number in the hop, chunk, index in the chunk, share done)."""
         first = 0
         for i, path in enumerate(hop.chunks):
             chunk = open_staged_chunk(read_staged(path), hop, layout=self._layout, path=path)
+            parts: list[Part] = []
+            located = 0
             for index in np.flatnonzero(self._held[chunk.table.tensor]).tolist():
-                yield first + index, chunk, index, (i + (index + 1) / len(chunk)) / len(hop.chunks)
+                for part in self._parts(chunk, index, number=first + index):
+                    parts.append(part)
+                    located += part.element.size
+                if located >= BATCH:
+                    entries += self._change(number, parts)
+                    parts, located = [], 0
+                faults.after_slice()
+                self._advance((number + (i + (index + 1) / len(chunk)) / len(hop.chunks)) / hops)
+            entries += self._change(number, parts)
             first += len(chunk)
             chunk.release()
+        self._advance((number + 1) / hops)
+        return _segment_sums(hop.version, entries)
 
-    def _change(
-        self, hop: int, row: int, changes: Changes, elements: npt.NDArray[np.int64]
-    ) -> tuple[int, int, int] | None:
-        """Add what one segment changes in one row: (count, before, after), or None if that is nothing."""
-        picked, element, target = self._memory.locate(row, elements)
-        if not picked.size:
-            return None
-        dtype = bits_dtype(self._layout[changes.segment.tensor].width)
-        old = np.empty(picked.size, dtype=dtype)
-        self._memory.gather(row, target, old)
-        held = overlay(self._by_row.get(row, ()), hop, element=element, bits=old)
-        if picked.size < elements.size:
-            changes = Changes(changes.segment, changes.positions[picked], changes.operands[picked])
-        new = changes.resolve(old).astype(dtype, copy=False)
-        before = self._memory.sum_bits(row, old, element)
-        after = self._memory.sum_bits(row, new, element)
-        fresh = replace(held, new)
-        for other, _ in held:
-            self._sums.pop(id(other), None)
-        group = self._append(hop, row, element=element, target=target, old=old, new=new, fresh=fresh)
-        if group is not None and fresh is None:
-            self._sums[id(group)] = before, after
-        return int(picked.size), before, after
+    def _parts(self, chunk: Chunk, index: int, *, number: int) -> Iterator[Part]:
+        """What segment `index` of a chunk, the hop's `number`th, changes in the rows that this worker holds."""
+        segment = chunk.segment(index)
+        if segment.tensor in self._placement.computed:
+            self._computed.add(segment.tensor)
+        rows = self._placement.rows_meeting(segment.tensor, segment.box)
+        if not rows:
+            return
+        elements, changes = canonical_order(chunk.changes(index))
+        dtype = bits_dtype(self._layout[segment.tensor].width)
+        for row in rows:
+            picked, element, target = self._memory.locate(row, elements)
+            if not picked.size:
+                continue
+            mine = changes
+            if picked.size < elements.size:
+                mine = Changes(changes.segment, changes.positions[picked], changes.operands[picked])
+            yield Part(number, row, mine, element, target, np.empty(picked.size, dtype=dtype))
+
+    def _change(self, hop: int, parts: list[Part]) -> list[tuple[int, int, int, int, int]]:
+        """Add what these parts of one hop change: (segment, box, count, before, after) of each."""
+        self._memory.gather([Reading(part.row, part.element, part.target, part.old) for part in parts])
+        entries = []
+        for part in parts:
+            row, element, old = part.row, part.element, part.old
+            held = overlay(self._by_row.get(row, ()), hop, element=element, bits=old)
+            new = part.changes.resolve(old).astype(old.dtype, copy=False)
+            before = self._memory.sum_bits(row, old, element)
+            after = self._memory.sum_bits(row, new, element)
+            fresh = replace(held, new)
+            for other, _ in held:
+                self._sums.pop(id(other), None)
+            group = self._append(hop, row, element=element, target=part.target, old=old, new=new, fresh=fresh)
+            if group is not None and fresh is None:
+                self._sums[id(group)] = before, after
+            entries.append((part.segment, self._placement.rows[row].box, int(element.size), before, after))
+        return entries
 
     def _append(
         self,

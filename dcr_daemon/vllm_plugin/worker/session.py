@@ -12,24 +12,29 @@ import logging
 import os
 import socket
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.engine.staged import read_layout
+from dcr_daemon.errors import ResourceExhausted
 from dcr_daemon.vllm_plugin import calls
 from dcr_daemon.vllm_plugin.calls import Code, JobKind, JobState, TxnState
 from dcr_daemon.vllm_plugin.job_flags import JobFlags
 from dcr_daemon.vllm_plugin.weights import faults
+from dcr_daemon.vllm_plugin.weights.arena import DeviceArena
 from dcr_daemon.vllm_plugin.weights.memory import uint_view
 from dcr_daemon.vllm_plugin.weights.torch_memory import flip_bit
 from dcr_daemon.vllm_plugin.worker.attachment import Attachment, attach
 from dcr_daemon.vllm_plugin.worker.jobs import BackgroundThread, Job
-from dcr_daemon.vllm_plugin.worker.prepare import Arena
+from dcr_daemon.vllm_plugin.worker.reserve import TransactionMemory
 from dcr_daemon.vllm_plugin.worker.transaction import Transaction
 
 log = logging.getLogger("dcr.worker")
+
+T = TypeVar("T")
+
 KEPT_OUTCOMES = 16
 BEGUN_STATES = (TxnState.BEGUN, TxnState.ROLLED_BACK)
 
@@ -51,9 +56,19 @@ class WorkerSession:
         config: vLLM's `VllmConfig`, from which `loader.eligibility` decides whether the model can be updated in place.
         platform: name of vLLM's platform: "cpu", "cuda", "rocm" …
         device: torch device that holds the model.
+        device_arena: memory that was reserved there before vLLM sized its KV cache.
     """
 
-    def __init__(self, *, rank: int, model: torch.nn.Module, config: Any, platform: str, device: torch.device) -> None:
+    def __init__(
+        self,
+        *,
+        rank: int,
+        model: torch.nn.Module,
+        config: Any,
+        platform: str,
+        device: torch.device,
+        device_arena: DeviceArena | None = None,
+    ) -> None:
         self.rank = rank
         self._model, self._config, self._platform, self._device = model, config, platform, device
         self.dirty = False
@@ -62,7 +77,7 @@ class WorkerSession:
         self._invalidations = 0  # rises with each begun write of our own, and when a transaction is forgotten
         self._token = 0
         self._attachment: Attachment | None = None
-        self._arena: Arena | None = None
+        self._memory = TransactionMemory(model, device, device_arena)
         self._txn: Transaction | None = None
         self._txn_id: str | None = None
         self._kind = ""
@@ -152,9 +167,10 @@ class WorkerSession:
         self._background.quiesce()
         self._token = token
         self._forget()
-        placement = self._place(read_layout(arg.layout, arg.layout_digest)).placement
+        device_arena = self._reserved(self._memory.reserve_device, arg.cap)
+        placement = self._place(read_layout(arg.layout, arg.layout_digest), device_arena).placement
         if not placement.refusals:
-            self._reserve(arg.cap)
+            self._reserved(self._memory.reserve_host, arg.cap)
             self._background.use_cpus(arg.cpus)
         return calls.AttachedRank(
             token=token,
@@ -165,31 +181,26 @@ class WorkerSession:
             parameters=len({row.parameter for row in placement.rows}),
         )
 
-    def _place(self, layout: Layout) -> Attachment:
+    def _place(self, layout: Layout, device_arena: DeviceArena | None) -> Attachment:
         """Find out where the layout's tensors lie in memory now."""
         self._attachment = attach(
             self._model,
             self._config,
             layout,
             platform=self._platform,
-            device=self._device,
+            device_arena=device_arena,
             external_writes=self.external_writes,
             before=self._attachment,
         )
         return self._attachment
 
-    def _reserve(self, cap: int) -> None:
-        """Reserve exactly `cap` bytes for a transaction; an earlier reservation of that size is kept."""
-        if self._arena is not None and self._arena.size == max(cap, 8):
-            return
-        self._arena = None
+    def _reserved(self, reserve: Callable[[int | None], T], cap: int | None) -> T:
+        """What `reserve` answers; without the memory there is no attachment."""
         try:
-            self._arena = Arena(cap)
-        except MemoryError:
+            return reserve(cap)
+        except ResourceExhausted:
             self._attachment = None
-            raise Refusal(
-                Code.EXHAUSTED, f"cannot reserve {cap} bytes for a transaction", hint="lower DCR_STAGE_CAP"
-            ) from None
+            raise
 
     def _placed(self) -> Attachment:
         """The attachment, even if an external writer has written since."""
@@ -235,8 +246,7 @@ class WorkerSession:
 
     def _work(self, arg: calls.Start, attachment: Attachment) -> Callable[[Job], Any]:
         """The work of a job. It reads weights; only a load, which is begun and dirty, writes them."""
-        arena = self._arena
-        assert arena is not None, "reserved at attach"
+        arena = self._memory.host
         return {
             JobKind.PREPARE: lambda job: attachment.prepare(job, arg.hops, arena=arena),
             JobKind.FINGERPRINT: attachment.fingerprint,
@@ -321,7 +331,7 @@ class WorkerSession:
             self._background.quiesce()
             attachment = self._placed()
             if attachment.external_writes != self.external_writes or attachment.live.moved_parameter() is not None:
-                self._place(attachment.layout)
+                self._place(attachment.layout, attachment.device_arena)
                 self._placed()
             self._forget()
             self._txn_id, self._kind = arg.txn, "load"

@@ -2,8 +2,8 @@
 
 `prepare` made it: every changed element once, with its bits before the first hop and after the last. These are absolute
 values, so `apply` and `rollback` may be repeated in any order until EngineCore has verified the sums that one of them
-returned (musts E4 to E7). `prepare` allocated the values and places. While the engine is paused, the host allocates
-only arrays of one number per group or box; a device also needs temporaries for its sums.
+returned (musts E4 to E7). `prepare` allocated the values and places, and what a device needs for its sums. While the
+engine is paused, the host allocates only arrays of one number per group or box.
 """
 
 from __future__ import annotations
@@ -41,26 +41,27 @@ class Transaction:
         """Write the new values and return the sums of what is in memory afterwards. The computed parameters are
         compared here, bit by bit."""
         if faults.should_fail("apply"):
-            memory.scatter(ValueSet.NEW, stop=len(self.groups) // 2)
+            memory.write(ValueSet.NEW, stop=len(self.groups) // 2)
             faults.fail("apply")
-        memory.scatter(ValueSet.NEW)
+        sums = memory.write(ValueSet.NEW)
         write_computed(self.computed_parameters, ValueSet.NEW)
         if faults.should_fail("flip") and self.groups:
-            _flip(memory, self.groups)
-        return box_sums(self.groups, memory.group_sums(), placement=placement)
+            sums = _write_flipped(memory, self.groups)
+        return box_sums(self.groups, sums, placement=placement)
 
     def rollback(self, memory: WeightMemory, placement: Placement) -> Sums:
         """Write the old values back and return the sums of what is in memory afterwards."""
         faults.point("rollback")
-        memory.scatter(ValueSet.OLD)
+        sums = memory.write(ValueSet.OLD)
         write_computed(self.computed_parameters, ValueSet.OLD)
-        return box_sums(self.groups, memory.group_sums(), placement=placement)
+        return box_sums(self.groups, sums, placement=placement)
 
 
-def _flip(memory: WeightMemory, groups: list[Group]) -> None:
+def _write_flipped(memory: WeightMemory, groups: list[Group]) -> U64:
     groups[0].new[0] ^= 1
-    memory.scatter(ValueSet.NEW)
+    sums = memory.write(ValueSet.NEW)
     groups[0].new[0] ^= 1
+    return sums
 
 
 def box_sums(groups: Sequence[Group], sums: U64, *, placement: Placement) -> Sums:

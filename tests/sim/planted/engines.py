@@ -16,7 +16,7 @@ from dcr_daemon.vllm_plugin.core import coordinator, engine_core, verify_sums
 from dcr_daemon.vllm_plugin.core.coordinator import TransactionCoordinator
 from dcr_daemon.vllm_plugin.core.engine_core import Core
 from dcr_daemon.vllm_plugin.core.state import EngineState
-from dcr_daemon.vllm_plugin.weights.memory import ValueSet
+from dcr_daemon.vllm_plugin.weights.memory import Reading, ValueSet
 from dcr_daemon.vllm_plugin.worker.session import WorkerSession
 from dcr_daemon.vllm_plugin.worker.transaction import Transaction
 
@@ -147,11 +147,11 @@ def change_is_applied_as_a_difference(put: Put) -> None:
     def apply(self: Transaction, memory: Any, placement: Any) -> Any:
         for group in self.groups:
             lanes = np.empty_like(group.new)
-            memory.gather(group.row, group.target, lanes)
+            memory.gather([Reading(group.row, group.element, group.target, lanes)])
             keep = group.new.copy()
             group.new[:] = lanes + (keep - group.old)
             memory.set_groups(self.groups)
-            memory.scatter(ValueSet.NEW)
+            memory.write(ValueSet.NEW)
             group.new[:] = keep
         return self.answer.after
 

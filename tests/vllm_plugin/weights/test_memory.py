@@ -15,11 +15,16 @@ from dcr_daemon.canonical.fingerprint import sum_at
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.canonical.region import Region, normalise
 from dcr_daemon.vllm_plugin.calls import TensorHandling
-from dcr_daemon.vllm_plugin.weights.memory import Group, HostMemory, LiveTensors, ValueSet, holders_of
+from dcr_daemon.vllm_plugin.weights.arena import DeviceArena
+from dcr_daemon.vllm_plugin.weights.kernels import BLOCK
+from dcr_daemon.vllm_plugin.weights.memory import Group, HostMemory, LiveTensors, Reading, ValueSet, holders_of
 from dcr_daemon.vllm_plugin.weights.placement import Copy, Placement, Repack
+from dcr_daemon.vllm_plugin.weights.torch_kernels import SIGNED_DTYPES
 from dcr_daemon.vllm_plugin.weights.torch_memory import TorchMemory
 
-CPU = torch.device("cpu")
+
+def arena() -> DeviceArena:
+    return DeviceArena(1 << 16, torch.device("cpu"))
 
 
 def memories(toy):
@@ -27,7 +32,7 @@ def memories(toy):
     return (
         placement,
         HostMemory(placement, live_tensors, layout=LAYOUT),
-        TorchMemory(placement, live_tensors, layout=LAYOUT, device=CPU),
+        TorchMemory(placement, live_tensors, layout=LAYOUT, arena=arena()),
     )
 
 
@@ -69,7 +74,7 @@ def test_locate_gather_scatter_and_sums_agree_with_the_rows(which: int) -> None:
         changed = np.flatnonzero(old[row.tensor] != new[row.tensor])
         picked, element, target = memory.locate(number, changed)
         values = np.empty(picked.size, dtype=old[row.tensor].dtype)
-        memory.gather(number, target, values)
+        memory.gather([Reading(number, element, target, values)])
         assert (values == old[row.tensor][changed[picked]]).all()
         assert (element.astype(np.int64) + row.region.dst == changed[picked]).all()
         groups.append(Group(number, 0, element, target, values, new[row.tensor][changed[picked]]))
@@ -79,10 +84,10 @@ def test_locate_gather_scatter_and_sums_agree_with_the_rows(which: int) -> None:
         (ValueSet.OLD, before),
         (ValueSet.NEW, loaded(new, 1, 2).state()),
     ):
-        memory.scatter(side)
+        found = memory.write(side)
         lanes = [group.new if side is ValueSet.NEW else group.old for group in groups]
         sums = [memory.sum_bits(g.row, bits, g.element) for g, bits in zip(groups, lanes, strict=True)]
-        assert memory.group_sums().tolist() == sums
+        assert found.tolist() == sums
         assert toy.state() == wanted
 
 
@@ -148,11 +153,11 @@ def test_any_strided_copy_is_read_and_written_where_it_lies(
         elements = np.arange(row.region.dst, row.region.dst_last + 1)
         for memory in (
             HostMemory(placement, live_tensors, layout=layout),
-            TorchMemory(placement, live_tensors, layout=layout, device=CPU),
+            TorchMemory(placement, live_tensors, layout=layout, arena=arena()),
         ):
             picked, element, target = memory.locate(placement.rows.index(row), elements)
             values = np.empty(picked.size, dtype=live.dtype)
-            memory.gather(placement.rows.index(row), target, values)
+            memory.gather([Reading(placement.rows.index(row), element, target, values)])
             assert sorted(target + row.base) == sorted(row.targets())
             assert (values == live[target.astype(np.int64) + row.base]).all()
         where |= dict(
@@ -164,7 +169,7 @@ def test_any_strided_copy_is_read_and_written_where_it_lies(
     new = rng.integers(0, 256, layout[0].nbytes, dtype=np.uint8).view(live.dtype)
     for memory in (
         HostMemory(placement, live_tensors, layout=layout),
-        TorchMemory(placement, live_tensors, layout=layout, device=CPU),
+        TorchMemory(placement, live_tensors, layout=layout, arena=arena()),
     ):
         before = live.copy()
         assert memory.box_sums(lambda size: None).tolist() == [wanted]
@@ -174,3 +179,34 @@ def test_any_strided_copy_is_read_and_written_where_it_lies(
         untouched[places] = False
         assert (live[untouched] == before[untouched]).all()
         live[:] = before
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from([1, 2, 4, 8]), st.lists(st.integers(1, 2 * BLOCK + 2), min_size=1, max_size=4), st.booleans(),
+       st.integers(0, 1 << 30))  # fmt: skip
+def test_one_pass_leaves_and_sums_what_two_passes_do(width: int, sizes: list[int], back: bool, seed: int) -> None:
+    """The reference writes all groups first and then sums what is in memory, group by group, in plain numpy."""
+    rng = np.random.default_rng(seed)
+    dtype = f"<u{width}"
+    elements = 5 * BLOCK
+    dtype_name = {1: "U8", 2: "BF16", 4: "F32", 8: "I64"}[width]
+    layout = Layout([TensorSpec(str(number), dtype_name, (elements,)) for number in range(len(sizes))])
+    placement, module, groups = Placement(held=[]), torch.nn.Module(), []
+    for number, size in enumerate(sizes):
+        name = str(number)
+        bits = rng.integers(0, 256, (elements + 3) * width, dtype=np.uint8)
+        module.register_buffer(name, torch.from_numpy(bits).view(SIGNED_DTYPES[width]))
+        region = Region(name, (elements,), 3, (1,), 0, (1,))
+        placement.add(Copy(name, normalise(region)), tensor=number, offset=0, repack=None)
+        where = np.sort(rng.choice(elements, size, replace=False)).astype(np.uint32)
+        old, new = (rng.integers(0, 256, size * width, dtype=np.uint8).view(dtype) for _ in range(2))
+        groups.append(Group(number, 0, where, where.copy(), old, new))
+    memory = HostMemory(placement, LiveTensors(dict(module.named_buffers()), holders_of(module)), layout=layout)
+    memory.set_groups(groups)
+    sums = memory.write(ValueSet.OLD if back else ValueSet.NEW)
+    for number, group in enumerate(groups):
+        live = module.get_buffer(str(number)).numpy().view(dtype)
+        assert (live[3:][group.target] == (group.old if back else group.new)).all()
+        assert int(sums[number]) == sum_at(
+            live[3:][group.target], group.element.astype(np.int64), key=int(layout.keys[number])
+        )

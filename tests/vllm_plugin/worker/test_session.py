@@ -452,7 +452,7 @@ def test_nothing_compiles_once_attached(driver: Driver, hops, tmp_path: Path) ->
     from dcr_daemon.vllm_plugin.weights import kernels
 
     used = [codec.unpack_gaps, codec.unpack_bitmask, codec.unpack_steps, kernels.locate, kernels.gather, match,
-            kernels.sum_bits, kernels.scatter, kernels.sum_groups, kernels.walk]  # fmt: skip
+            kernels.sum_bits, kernels.write_groups, kernels.walk]  # fmt: skip
     compiled = [len(kernel.signatures) for kernel in used]
     states = [LANES]
     for number, (codec_name, share) in enumerate(itertools.product(list(Codec), (0.001, 0.02, 0.3, 1.0)), start=1):

@@ -13,8 +13,9 @@ from dcr_daemon.canonical.box import Box
 from dcr_daemon.codec.chunk import Codec
 from dcr_daemon.codec.decode import Chunk
 from dcr_daemon.errors import CorruptChunk, ResourceExhausted
+from dcr_daemon.vllm_plugin.weights.arena import Arena, ArenaFull
 from dcr_daemon.vllm_plugin.weights.memory import HostMemory
-from dcr_daemon.vllm_plugin.worker.prepare import Arena, ArenaFull, Preparation
+from dcr_daemon.vllm_plugin.worker.prepare import Preparation
 
 PLENTY = 1 << 20
 
