@@ -246,7 +246,10 @@ class Attached(Event, frozen=True, kw_only=True):
 
 
 class Prepared(Event, frozen=True, kw_only=True):
-    """The engine has verified the change from `base` to `version` and is ready to swap."""
+    """The engine has verified the change from `base` to `version` and is ready to swap.
+
+    `spent` divides the time of its slowest rank: read, decode, gather (live bits), sum, stage (onto a device).
+    """
 
     level = "info"
 
@@ -255,10 +258,14 @@ class Prepared(Event, frozen=True, kw_only=True):
     version: int
     changed: int
     seconds: float
+    spent: dict[str, float] = {}
 
 
 class Committed(Event, frozen=True, kw_only=True):
-    """The engine has `version` now. `pause_seconds` is the time in which it generated nothing."""
+    """The engine has `version` now. `pause_seconds` is the time in which it generated nothing.
+
+    `phases` divides it: rest (until no request runs), begin, apply (write and sum), sums (compare), commit, resume.
+    """
 
     level = "info"
 
@@ -268,6 +275,7 @@ class Committed(Event, frozen=True, kw_only=True):
     pause_seconds: float
     seconds: float
     step: int | None = None
+    phases: dict[str, float] = {}
 
 
 class Serving(Event, frozen=True, kw_only=True):

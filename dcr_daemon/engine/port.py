@@ -113,11 +113,13 @@ class Transaction(msgspec.Struct, frozen=True, kw_only=True):
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     """Answer to prepare. `changed` counts distinct elements over all ranks. `fits` is the number of hops in the
-    transaction: if it is lower than asked, the other hops are over the engine's cap."""
+    transaction: if it is lower than asked, the other hops are over the engine's cap. `spent`: seconds by what they were
+    spent on, as far as the engine says."""
 
     txn: str
     changed: int
     fits: int
+    spent: dict[str, float] = {}
 
 
 class Verdict(StrEnum):
@@ -133,8 +135,9 @@ class Swapped(msgspec.Struct, frozen=True, kw_only=True):
     """Outcome of a transaction, or of a load.
 
     `version` is the proved version afterwards, None if there is none; `serving` tells whether the engine generates.
-    `pause`: seconds in which it could not, because of this call. `tries` counts how often the values were written; both
-    may be 0 where a version changes nothing that the engine holds. `reason` says why, unless it is committed.
+    `pause`: seconds in which it could not, because of this call; `phases` divides them, as far as the engine says.
+    `tries` counts how often the values were written. `pause` and `tries` may be 0 where a version changes nothing that
+    the engine holds. `reason` says why, unless it is committed.
     """
 
     txn: str
@@ -144,6 +147,7 @@ class Swapped(msgspec.Struct, frozen=True, kw_only=True):
     pause: float = 0.0
     tries: int = 0
     reason: str = ""
+    phases: dict[str, float] = {}
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):

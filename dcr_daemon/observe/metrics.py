@@ -63,6 +63,10 @@ class Metrics:
         self.density = known("delta_density_ratio", "Changed elements of the newest version over all elements.")
         self.stages = histogram("stage_seconds", "Duration of the stages of an update or a refit.", "stage")
         self.pause = histogram("pause_seconds", "Time in which the engine generated nothing because of a refit.")
+        self.phases = histogram(
+            "pause_phase_seconds", "Parts of dcr_pause_seconds, as far as the engine says.", "phase"
+        )
+        self.spent = histogram("prepare_phase_seconds", "Parts of the stage prepare on the slowest rank.", "phase")
         self.bytes = counter("chunk_bytes_total", "Bytes of chunks moved, by direction.", "direction")
         self.chunks = counter("chunks_total", "Chunks moved, by direction.", "direction")
         self.versions = counter(
@@ -104,7 +108,7 @@ class Metrics:
             e.AnchorPut: self._anchored,
             e.Collected: self._collected,
             e.Attached: self._attached,
-            e.Prepared: lambda event: self.stages.labels("prepare").observe(event.seconds),
+            e.Prepared: self._prepared,
             e.Committed: self._committed,
             e.RolledBack: lambda event: self.versions.labels("rolled_back").inc(),
             e.Repaired: self._repaired,
@@ -156,10 +160,17 @@ class Metrics:
         if event.version is not None:
             self._versions(served=event.version)
 
+    def _prepared(self, event: e.Prepared) -> None:
+        self.stages.labels("prepare").observe(event.seconds)
+        for phase, seconds in event.spent.items():
+            self.spent.labels(phase).observe(seconds)
+
     def _committed(self, event: e.Committed) -> None:
         self._versions(served=event.version)
         self.versions.labels("committed").inc()
         self.pause.observe(event.pause_seconds)
+        for phase, seconds in event.phases.items():
+            self.phases.labels(phase).observe(seconds)
         self.stages.labels("refit").observe(event.seconds)
 
     def _repaired(self, event: e.Repaired) -> None:

@@ -387,7 +387,16 @@ class Driver:
             prepared = await self._engine.prepare(txn)
             last = staged[prepared.fits - 1].version
             seconds = runtime.monotonic() - began
-            self._emit(Prepared(txn=txn.id, base=base, version=last, changed=prepared.changed, seconds=seconds))
+            self._emit(
+                Prepared(
+                    txn=txn.id,
+                    base=base,
+                    version=last,
+                    changed=prepared.changed,
+                    seconds=seconds,
+                    spent=prepared.spent,
+                )
+            )
             self._unanswered = txn
             runtime.failpoint("subscribe.prepared")
             ended = await self._engine.swap(txn.id)

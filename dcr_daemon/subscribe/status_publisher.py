@@ -53,6 +53,7 @@ class StatusPublisher:
                 pause_seconds=ended.pause,
                 seconds=seconds,
                 step=step,
+                phases=ended.phases,
             )
         )
         self._writer.set(version=ended.version, step=step)

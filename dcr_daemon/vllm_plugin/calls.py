@@ -265,7 +265,8 @@ class PreparedRank(msgspec.Struct, frozen=True, kw_only=True):
     """`fits`: how many hops the transaction holds; further hops would exceed the cap. `hops` has that many entries.
 
     `before` and `after` are what `rollback` and `apply` must answer. For each tensor, the sum of after − before over
-    distinct boxes must equal the sum of after − before over hops and segments.
+    distinct boxes must equal the sum of after − before over hops and segments. `spent`: seconds by
+    what they were spent on.
     """
 
     txn: str
@@ -274,6 +275,7 @@ class PreparedRank(msgspec.Struct, frozen=True, kw_only=True):
     hops: list[SegmentSums]
     before: Sums
     after: Sums
+    spent: dict[str, float] = {}
 
 
 class FingerprintRank(msgspec.Struct, frozen=True, kw_only=True):

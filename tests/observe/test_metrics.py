@@ -31,6 +31,14 @@ def test_lag_is_head_minus_served() -> None:
     assert sample(metrics, "dcr_head_version") == 4
 
 
+def test_the_parts_of_prepare_and_of_the_pause_are_histograms() -> None:
+    metrics = Metrics()
+    metrics(e.Prepared(txn="t", base=1, version=2, changed=5, seconds=3.0, spent={"gather": 2.0}))
+    metrics(e.Committed(base=1, version=2, route="chain", pause_seconds=1.0, seconds=4.0, phases={"apply": 0.5}))
+    assert sample(metrics, "dcr_prepare_phase_seconds_sum", phase="gather") == 2.0
+    assert sample(metrics, "dcr_pause_phase_seconds_sum", phase="apply") == 0.5
+
+
 def test_a_publisher_reports_no_lag_and_no_served_version() -> None:
     metrics = Metrics()
     metrics(SEALED)

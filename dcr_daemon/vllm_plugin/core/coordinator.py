@@ -44,6 +44,7 @@ from dcr_daemon.vllm_plugin.calls import (
 from dcr_daemon.vllm_plugin.core import staged_summary, verify_sums
 from dcr_daemon.vllm_plugin.core.data_parallel import AWAITING_VERDICT
 from dcr_daemon.vllm_plugin.core.operations import JobSteps, Steps
+from dcr_daemon.vllm_plugin.core.phases import PhaseTimer, longest
 from dcr_daemon.vllm_plugin.core.state import DeltaTransaction, EngineState, LoadTransaction
 from dcr_daemon.wording import shorten
 
@@ -61,6 +62,7 @@ class TransactionCoordinator:
         self._verified_after = 0  #: tries after which the begun transaction was verified, 0 if it was not
         self._pause_state_before: Any = None  #: the scheduler's pause state before the begun transaction
         self._failed_loads = 0
+        self._phases = PhaseTimer()
 
     def drop(self) -> None:
         self._state.prepared = None
@@ -133,7 +135,7 @@ class TransactionCoordinator:
         reached = live.after(placement, ranks, staged[-1].after)
         empty = not changed and not any(hop.loaded for hop in hops)
         self._state.prepared = DeltaTransaction(txn.id, txn.base, hops[-1].version, label, ranks, reached, empty)
-        return Prepared(txn=txn.id, changed=changed, fits=fits)
+        return Prepared(txn=txn.id, changed=changed, fits=fits, spent=longest(rank.spent for rank in ranks))
 
     def _prepare_on_all(self, txn: Transaction) -> JobSteps[tuple[list[PreparedRank], list[VersionDelta]]]:
         """Prepare the same number of hops on every rank: as many as fit on the rank with the least room."""
@@ -179,17 +181,19 @@ class TransactionCoordinator:
         state.workers.ask(Op.CHECK, Status, arg=TxnRef(txn=txn))
         if change.empty:
             return self._commit_empty(change)
-        started = time.monotonic()
+        started, self._phases = time.monotonic(), PhaseTimer()
         with self._paused("swap") as (was, resting):
             if resting is not None:
                 yield resting
             state.require_live()  # other calls ran while the engine came to rest
             state.workers.ask(Op.CHECK, Status, arg=TxnRef(txn=txn))
+        self._phases.ended("rest")
         state.prepared, state.begun_record, self._pause_state_before, self._verified_after = None, change, was, 0
         state.begun, state.proved = txn, None
         if fault := _failures(state.workers.replies(Op.BEGIN, Begin(txn=txn))):
             # Not every rank is dirty, so none has written and none may.
             return self._roll_back(change, f"begin: {fault}", tries=0, started=started)
+        self._phases.ended("begin")
         return self._apply_or_roll_back(change, started=started, hold=hold)
 
     @contextlib.contextmanager
@@ -215,7 +219,7 @@ class TransactionCoordinator:
             return state.outcomes[txn]
         if state.begun != txn:
             raise EngineRefused(f"transaction {txn} is not begun", hint="ask for its outcome")
-        started = time.monotonic()
+        started, self._phases = time.monotonic(), PhaseTimer()
         if isinstance(change, LoadTransaction):
             start = msgspec.structs.replace(change.start, id=call.id)
             try:
@@ -261,10 +265,13 @@ class TransactionCoordinator:
         """Write on all ranks and verify what the weights sum to now. Returns the fault, "" if there is none."""
         state = self._state
         replies = state.workers.replies(Op.APPLY, TxnRef(txn=change.txn))
+        self._phases.ended("apply")
         if fault := _failures(replies):
             return fault
         found = [calls.parse(reply.result, Sums) for reply in replies]
-        return verify_sums.compare_written(state.placed, [rank.after for rank in change.ranks], found)
+        fault = verify_sums.compare_written(state.placed, [rank.after for rank in change.ranks], found)
+        self._phases.ended("sums")
+        return fault
 
     def _commit(self, change: DeltaTransaction, *, tries: int, started: float) -> Swapped:
         """All ranks are verified. From the first commit on only forward, so a rank that fails is asked again."""
@@ -275,6 +282,7 @@ class TransactionCoordinator:
             if not fault:
                 state.accept(change.version, change.after)
                 state.host.label(change.label)
+                self._phases.ended("commit")
                 return self._finish(change.txn, Verdict.COMMITTED, tries=tries, started=started)
         return self._still_begun(change.txn, f"commit: {fault}", tries=tries, started=started)
 
@@ -305,6 +313,7 @@ class TransactionCoordinator:
             fault = f"ranks {dirty} stay dirty" if dirty else ""
         if fault:
             return self._still_begun(change.txn, f"{reason}; rollback: {fault}", tries=tries, started=started)
+        self._phases.ended("rollback")
         state.proved = change.base if state.live is not None else None  # None: an external writer has written since
         return self._finish(change.txn, Verdict.ROLLED_BACK, tries=tries, started=started, reason=reason)
 
@@ -331,6 +340,7 @@ class TransactionCoordinator:
             state.host.halt()
         else:
             state.host.restore(self._pause_state_before)
+        self._phases.ended("resume")
         log.info("dcr: transaction %s %s; version %s", txn, verdict, state.proved)
         return state.remember(
             Swapped(
@@ -341,6 +351,7 @@ class TransactionCoordinator:
                 pause=time.monotonic() - started,
                 tries=tries,
                 reason=reason,
+                phases=self._phases.seconds,
             )
         )
 
@@ -379,6 +390,7 @@ class TransactionCoordinator:
             check = msgspec.structs.replace(start, id=f"{start.id}-check", kind=JobKind.CHECK)
             yield from state.job(check, calls.JobStatus)
         txn, version, started = load.txn, load.version, time.monotonic()
+        self._phases = PhaseTimer()
         between = state.begun is not None
         with self._paused("load") as (was, resting):
             if resting is not None:
@@ -400,6 +412,7 @@ class TransactionCoordinator:
             return self._still_begun(txn, f"commit: {fault}", tries=1, started=started)
         state.accept(version, live)
         state.host.label(load.label)
+        self._phases.ended("load")
         return self._finish(txn, Verdict.COMMITTED, tries=1, started=started)
 
     def _count_failed_load(self, reason: str, *, give_up: bool = True) -> None:

@@ -20,6 +20,7 @@ from dcr_daemon.engine import messages
 from dcr_daemon.engine.messages import AnyAnswer, AnyCall, Done, Pending, RankChecksums, Refused, Report
 from dcr_daemon.engine.port import Attached, EngineStatus, Prepared, Scrubbed, Swapped, Verdict
 from dcr_daemon.errors import EngineRefused
+from dcr_daemon.vllm_plugin.core.phases import longest
 
 T = TypeVar("T")
 AWAITING_VERDICT = "written and verified; waiting for the other engines"  #: why a transaction is still begun
@@ -153,6 +154,7 @@ def _swapped(answers: Sequence[AnyAnswer]) -> Swapped:
         serving=all(swap.serving for swap in known) and len(known) == len(swaps),
         pause=max(swap.pause for swap in known),
         tries=max(swap.tries for swap in known),
+        phases=longest(swap.phases for swap in known),
         reason="" if verdict is Verdict.COMMITTED else "; ".join(texts),
     )
 

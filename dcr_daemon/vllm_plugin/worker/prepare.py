@@ -8,7 +8,9 @@ value before the first hop and after the last: the composition of `engine.deltas
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +70,7 @@ class Preparation:
         self._by_row: dict[int, list[Group]] = {}
         self._sums: dict[int, tuple[int, int]] = {}  # old and new of groups (by identity) that no later hop has changed
         self._computed: set[int] = set()
+        self._spent: dict[str, float] = {}
         self._held = np.zeros(len(layout), dtype=bool)
         self._held[[*placement.by_tensor, *placement.computed]] = True
 
@@ -103,13 +106,15 @@ class Preparation:
         entries: list[tuple[int, int, int, int, int]] = []
         first = 0
         for i, path in enumerate(hop.chunks):
-            chunk = open_staged_chunk(read_staged(path), hop, layout=self._layout, path=path)
+            with self._spending("read"):
+                chunk = open_staged_chunk(read_staged(path), hop, layout=self._layout, path=path)
             parts: list[Part] = []
             located = 0
             for index in np.flatnonzero(self._held[chunk.table.tensor]).tolist():
-                for part in self._parts(chunk, index, number=first + index):
-                    parts.append(part)
-                    located += part.element.size
+                with self._spending("decode"):
+                    for part in self._parts(chunk, index, number=first + index):
+                        parts.append(part)
+                        located += part.element.size
                 if located >= BATCH:
                     entries += self._change(number, parts)
                     parts, located = [], 0
@@ -142,7 +147,13 @@ class Preparation:
 
     def _change(self, hop: int, parts: list[Part]) -> list[tuple[int, int, int, int, int]]:
         """Add what these parts of one hop change: (segment, box, count, before, after) of each."""
-        self._memory.gather([Reading(part.row, part.element, part.target, part.old) for part in parts])
+        with self._spending("gather"):
+            self._memory.gather([Reading(part.row, part.element, part.target, part.old) for part in parts])
+        with self._spending("sum"):
+            return self._merge(hop, parts)
+
+    def _merge(self, hop: int, parts: list[Part]) -> list[tuple[int, int, int, int, int]]:
+        """Put the new values of these parts, whose `old` was read, into groups."""
         entries = []
         for part in parts:
             row, element, old = part.row, part.element, part.old
@@ -158,6 +169,12 @@ class Preparation:
                 self._sums[id(group)] = before, after
             entries.append((part.segment, self._placement.rows[row].box, int(element.size), before, after))
         return entries
+
+    @contextmanager
+    def _spending(self, on: str) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self._spent[on] = self._spent.get(on, 0.0) + time.monotonic() - began
 
     def _append(
         self,
@@ -201,7 +218,8 @@ class Preparation:
         """Give the groups to the memory, and compute what apply and rollback have to return."""
         memory, groups = self._memory, self._groups
         self._require_equal_aliases()
-        memory.set_groups(groups)
+        with self._spending("stage"):
+            memory.set_groups(groups)
         sums = [
             self._sums.get(id(g))
             or (memory.sum_bits(g.row, g.old, g.element), memory.sum_bits(g.row, g.new, g.element))
@@ -215,6 +233,7 @@ class Preparation:
             hops=done,
             before=box_sums(groups, old, placement=self._placement),
             after=box_sums(groups, new, placement=self._placement),
+            spent=self._spent,
         )
         return Transaction(txn, fits, groups, answer, frozenset(self._computed))
 

@@ -140,6 +140,17 @@ def test_two_failed_applies_roll_back_every_rank(engine: ToyEngine, fault: str, 
     assert engine.holds(version)
 
 
+def test_a_swap_says_what_its_pause_was_spent_on(engine: ToyEngine) -> None:
+    prepared = engine.prepare(engine.step())
+    assert set(prepared.spent) == {"read", "decode", "gather", "sum", "stage"}
+    swapped = engine.swap()
+    assert list(swapped.phases) == ["rest", "begin", "apply", "sums", "commit", "resume"]
+    assert 0 < sum(swapped.phases.values()) <= swapped.pause
+    engine.prepare(engine.step(), name="other")
+    faults.inject("apply", times=4)
+    assert "rollback" in engine.swap("other").phases
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_after_the_first_commit_only_forward(engine: ToyEngine, rank: int) -> None:
     version = engine.step()
