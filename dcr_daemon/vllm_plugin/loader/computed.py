@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -129,14 +129,35 @@ class WriteGuard(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped h
         return func(*args, **kwargs)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ComputedParameter:
-    """One parameter that the loader fills: its bits before, and what the loader computes from the given values."""
+    """One parameter that the loader fills: its bits before, and what the loader computes from the given values.
+
+    `_differ` and `_any` are for the comparison in the pause, which must not ask a device for memory.
+    """
 
     name: str
     live: torch.Tensor
     old: torch.Tensor
     new: torch.Tensor
+    _differ: torch.Tensor = field(init=False)
+    _any: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._differ = torch.empty_like(self.live, dtype=torch.bool)
+        self._any = torch.empty((), dtype=torch.bool, device=self.live.device)
+
+    def write(self, side: ValueSet) -> None:
+        self.live.data.copy_(self._values(side))
+
+    def holds(self, side: ValueSet) -> bool:
+        """Whether live memory holds exactly these bits."""
+        dtype = _SIGNED_DTYPES[self.live.element_size()]
+        torch.ne(self.live.detach().view(dtype), self._values(side).detach().view(dtype), out=self._differ)
+        return not torch.any(self._differ, out=self._any).item()
+
+    def _values(self, side: ValueSet) -> torch.Tensor:
+        return self.new if side is ValueSet.NEW else self.old
 
 
 class ComputedLoader:
@@ -231,14 +252,10 @@ def write_computed(parameters: Sequence[ComputedParameter], side: ValueSet) -> N
     """Write the old or new bits and read them back. Raises `DcrError` unless live memory then holds them."""
     with torch.no_grad():
         for parameter in parameters:
-            parameter.live.data.copy_(parameter.new if side is ValueSet.NEW else parameter.old)
+            parameter.write(side)
             if faults.should_fail("feed"):
                 parameter.live.data.view(_SIGNED_DTYPES[parameter.live.element_size()]).bitwise_xor_(1)
-        wrong = [
-            parameter.name
-            for parameter in parameters
-            if not _same(parameter.live, parameter.new if side is ValueSet.NEW else parameter.old)
-        ]
+        wrong = [parameter.name for parameter in parameters if not parameter.holds(side)]
     if wrong:
         raise DcrError(f"{shorten(wrong)} did not take what was written", hint="this worker's memory is damaged")
 

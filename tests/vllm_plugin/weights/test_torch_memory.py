@@ -15,7 +15,9 @@ from torch.utils._pytree import tree_leaves
 from dcr_daemon.vllm_plugin import calls
 from dcr_daemon.vllm_plugin.calls import Code, Op
 from dcr_daemon.vllm_plugin.loader import place_model
+from dcr_daemon.vllm_plugin.loader.computed import ComputedParameter, write_computed
 from dcr_daemon.vllm_plugin.weights.arena import Arena, ArenaFull, DeviceArena
+from dcr_daemon.vllm_plugin.weights.memory import ValueSet
 from dcr_daemon.vllm_plugin.weights.torch_memory import TorchMemory
 from dcr_daemon.vllm_plugin.worker import attachment
 from dcr_daemon.vllm_plugin.worker.prepare import Preparation
@@ -35,7 +37,7 @@ class Device(TorchDispatchMode):
         result = operation(*args, **(kwargs or {}))
         given = {_storage(value) for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)}
         made = [value for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
-        if any(_storage(value) not in given for value in made):
+        if any(value.numel() and _storage(value) not in given for value in made):
             self.count += 1
             if self.count - 1 == self.fails:
                 raise torch.OutOfMemoryError("the device is full")
@@ -104,6 +106,20 @@ def test_nothing_is_allocated_in_the_pause(driver: Driver, version: Any) -> None
         driver.ok(Op.COMMIT, txn="t")
     assert device.count == 0
     assert driver.worker.model_runner.get_model().state() == loaded(NEW).state()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
+def test_what_the_loader_computed_is_written_and_compared_without_memory_of_its_own(dtype: torch.dtype) -> None:
+    old, new = (torch.tensor(values).to(dtype) for values in ([0.0, 1.0, 2.0], [0.0, 1.0, 3.0]))
+    live = old.clone()
+    parameter = ComputedParameter("p", live, old, new)
+    with Device() as device:
+        for side, other in ((ValueSet.NEW, ValueSet.OLD), (ValueSet.OLD, ValueSet.NEW)):
+            write_computed([parameter], side)
+            assert parameter.holds(side)
+            assert not parameter.holds(other)
+    assert device.count == 0
+    assert torch.equal(live, old)
 
 
 def test_a_full_device_in_prepare_refuses_no_version_and_leaves_the_weights(
