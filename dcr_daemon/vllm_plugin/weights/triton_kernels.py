@@ -8,6 +8,9 @@ host adds them up, and no atomic operation is needed.
 Under `TRITON_INTERPRET=1` the same source runs on a CPU, where tests compare it with the compiled loops of `kernels`.
 """
 
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+# Triton reads the annotations of its functions, and knows only its own.
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -36,8 +39,8 @@ _TABLE, _INNER, _KEY, _ROW_COLUMNS = map(tl.constexpr, (TABLE, INNER, KEY, ROW_C
 _G_ELEMENT, _G_COUNT, _GROUP_COLUMNS = map(tl.constexpr, (G_ELEMENT, G_COUNT, GROUP_COLUMNS))
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
-def _mix(word: Any) -> Any:
+@triton.jit
+def _mix(word):
     """murmur3's 64-bit finaliser."""
     word = (word ^ (word >> 33)) * 0xFF51AFD7ED558CCD
     word = (word ^ (word >> 33)) * 0xC4CEB9FE1A85EC53
@@ -45,19 +48,21 @@ def _mix(word: Any) -> Any:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _pointer(address: Any, width: tl.constexpr) -> Any:
+def _pointer(address, width: tl.constexpr):
     """A pointer to signed integers of this width."""
     if width == 1:
-        return address.to(tl.pointer_type(tl.int8))
-    if width == 2:
-        return address.to(tl.pointer_type(tl.int16))
-    if width == 4:
-        return address.to(tl.pointer_type(tl.int32))
-    return address.to(tl.pointer_type(tl.int64))
+        pointer = address.to(tl.pointer_type(tl.int8))
+    elif width == 2:
+        pointer = address.to(tl.pointer_type(tl.int16))
+    elif width == 4:
+        pointer = address.to(tl.pointer_type(tl.int32))
+    else:
+        pointer = address.to(tl.pointer_type(tl.int64))
+    return pointer
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _resolve(row: Any, local: Any, mask: Any) -> Any:
+@triton.jit
+def _resolve(row, local, mask):
     """Live element relative to the row's base, from its place before the repack."""
     table = tl.load(row + _TABLE)
     if table != 0:
@@ -66,8 +71,8 @@ def _resolve(row: Any, local: Any, mask: Any) -> Any:
     return local
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _local(row: Any, relative: Any) -> Any:
+@triton.jit
+def _local(row, relative):
     """Place, before a repack, of canonical elements relative to the row's start (int64, below 2^32)."""
     rest = relative
     local = relative * 0
@@ -81,7 +86,7 @@ def _local(row: Any, relative: Any) -> Any:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _sum(row: Any, values: Any, relative: Any, mask: Any, width: tl.constexpr) -> Any:
+def _sum(row, values, relative, mask, width: tl.constexpr):
     """Sum of the fingerprint's summands, as int64."""
     element = relative + tl.load(row + _START)
     key = tl.load(row + _KEY).to(tl.uint64)
@@ -100,9 +105,9 @@ def _sum(row: Any, values: Any, relative: Any, mask: Any, width: tl.constexpr) -
 
 @triton.jit(do_not_specialize=["column"])  # type: ignore[untyped-decorator]
 def _on_groups(
-    rows: Any, groups: Any, tiles: Any, partial: Any, column: Any, width: tl.constexpr, writes: tl.constexpr,
+    rows, groups, tiles, partial, column, width: tl.constexpr, writes: tl.constexpr,
     block: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """One tile: write its values and sum what memory then holds, or else (`writes` false) read memory into them."""
     tile = tl.program_id(0).to(tl.int64)
     group = groups + tl.load(tiles + 2 * tile) * _GROUP_COLUMNS
@@ -124,7 +129,7 @@ def _on_groups(
 
 
 @triton.jit(do_not_specialize=["first", "count"])  # type: ignore[untyped-decorator]
-def _on_run(row: Any, partial: Any, first: Any, count: Any, width: tl.constexpr, block: tl.constexpr) -> None:
+def _on_run(row, partial, first, count, width: tl.constexpr, block: tl.constexpr):
     """Sum of `count` ordinals of one row, from tile `first` on: a number that is small enough for 32 bits."""
     tile = tl.program_id(0).to(tl.int64)
     at = tile * block + tl.arange(0, block)

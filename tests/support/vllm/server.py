@@ -253,14 +253,16 @@ def rig(
     *,
     tensor_parallel: int = 1,
     extra: Sequence[str] = (),
+    without: Sequence[str] = (),
     env: dict[str, str] | None = None,
 ) -> Iterator[Rig]:
-    """A server of `model`, started with `extra` options, and stopped. Faults may be planted, and vLLM's own routes may
-    attack it."""
+    """A server of `model`, started with `extra` options and `without` some of the usual ones, and stopped. Faults may
+    be planted, and vLLM's own routes may attack it."""
     home = work / "stage"
     home.mkdir(parents=True)
     test_only = {"DCR_TEST_FAULTS": "1", "VLLM_SERVER_DEV_MODE": "1", **(env or {})}
     server = vllm_server(model, work, name=name, tensor_parallel=tensor_parallel, extra=extra, env=test_only)
+    server.process.argv = [part for part in server.process.argv if part not in without]
     made = Rig(server, ModelVersions(home, model))
     try:
         made.start()
