@@ -24,11 +24,13 @@ class PartialFile:
     Attributes:
         path: the file; its directory is made when it is needed.
         kept: bytes in it, once `load` has been called.
+        grows: False: nothing is appended, as where the disk has no room; what is there is used.
     """
 
     def __init__(self, path: Path, *, workers: Workers) -> None:
         self.path = partial_path(path)
         self.kept = 0
+        self.grows = True
         self._workers = workers
         self._broken = False
 
@@ -44,7 +46,7 @@ class PartialFile:
 
     async def append(self, data: bytes) -> None:
         """Keep bytes that follow those that are kept."""
-        if not self._broken:
+        if self.grows and not self._broken:
             await self._workers.run_uncancellable(self._write, data)
 
     async def clear(self) -> None:

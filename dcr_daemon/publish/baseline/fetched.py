@@ -24,16 +24,27 @@ class FetchedObjects:
 
     def __init__(self, path: Path, *, workers: Workers) -> None:
         self._path, self._workers = path, workers
+        self._coming: dict[PartialFile, int] = {}  #: sizes of the objects that are being fetched, and have room
 
     async def read(self, ref: ObjectRef | ChunkRef, fetch: Callable[[PartialFile], Awaitable[bytes]]) -> bytes:
-        """What `fetch` returns; what it has kept of the object stays until `forget`, if the disk has room for it."""
+        """What `fetch` returns. What it has kept of the object stays until `forget`.
+
+        Whether the disk has room for all of it is decided here, before the first byte comes: what was begun is kept to
+        its end, and of what has no room only the bytes that an earlier process kept are used.
+        """
         keep = PartialFile(self._path / ref.sha256, workers=self._workers)
-        body = await fetch(keep)
-        if 0 < keep.kept < len(body):
-            if await self._workers.run(self._free) - len(body) > RESERVE_BYTES:
+        free = await self._workers.run(self._free)
+        coming = sum(size - one.kept for one, size in self._coming.items())
+        if free - coming - ref.size > RESERVE_BYTES:
+            self._coming[keep] = ref.size
+        else:
+            keep.grows = False
+        try:
+            body = await fetch(keep)
+            if 0 < keep.kept < len(body):
                 await keep.append(body[keep.kept :])
-            else:
-                await keep.clear()
+        finally:
+            self._coming.pop(keep, None)
         return body
 
     async def forget(self) -> None:
@@ -41,4 +52,4 @@ class FetchedObjects:
         await self._workers.run(partial(shutil.rmtree, self._path, ignore_errors=True))
 
     def _free(self) -> int:
-        return shutil.disk_usage(self._path).free
+        return shutil.disk_usage(self._path.parent).free

@@ -28,12 +28,13 @@ from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.records import Anchor, ObjectRef, Seal
 from dcr_daemon.publish.baseline.baseline import Baseline
-from dcr_daemon.publish.baseline.fetched import FetchedObjects
+from dcr_daemon.publish.baseline.fetched import RESERVE_BYTES, FetchedObjects
 from dcr_daemon.publish.baseline.rebuild import Rebuild
 from dcr_daemon.publish.baseline.restore import Restorer
 from dcr_daemon.publish.options import PublishOptions
 from dcr_daemon.runtime import Workers
 from dcr_daemon.store.file import FileStore
+from dcr_daemon.store.partial import PartialFile
 
 WORLD = 4
 
@@ -530,3 +531,34 @@ def test_a_restart_in_the_middle_of_a_slow_rebuild_asks_for_nothing_twice(write:
     rig.check(asyncio.run(rig.restore(share, "other")))
     assert before - fresh.left == asked + 1, "all but the one were asked for"
     assert not (rig.world.root / "fresh" / "fetched").exists()
+
+
+@pytest.mark.parametrize("free", [0, RESERVE_BYTES + 2500])
+def test_whether_an_object_is_kept_is_decided_before_it_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int
+) -> None:
+    """There is room for two of these three, which are fetched side by side; what an earlier process kept is used."""
+    workers, room = Workers(1), min(2, free)
+    monkeypatch.setattr(FetchedObjects, "_free", lambda self: free)
+    fetched = FetchedObjects(tmp_path / "fetched", workers=workers)
+    earlier = PartialFile(tmp_path / "fetched" / ("c" * 64), workers=workers)
+
+    async def read(name: str, all_begun: asyncio.Barrier) -> bytes:
+        async def fetch(keep: PartialFile) -> bytes:
+            await all_begun.wait()
+            body = await keep.load() or b""
+            await keep.append(bytes(500))
+            monkeypatch.setattr(FetchedObjects, "_free", lambda self: 0)  # a disk that fills up meanwhile
+            return body + bytes(1000 - len(body))
+
+        return await fetched.read(ObjectRef(f"data/{name}", 1000, name * 64), fetch)
+
+    async def run() -> None:
+        await earlier.append(bytes(100))
+        barrier = asyncio.Barrier(3)
+        assert await asyncio.gather(*(read(name, barrier) for name in "abc")) == [bytes(1000)] * 3
+
+    asyncio.run(run())
+    kept = {path.name.strip(".")[0]: path.stat().st_size for path in (tmp_path / "fetched").iterdir()}
+    assert kept == ({"a": 1000, "b": 1000, "c": 100} if room else {"c": 100})
+    workers.close()
