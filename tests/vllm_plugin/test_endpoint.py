@@ -364,6 +364,20 @@ async def test_if_one_engine_cannot_go_forward_none_does(
         together(pair, 1, serving=True)
 
 
+async def test_engines_take_a_version_without_changes_together_and_without_a_pause(
+    path: Path, pair: tuple[ToyEngine, ToyEngine]
+) -> None:
+    for engine in pair:
+        engine.lanes[1] = [lanes.copy() for lanes in engine.lanes[0]]
+    async with serving(path, *pair) as (owner, _):
+        await owner.prepare(pair[0].transaction(1))
+        rests = [engine.host.rests for engine in pair]
+        swapped = await owner.swap("txn")
+        assert (swapped.verdict, swapped.version, swapped.pause) == (Verdict.COMMITTED, 1, 0.0)
+        assert [engine.host.rests for engine in pair] == rests
+        together(pair, 1, serving=True)
+
+
 @pytest.mark.parametrize("bad", [0, 1])
 async def test_an_engine_that_refuses_a_swap_takes_the_others_back(
     path: Path, pair: tuple[ToyEngine, ToyEngine], bad: int
