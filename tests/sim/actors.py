@@ -8,7 +8,6 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sim.bucket import SimStore
 from sim.clock import Process
 from sim.engines import SimEngine, SimVllmEngine
 from sim.trainer import Lanes, Trainer, save, sources
@@ -125,7 +124,7 @@ class SimPublisher(Actor):
 
     async def main(self, process: Process) -> None:
         emit = self.emit(process)
-        store = SimStore(self.world, process, emit=emit)
+        store = self.world.store(process, emit=emit)
         self.session = None
         session = self.session = await open_leader(PublishOptions(**self.publish_options()), store, emit=emit)
         self.watch.opened(self, process, session)
@@ -201,7 +200,7 @@ class SimWatcher(SimPublisher):
         emit = self.emit(process)
         self.place.mkdir(exist_ok=True)
         options = WatchOptions(**self.publish_options(watch=self.place, poll=0.5))
-        await run_watch(options, SimStore(self.world, process, emit=emit), emit=emit)
+        await run_watch(options, self.world.store(process, emit=emit), emit=emit)
 
     async def _train(self) -> None:
         """Write checkpoint after checkpoint, some of them rewritten or removed while they are read."""
@@ -237,7 +236,7 @@ class Replica(Actor):
 
     async def main(self, process: Process) -> None:
         emit = self.emit(process)
-        store = SimStore(self.world, process, emit=emit, lag=self.lag)
+        store = self.world.store(process, emit=emit, lag=self.lag)
         engine = SimVllmEngine(self.engine) if self.engine else DirectoryEngine(self.directory)
         chosen: dict[str, Any] = {
             "replica": self.role, "state": self.machine.disk / "state", "staging": self.machine.ram / "staging",
@@ -259,5 +258,5 @@ class Collecting(Actor):
         self._policy, self._take_over = RetentionPolicy.of(keep, None), take_over
 
     async def main(self, process: Process) -> None:
-        ledger = Ledger(SimStore(self.world, process))
+        ledger = Ledger(self.world.store(process))
         await collect(ledger, self._policy, take_over=self._take_over and self._policy.active)

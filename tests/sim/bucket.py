@@ -90,7 +90,7 @@ class SimStore:
         check_key(key)
         with instrumented(self._emit, "create") as request:
             try:
-                outcome: Outcome = await self._once("create", key, bytes(body))
+                outcome: Outcome = await self.send("create", key, bytes(body))
             except Transient:
                 outcome = Outcome.UNKNOWN
             request.outcome = outcome.value
@@ -121,14 +121,14 @@ class SimStore:
     async def _persist(self, operation: str, key: str, body: bytes = b"") -> Any:
         with instrumented(self._emit, operation):
             return await retry(
-                lambda left: self._once(operation, key, body, min(left, TIMEOUT)),
+                lambda left: self.send(operation, key, body, min(left, TIMEOUT)),
                 what=f"{operation} {key}",
                 patience=RetryPolicy(PATIENCE),
                 gate=nullcontext(),
                 emit=self._emit,
             )
 
-    async def _once(self, operation: str, key: str, body: bytes, seconds: float = TIMEOUT) -> Any:
+    async def send(self, operation: str, key: str, body: bytes = b"", seconds: float = TIMEOUT) -> Any:
         """One request and its answer. Raises `Transient`."""
         world = self._world
         fault = world.store_fault(self._process, operation, key)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from sim.actors import CHUNK, RESTART, SPOOL, Actor
-from sim.bucket import SimStore
 from sim.clock import Process
 from sim.trainer import Lanes, Trainer, save
 from support.tensors.partitions import SPLITS, split
@@ -156,7 +155,7 @@ class SimRank(Actor):
     async def main(self, process: Process) -> None:
         emit, world = self.emit(process), self.world
         rank = Rank(self.of.id, self.number, self.of.ranks)
-        store = SimStore(world, process, emit=emit)
+        store = world.store(process, emit=emit)
         options = PublishOptions(**self.group.publish_options(self.machine))
         session = self.session = await open_coordinator(options, store, emit=emit, rank=rank)
         mapped, export = self.of.cut.map(self.number), self._export if self.of.cut.residual else None

@@ -11,6 +11,7 @@ from sim import (  # noqa: F401  each registers its scenarios
     adversarial_scenarios,
     group_scenarios,
     ledger_scenarios,
+    link_scenarios,
     scenarios,
     watched_scenarios,
 )

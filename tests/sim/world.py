@@ -19,16 +19,17 @@ from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sim import disk
-from sim.bucket import Bucket, Fault
+from sim.bucket import Bucket, Fault, SimStore
 from sim.clock import Crashed, Inline, Loop, Process, running
 from sim.disk import Machine
 
 from dcr_daemon import runtime
-from dcr_daemon.store.port import Entry
+from dcr_daemon.store.port import Entry, Store
 
 if TYPE_CHECKING:
     from sim.engines import SimEngine
@@ -125,6 +126,7 @@ class World:
         self.loop.set_exception_handler(self._unhandled)
         self.outcome = Outcome(seed, scenario)
         self.bucket = Bucket(self)
+        self.store: Callable[..., Store] = partial(SimStore, self)  #: a process's way to the bucket
         self.machines: dict[str, Machine] = {}
         self.processes: list[Process] = []
         self.triggers: list[Trigger] = []

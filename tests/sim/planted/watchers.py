@@ -7,7 +7,10 @@ from typing import Any
 from sim.planted.bug import Put, bug
 
 from dcr_daemon.publish.watch import scanner
+from dcr_daemon.publish.watch.candidate import CheckpointCandidate
+from dcr_daemon.publish.watch.published import _Reading
 from dcr_daemon.publish.watch.rewrites import Rewrites
+from dcr_daemon.publish.watch.selection import CheckpointSelection
 from dcr_daemon.publish.watch.write_state import Writers, WriteState
 
 
@@ -35,3 +38,34 @@ def a_file_of_full_size_is_complete(put: Put) -> None:
         return Writers.NONE
 
     put(WriteState, "writers", writers)
+
+
+@bug("P8 (elsewhere: after a restart of numbering nothing was published any more)", "order_of_checkpoints")
+def order_by_number(put: Put) -> None:
+    """The checkpoint with the greatest number in its path counts as the newest."""
+
+    def order(self: CheckpointCandidate) -> tuple[int, int, str]:
+        return (-1 if self.step is None else self.step, self.written_ns, self.relative)
+
+    put(CheckpointCandidate, "order", property(order))
+
+
+@bug("P8", "order_of_checkpoints")
+def whatever_appears_is_new(put: Put) -> None:
+    """A checkpoint that appears is published, however old it is."""
+
+    def is_new(self: CheckpointSelection, candidate: CheckpointCandidate) -> bool:
+        return True
+
+    put(CheckpointSelection, "_is_new", is_new)
+
+
+@bug("P8", "order_of_checkpoints")
+def cold_walk_reads_no_seal(put: Put) -> None:
+    """The walk back over the seals, bounded for a publisher without its cache, ends before the first one: checkpoints
+    that are versions count as new."""
+
+    def take(self: _Reading, seal: Any) -> bool:
+        return False
+
+    put(_Reading, "take", take)
