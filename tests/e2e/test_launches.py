@@ -33,7 +33,7 @@ LAUNCHES = {
     ),
     # On a CPU the second stage has no buffer for what the first one computes, and asserts that it has.
     "two pipeline stages": Launch("tied", ("--pipeline-parallel-size", "2"), 2, generates=False),
-    # On a CPU a worker dies in its first forward pass, before any refit.
+    # On a CPU a worker crashes in its first forward pass, also without DCR.
     "experts on two ranks": Launch("moe", ("--enable-expert-parallel",), 2, tensor_parallel=2, generates=False),
 }
 
