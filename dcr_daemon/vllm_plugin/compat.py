@@ -101,6 +101,7 @@ RESERVE_NAMES: dict[str, tuple[str, ...]] = {"vllm.v1.worker.gpu_worker": ("Work
 
 CPU_RIG_NAMES: dict[str, tuple[str, ...]] = {
     "vllm.model_executor.layers.utils": ("dispatch_cpu_unquantized_gemm",),
+    "vllm._custom_ops": ("causal_conv1d_fwd_cpu", "causal_conv1d_update_cpu"),
 }
 
 

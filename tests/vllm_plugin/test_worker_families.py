@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import FunctionType
-from typing import Any
 
 import pytest
 import torch
@@ -13,6 +11,7 @@ pytest.importorskip("vllm")
 
 from support.vllm import inprocess
 from support.vllm.model_families import FAMILIES, write_family
+from support.vllm.refits import different
 from support.vllm.worker_rig import Driver, Lanes, Worker, step, vector, write_version
 
 from dcr_daemon.canonical.layout import Layout
@@ -21,13 +20,7 @@ from dcr_daemon.vllm_plugin import calls
 from dcr_daemon.vllm_plugin.calls import JobState, Op, TensorHandling
 from dcr_demo.models import copy_side_files
 
-pytestmark = pytest.mark.vllm
-
-
-@pytest.fixture(autouse=True)
-def inspect_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM looks at a model's class in a process of its own, for ten seconds; nothing here minds a GPU."""
-    monkeypatch.setattr("vllm.model_executor.models.registry._run_in_subprocess", lambda look: look())
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("inspect_here")]
 
 
 def read(path: Path) -> tuple[Layout, Lanes]:
@@ -42,42 +35,6 @@ def write(out: Path, layout: Layout, lanes: Lanes, like: Path) -> Path:
     )
     copy_side_files(like, out)
     return out
-
-
-def beside(model: torch.nn.Module) -> dict[str, torch.Tensor | float]:
-    """Tensors and numbers that modules keep beside parameters and buffers: what was derived once would go stale."""
-    found: dict[str, torch.Tensor | float] = {}
-    known = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
-    seen: set[int] = set()
-
-    def walk(value: Any, path: str) -> None:
-        if isinstance(value, float):
-            found[path] = value
-        elif id(value) in seen or path.count(".") > 12:
-            return
-        seen.add(id(value))
-        if isinstance(value, torch.Tensor):
-            if value.untyped_storage()._cdata not in known and not value.is_meta:
-                found[path] = value.clone()
-        elif isinstance(value, dict):
-            for key, inner in value.items():
-                walk(inner, f"{path}.{key}")
-        elif isinstance(value, FunctionType):
-            for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-                walk(cell.cell_contents, f"{path}.{name}")
-        elif hasattr(value, "__dict__") and type(value).__module__.startswith(("vllm.model_executor", "torch.nn")):
-            walk(vars(value), path)
-
-    walk(model, "")
-    return found
-
-
-def assert_same(one: torch.nn.Module, other: torch.nn.Module) -> None:
-    assert inprocess.differing(inprocess.state(one), inprocess.state(other)) == []
-    kept, wanted = beside(one), beside(other)
-    assert kept.keys() == wanted.keys()
-    stale = [name for name, value in kept.items() if not torch.equal(*map(torch.as_tensor, (value, wanted[name])))]
-    assert stale == []
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -103,7 +60,7 @@ def test_a_refit_leaves_what_a_fresh_load_makes(family: str, tmp_path: Path) -> 
     driver.ok(Op.COMMIT, txn="on")
     assert (driver.fingerprint(layout, attached) == vector(layout, changed)).all()
     fresh = write(tmp_path / "v1", layout, changed, path)
-    assert_same(model, inprocess.load(fresh, skip_tokenizer_init=True, max_model_len=128)[0])
+    assert different(model, inprocess.load(fresh, skip_tokenizer_init=True, max_model_len=128)[0]) == []
 
 
 def anchor(out: Path, layout: Layout, lanes: Lanes) -> str:
@@ -158,7 +115,7 @@ def test_a_tied_head_that_is_stored_as_well_stays_equal_or_nothing_is_written(tm
     driver.ok(Op.COMMIT, txn="t")
     assert (driver.fingerprint(layout, attached) == vector(layout, together)).all()
     fresh = write(tmp_path / "v1", layout, together, path)
-    assert_same(model, inprocess.load(fresh, skip_tokenizer_init=True, max_model_len=128)[0])
+    assert different(model, inprocess.load(fresh, skip_tokenizer_init=True, max_model_len=128)[0]) == []
 
 
 def test_what_no_loader_reads_is_skipped_and_hinders_nothing(tmp_path: Path) -> None:

@@ -250,9 +250,8 @@ def test_weights_that_a_cpu_packs_are_refused_by_name(tmp_path: Path, monkeypatc
 
     path = write_tiny(tmp_path / "dense", kind="dense")
     monkeypatch.setattr(cpu_rig, "install", lambda: False)
-    packed = getattr(utils.dispatch_cpu_unquantized_gemm, "__closure__", None)
-    original = packed[0].cell_contents if packed else utils.dispatch_cpu_unquantized_gemm
-    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", original)
+    packing = getattr(utils.dispatch_cpu_unquantized_gemm, "__wrapped__", utils.dispatch_cpu_unquantized_gemm)
+    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", packing)
     model, config = inprocess.load(path)
     with Checkpoint(path) as checkpoint:
         attached = Driver(Worker(model, config)).attach(checkpoint.layout, tmp_path)

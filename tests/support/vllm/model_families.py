@@ -77,4 +77,13 @@ def _fields(family: str) -> dict[str, Any]:
         "mamba2": plain | mamba | {"num_heads": 8, "head_dim": 16, "state_size": 16, "expand": 2},
         "nemotron_h": plain | heads | mamba | {"head_dim": 16, "mamba_num_heads": 8, "mamba_head_dim": 16,
                                                "ssm_state_size": 16, "hybrid_override_pattern": "M*"},
+        "gpt_oss": plain | heads | experts | {"head_dim": 16, "sliding_window": 64, "num_hidden_layers": 2,
+                                              "layer_types": ["sliding_attention", "full_attention"]},
+        "qwen3_moe": plain | heads | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        "qwen3_next": plain | heads | {"head_dim": 16, "num_hidden_layers": 2, "num_experts": 4,
+                                       "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+                                       "shared_expert_intermediate_size": 48,
+                                       "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+                                       "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+                                       "layer_types": ["linear_attention", "full_attention"]},
     }[family]  # fmt: skip
