@@ -9,7 +9,7 @@ SOURCE := $(shell find dcr_daemon -name '*.py' -not -path '*/__pycache__/*' -o -
 PINS   := $(wildcard requirements/*.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup wheel demo test test-vllm-next sim faults lint format bench oracle-megatron test-megatron clean
+.PHONY: help setup wheel demo test test-vllm-next sim faults lint format bench oracle-megatron test-megatron flashinfer clean
 .DELETE_ON_ERROR:
 
 help:
@@ -24,6 +24,7 @@ help:
 	  'make bench    every benchmark                                                          (ARGS="name")' \
 	  'make oracle-megatron   golden tables from the real library   (MEGATRON_LM=… MEGATRON_BRIDGE=… checkouts)' \
 	  'make test-megatron     real Megatron ranks train and publish, judged by its own export     (the same checkouts)' \
+	  'make flashinfer        FlashInfer beside the environment, for tests of the layouts of its experts' \
 	  'make wheel    build dist/*.whl' \
 	  'make setup    only the environment; every other verb does it by itself'
 
@@ -132,6 +133,13 @@ oracle-megatron: $(VENV)/.installed $(VENV)/megatron
 
 test-megatron: $(VENV)/.installed $(VENV)/megatron
 	@PYTHONPATH=$(VENV)/megatron $(BIN)/pytest tests/shards/test_megatron_publish.py $(ARGS)
+
+# Beside the environment: vLLM would take it for a GPU's. With it `make test` runs vLLM's conversions with FlashInfer's own
+# order of rows, and otherwise skips those cases.
+$(VENV)/flashinfer: | $(VENV)/.tools
+	@$(PIP) install --no-deps --target $@ flashinfer-python==0.7.4 nvidia-ml-py==13.615.71 tabulate==0.10.0
+
+flashinfer: $(VENV)/flashinfer
 
 clean:
 	rm -rf dist build .demo $(VENV)

@@ -19,7 +19,7 @@ from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.vllm_plugin.calls import TensorHandling
 from dcr_daemon.vllm_plugin.loader import derived, eligibility
 from dcr_daemon.vllm_plugin.loader.computed import plan_computed, record_alone
-from dcr_daemon.vllm_plugin.loader.permutation import expert_repacks
+from dcr_daemon.vllm_plugin.loader.permutation import expert_repacks, require_kept
 from dcr_daemon.vllm_plugin.loader.recorder import Recording, record
 from dcr_daemon.vllm_plugin.settings import Settings, computed_cap
 from dcr_daemon.vllm_plugin.weights.placement import Copy, Placement, Repack, Unplaceable, same_places
@@ -209,8 +209,11 @@ def _add(placement: Placement, index: int, *, copies: list[Copy], form: LoadForm
     for copy in copies:
         name = copy.parameter
         inside = Copy(name, copy.region.shifted(src=-form.loading[name].storage_offset()))
+        repack = form.repacks.get(name)
         try:
-            placement.add(inside, tensor=index, offset=form.live[name].storage_offset(), repack=form.repacks.get(name))
+            if repack is not None:
+                require_kept(name, inside.region, repack)
+            placement.add(inside, tensor=index, offset=form.live[name].storage_offset(), repack=repack)
         except Unplaceable as error:
             return str(error)
     return None

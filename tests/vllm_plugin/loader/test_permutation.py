@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from dcr_daemon.vllm_plugin.loader.permutation import find_permutations
+from dcr_daemon.canonical.region import Region
+from dcr_daemon.vllm_plugin.loader.permutation import DROPPED, find_permutations, require_kept
 from dcr_daemon.vllm_plugin.weights.placement import Unplaceable
 
 SHAPES = {"w13_weight": (40, 32), "w2_weight": (512, 64)}  # the second needs more than one digit
@@ -30,16 +31,28 @@ def test_any_permutation_with_padding_is_recovered() -> None:
         assert torch.equal(live[torch.from_numpy(found[name].table.astype(np.int64))], loaded)
 
 
-@pytest.mark.parametrize("how", ["duplicate", "lost", "arithmetic"])
+@pytest.mark.parametrize("how", ["duplicate", "arithmetic"])
 def test_what_is_no_permutation_is_refused(how: str) -> None:
     def repack(layer: torch.nn.Module) -> None:
         data = layer.w13_weight.data.reshape(-1)
         if how == "duplicate":
             data[1] = data[0]
-        elif how == "lost":
-            data[5] = 0
         else:
             data.mul_(2)
 
     with pytest.raises(Unplaceable, match="w13_weight"):
         find_permutations({"w13_weight": (40, 32)}, repack)
+
+
+def test_an_element_that_vanishes_is_refused_only_where_the_loader_fills_it() -> None:
+    def repack(layer: torch.nn.Module) -> None:
+        layer.w13_weight.data[:, :, 24:] = 0
+        layer.w13_weight.data = layer.w13_weight.data.transpose(1, 2).contiguous()
+
+    (found,) = find_permutations({"w13_weight": (40, 32)}, repack).values()
+    assert (found.table == DROPPED).sum() == 40 * 8
+    columns = Region("t", (3, 40, 24), 0, (1280, 32, 1), 0, (960, 24, 1))
+    require_kept("w13_weight", columns, found)
+    for wrong in (Region("t", (40, 25), 1280, (32, 1), 0, (25, 1)), Region("t", (1,), 1280 + 24, (1,), 0, (1,))):
+        with pytest.raises(Unplaceable, match="w13_weight loses elements"):
+            require_kept("w13_weight", wrong, found)
