@@ -156,8 +156,12 @@ def place(recording: Recording, form: LoadFormat, layout: Layout) -> Placement:
         else:
             placement.held.append(TensorHandling.SKIPPED)
     _refuse_shared(placement, layout, form)
+    for name in sorted(recording.zeroed):
+        if form.live[name].any():
+            placement.refusals[""] = f"the loader fills {name} with zeros on this rank, and it holds others"
     skipped = {spec.name for spec, held in zip(layout, placement.held, strict=True) if held is TensorHandling.SKIPPED}
-    unfilled = _unfilled(recording, form, skipped=skipped, computed=placement.load_formats)
+    filled = [*placement.load_formats, *recording.zeroed, *(copy.parameter for copy in recording.copies)]
+    unfilled = _unfilled(form, filled, skipped=skipped)
     if unfilled and not placement.refusals:  # a refused tensor explains its own gap
         placement.refusals[""] = f"no tensor of this layout fills {shorten(unfilled)}: the layout is another model's"
     return placement
@@ -187,12 +191,12 @@ def _plan(placement: Placement, recording: Recording, *, form: LoadFormat, layou
     return refusals
 
 
-def _unfilled(recording: Recording, form: LoadFormat, *, skipped: set[str], computed: Iterable[str]) -> list[str]:
-    """Parameters that no canonical tensor fills: an update would never change them.
+def _unfilled(form: LoadFormat, names: Iterable[str], *, skipped: set[str]) -> list[str]:
+    """Parameters besides `names` that no canonical tensor fills: an update would never change them.
 
     The same holds for a buffer whose tensor the loader skipped; a buffer that has no tensor is a constant of the model.
     """
-    filled = {id(form.live[name]) for name in (*computed, *(copy.parameter for copy in recording.copies))}
+    filled = {id(form.live[name]) for name in names}
     wanted = {name.rpartition(".")[2] for name in skipped}
     return [
         name

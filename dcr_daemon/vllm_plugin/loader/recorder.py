@@ -39,12 +39,14 @@ class Recording:
     moved bits.
 
     `written` names for every parameter that was written, by copy or otherwise, the tensors that had a part in it.
+    `zeroed`: parameters into which it copied a tensor that it had set to zero (a bias that only one rank adds).
     """
 
     offered: list[str] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
     rejected: dict[str, str] = field(default_factory=dict)
     written: dict[str, set[str]] = field(default_factory=dict)
+    zeroed: set[str] = field(default_factory=set)
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped here
@@ -54,7 +56,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped her
         super().__init__()
         self.recording = Recording()
         self._sources: dict[int, str] = {}
+        self._elements: dict[str, int] = {}
         self._targets: dict[int, str] = {}
+        self._zeros: set[int] = set()  # storages of checkpoint tensors that the loader has set to zero
         # Storages that were computed from checkpoint tensors, or that hold copies of them.
         self._derived_from: dict[int, frozenset[str]] = {}
         self._alive: list[torch.Tensor] = []  # kept, because the address of a freed storage may be used again
@@ -71,6 +75,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped her
             tensor = torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device="meta")
             self._alive.append(tensor)
             self._sources[tensor.untyped_storage()._cdata] = spec.name
+            self._elements[spec.name] = spec.elements
             self.recording.offered.append(spec.name)
             yield spec.name, tensor
 
@@ -125,6 +130,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped her
         if func in (aten.fill_.Scalar, aten.zero_.default) and self._target(args[0]):
             self._fill(args[0])
             return args[0]
+        if func is aten.zero_.default and sources[0] and args[0].numel() == self._elements[sources[0]]:
+            self._zeros.add(args[0].untyped_storage()._cdata)
+            return args[0]
         if func is aten._local_scalar_dense.default and sources[0]:
             self._scalar = sources[0]  # a loader that "broadcasts" a one-element tensor reads it here and then fills
             return 0.0
@@ -174,7 +182,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped her
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         name, parameter = self._source(source), self._target(target)
-        if name is not None and parameter is None:
+        if parameter is not None and source.untyped_storage()._cdata in self._zeros:
+            self.recording.zeroed.add(parameter)
+            self._wrote(target, frozenset())
+        elif name is not None and parameter is None:
             self._mark_derived(target, frozenset({name}))
             self._deferred.append((target, source))
         elif name is None or parameter is None:

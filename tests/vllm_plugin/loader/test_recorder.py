@@ -9,6 +9,9 @@ import torch
 
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.canonical.region import Region
+from dcr_daemon.vllm_plugin.calls import AttachedRank, TensorHandling
+from dcr_daemon.vllm_plugin.core import verify_sums
+from dcr_daemon.vllm_plugin.loader import place_model
 from dcr_daemon.vllm_plugin.loader.recorder import Recording, record
 from dcr_daemon.vllm_plugin.weights.placement import Copy
 
@@ -100,3 +103,61 @@ def test_live_tensors_are_never_written_while_recording() -> None:
 
     record(load, lambda: [("live", live)], LAYOUT)
     assert (live == 1).all()
+
+
+def test_a_tensor_that_the_loader_sets_to_zero_is_not_on_this_rank() -> None:
+    """As gpt-oss loads the bias that only the first rank adds."""
+
+    def load(w, p):
+        p[:4].copy_(w["a"])
+        for row in range(4):
+            p[4 + row].copy_(w["b"].zero_()[row])
+
+    recording = watch(load)
+    assert recording.rejected == {}
+    assert recording.zeroed == {"p"}
+    assert {copy.tensor for copy in recording.copies} == {"a"}
+
+
+def test_a_tensor_of_which_the_loader_sets_a_part_to_zero_is_rejected() -> None:
+    recording = watch(lambda w, p: p[:4].copy_(w["a"][:2].zero_()))
+    assert "writes through" in recording.rejected["a"]
+
+
+class Biased(torch.nn.Module):
+    """Loads its bias as gpt-oss does: only the first rank adds it, the others hold zeros."""
+
+    def __init__(self, rank: int, device: str) -> None:
+        super().__init__()
+        self.rank = rank
+        self.weight = torch.nn.Parameter(torch.zeros(4, 6, dtype=torch.bfloat16, device=device), requires_grad=False)
+        self.bias = torch.nn.Parameter(torch.zeros(4, 6, dtype=torch.bfloat16, device=device), requires_grad=False)
+
+    def load_weights(self, weights) -> None:
+        for name, tensor in weights:
+            if name == "b" and self.rank:
+                tensor.zero_()
+            getattr(self, {"a": "weight", "b": "bias"}[name]).copy_(tensor)
+
+
+def placed(model: Biased):
+    blank = Biased(model.rank, "meta")
+    form = place_model.LoadFormat(place_model.named(model), place_model.named(blank), {}, {}, frozenset())
+    return place_model.place(record(blank.load_weights, blank.named_parameters, LAYOUT), form, LAYOUT)
+
+
+def test_ranks_that_hold_zeros_and_the_one_that_holds_the_bias_are_served_together() -> None:
+    placements = [placed(Biased(rank, "cpu")) for rank in (0, 1)]
+    assert [placement.refusals for placement in placements] == [{}, {}]
+    assert placements[1].held == [TensorHandling.PLACED, TensorHandling.SKIPPED]
+    answers = [
+        AttachedRank(token=1, adopted=None, held=placement.held, boxes=placement.boxes, refusals={})
+        for placement in placements
+    ]
+    assert verify_sums.join_placement(LAYOUT, answers).exact.all()
+
+
+def test_a_rank_that_should_hold_zeros_and_does_not_is_refused() -> None:
+    model = Biased(1, "cpu")
+    model.bias[0, 0] = 1
+    assert "fills bias with zeros on this rank" in placed(model).refusals[""]
