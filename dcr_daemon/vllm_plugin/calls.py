@@ -280,10 +280,11 @@ class PreparedRank(msgspec.Struct, frozen=True, kw_only=True):
 
 class FingerprintRank(msgspec.Struct, frozen=True, kw_only=True):
     """`sums[i]` is the sum over box i of this rank; after a scrub it is 0 for boxes of tensors that were not asked
-    for."""
+    for. `stale`: after a scrub, the tensors from which vLLM derived others that are no longer what it would derive."""
 
     id: str
     sums: bytes
+    stale: list[int] = []
 
 
 class ComparedRank(msgspec.Struct, frozen=True, kw_only=True):

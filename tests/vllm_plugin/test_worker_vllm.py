@@ -347,6 +347,22 @@ def test_a_hidden_copy_of_a_weight_is_refused_by_name(tmp_path: Path, monkeypatc
         assert f"quant_method.wide, which vLLM made from {name}" in reason
 
 
+def test_a_copy_that_appears_after_loading_is_refused_at_the_next_attach(tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "dense", kind="dense")
+    model, config = inprocess.load(path)
+    with Checkpoint(path) as checkpoint:
+        layout = checkpoint.layout
+    driver = Driver(Worker(model, config))
+    assert driver.attach(layout, tmp_path).refusals == {}
+    layer = model.model.layers[0].mlp
+    layer.fused = torch.cat([layer.down_proj.weight.t(), layer.down_proj.weight.t()])  # as a kernel's first call
+    refusals = driver.attach(layout, tmp_path).refusals
+    assert refusals.keys() == {"model.layers.0.mlp.down_proj.weight"}
+    assert "model.layers.0.mlp.fused, a copy of" in refusals["model.layers.0.mlp.down_proj.weight"]
+    del layer.fused
+    assert driver.attach(layout, tmp_path).refusals == {}
+
+
 def test_a_refused_model_takes_no_job(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(place_model.eligibility, "model_refusals", lambda config, **_: ["it is quantised"])
     driver = served.driver()

@@ -326,10 +326,14 @@ def _box_sums(placement: JointPlacement, ranks: Sequence[FingerprintRank]) -> li
     return summed
 
 
+NO_BOX = -1  #: in place of a damaged box, for a tensor that is right itself
+
+
 def find_damage(
     placement: JointPlacement, live: LiveSums, *, ranks: Sequence[FingerprintRank], tensors: range
 ) -> list[Difference]:
-    """Which of `tensors` do not sum to what was accepted, and on which ranks; in layout order."""
+    """Which of `tensors` do not sum to what was accepted, or have stale derived tensors, and on which ranks; in layout
+    order."""
     wrong, right = dict[int, set[tuple[int, int]]](), set[int]()
     for number, (local, sums) in enumerate(_box_sums(placement, ranks)):
         tensor = placement.tensor[local]
@@ -338,6 +342,9 @@ def find_damage(
         right.update(local[asked & same].tolist())
         for box in local[asked & ~same].tolist():
             wrong.setdefault(int(placement.tensor[box]), set()).add((number, box))
+    for number, rank in enumerate(ranks):
+        for stale in rank.stale:
+            wrong.setdefault(stale, set()).add((number, NO_BOX))
     return [
         Difference(
             tensor=placement.layout[tensor].name,

@@ -195,19 +195,19 @@ class ComputedLoader:
         before = {name: tensor.detach().clone() for name, tensor in self._live.items()}
         made = self._run(values, before)
         again = self._run(values, made)
-        if unsteady := [name for name in made if not _same(made[name], again[name])]:
+        if unsteady := [name for name in made if not same_bits(made[name], again[name])]:
             raise EngineRefused(f"loading {unsteady[0]} twice gives other values than loading it once")
         return [
             ComputedParameter(name, live, before[name], made[name])
             for name, live in self._live.items()
-            if not _same(before[name], made[name])
+            if not same_bits(before[name], made[name])
         ]
 
     def _run(self, values: Values, start: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Run the model's own loader once, on copies that begin with `start`; returns the copies."""
         scratch = {name: _scratch_copy(self._load_formats[name], start[name]) for name in self._live}
         everything = (*self._model.parameters(), *self._model.buffers())
-        with self._replacing_live(scratch), _default_dtype(self._dtype), torch.no_grad(), WriteGuard(everything):
+        with self._replacing_live(scratch), default_dtype(self._dtype), torch.no_grad(), WriteGuard(everything):
             try:
                 self._model.load_weights(self._tensors(values))
             except DcrError:
@@ -269,14 +269,14 @@ def _scratch_copy(form: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
     return scratch_copy
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether all bits are equal, also those of NaNs and signed zeros."""
     dtype = _SIGNED_DTYPES[one.element_size()]
     return torch.equal(one.detach().view(dtype), other.detach().view(dtype))
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
     """Set torch's default dtype as vLLM does while it loads a model: a loader's result may depend on it."""
     before = torch.get_default_dtype()
     try:

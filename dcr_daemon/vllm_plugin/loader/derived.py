@@ -8,7 +8,8 @@ that sees every operation on tensors and follows their storages: no rule names a
 its parameter's storage and changes with it, so it is not derived.
 
 Known limits: a kernel that is not an operation of torch (a Triton kernel called from Python) is not seen; memory that
-was allocated meanwhile and that no operation was seen writing to counts as derived from an unknown source.
+was allocated meanwhile and that no operation was seen writing to counts as derived from an unknown source. Copies that
+appear after loading are found by `hidden_copies`.
 """
 
 from __future__ import annotations
@@ -16,10 +17,8 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -28,6 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dcr_daemon.vllm_plugin import compat
+from dcr_daemon.vllm_plugin.loader import hidden_copies
+from dcr_daemon.vllm_plugin.loader.reachable import reachable, storage_key, whole
 
 HOOK = "process_weights_after_loading"
 LOADERS = "vllm.model_executor.model_loader"
@@ -43,12 +44,13 @@ class Derived:
     """A live tensor with values that came from weights of other storage.
 
     `path`: where the model keeps it, from the model's root. `sources`: the parameters and buffers that it came from,
-    or `UNKNOWN`. `operations`: what made it, by torch's names.
+    or `UNKNOWN`. `operations`: what made it, by torch's names. `tensor`: itself, flat over its whole memory.
     """
 
     path: str
     sources: frozenset[str]
     operations: frozenset[str]
+    tensor: torch.Tensor
 
     def __str__(self) -> str:
         made = ", ".join(sorted(self.operations)) or "an unknown kernel"
@@ -83,40 +85,37 @@ def follow(model: torch.nn.Module, process: Callable[[], Result]) -> Result:
     names: dict[int, set[str]] = {}
     references = []  # of memory that may be freed meanwhile, so that its key is not given again
     for name, tensor in _named(model):
-        names.setdefault(_key(tensor), set()).add(name)
+        names.setdefault(storage_key(tensor), set()).add(name)
         references.append(StorageWeakRef(tensor.untyped_storage()))
     mode = _Follow({key: frozenset(held) for key, held in names.items()})
     with mode:
         result = process()
-    own = {_key(tensor): name for name, tensor in _named(model)}
+    own = {storage_key(tensor): name for name, tensor in _named(model)}
     derived = []
-    for key, path in reachable(model).items():
+    for key, (path, tensor) in reachable(model).items():
         history = mode.history.get(key)
         if (
             history is not None and history.sources and key not in names
         ):  # a weight that was changed in place is proved by its sums
-            derived.append(Derived(own.get(key, path), history.sources, frozenset(history.operations)))
+            path, operations = own.get(key, path), frozenset(history.operations)
+            derived.append(Derived(path, history.sources, operations, whole(tensor)))
     references.clear()
     _found[model] = derived
+    hidden_copies.remember(model)
     return result
 
 
-def stale_after_update(model: torch.nn.Module, filled: Collection[str]) -> dict[str, Derived]:
-    """What an update of the parameters `filled` would leave as it was, by the parameter it came from.
+def stale_after_update(model: torch.nn.Module, filled: Collection[str]) -> list[Derived]:
+    """What an update of the parameters `filled` would leave as it was, what came from an unknown source included.
 
-    `UNKNOWN` is the key of what came from an unknown source. A parameter that the layout fills itself is written by
-    the update, whatever it was made from.
+    A parameter that the layout fills itself is written by the update, whatever it was made from.
 
     Raises:
         LookupError: the model was loaded before `install`, so nothing is known.
     """
     if model not in _found:
         raise LookupError("vLLM loaded this model before DCR could follow what it derives from weights")
-    stale: dict[str, Derived] = {}
-    for one in _found[model]:
-        if one.path not in filled:
-            stale |= dict.fromkeys(one.sources & {UNKNOWN, *filled}, one)
-    return stale
+    return [one for one in _found[model] if one.path not in filled and one.sources & {UNKNOWN, *filled}]
 
 
 class _History:
@@ -147,9 +146,9 @@ class _Follow(TorchDispatchMode):  # type: ignore[misc]  # torch does not say wh
         name = func._schema.name.rpartition("::")[2]
         made = [value for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
         written = _written(func, args, kwargs)
-        targets = {_key(tensor): tensor for tensor in (*made, *written)}
+        targets = {storage_key(tensor): tensor for tensor in (*made, *written)}
         sources, operations = frozenset({UNKNOWN}) if name in _ALLOCATIONS else frozenset[str](), {name}
-        for key in {_key(tensor) for tensor in taken} - targets.keys():
+        for key in {storage_key(tensor) for tensor in taken} - targets.keys():
             sources |= self._weights.get(key, frozenset())
             if (before := self.history.get(key)) is not None:
                 sources |= before.sources
@@ -175,55 +174,3 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> lis
 def _named(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
-
-
-def _key(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
-def reachable(model: torch.nn.Module) -> dict[int, str]:
-    """Every tensor that can be reached from the model, with memory: path by storage.
-
-    Goes through modules, containers, functions with what they enclose, and objects of vLLM's own classes.
-    """
-    found: dict[int, str] = {}
-    seen: set[int] = set()
-    todo: deque[tuple[str, Any]] = deque([("", model)])
-    while todo:
-        path, value = todo.popleft()
-        if id(value) in seen or isinstance(value, (str, bytes, int, float, type(None), type)):
-            continue
-        seen.add(id(value))
-        if isinstance(value, torch.Tensor):
-            if not value.is_meta and value.untyped_storage().nbytes():
-                found.setdefault(_key(value), path)
-            continue
-        todo.extend((f"{path}.{name}" if path else name, inner) for name, inner in _inside(value))
-    return found
-
-
-def _inside(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, torch.nn.Module):
-        yield from (*value._parameters.items(), *value._buffers.items(), *value._modules.items())
-        yield from ((name, inner) for name, inner in vars(value).items() if not name.startswith("_modules"))
-    elif isinstance(value, dict):
-        yield from ((str(key), inner) for key, inner in value.items())
-    elif isinstance(value, (list, tuple, set, frozenset, deque)):
-        yield from ((str(number), inner) for number, inner in enumerate(value))
-    elif isinstance(value, functools.partial):
-        yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
-    elif isinstance(value, MethodType):
-        yield "self", value.__self__
-    elif isinstance(value, FunctionType):
-        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            try:
-                yield name, cell.cell_contents
-            except ValueError:  # not assigned yet
-                continue
-    elif type(value).__module__.partition(".")[0] in ("vllm", "flashinfer"):
-        yield from getattr(value, "__dict__", {}).items()
-        for kind in type(value).__mro__:
-            slots = vars(kind).get("__slots__", ())
-            for name in (slots,) if isinstance(slots, str) else slots:
-                if hasattr(value, name):
-                    yield name, getattr(value, name)

@@ -17,10 +17,12 @@ import torch
 
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.vllm_plugin.calls import TensorHandling
-from dcr_daemon.vllm_plugin.loader import derived, eligibility
+from dcr_daemon.vllm_plugin.loader import derived, eligibility, hidden_copies
 from dcr_daemon.vllm_plugin.loader.computed import plan_computed, record_alone
 from dcr_daemon.vllm_plugin.loader.permutation import expert_repacks, require_kept
+from dcr_daemon.vllm_plugin.loader.reachable import storage_key
 from dcr_daemon.vllm_plugin.loader.recorder import Recording, record
+from dcr_daemon.vllm_plugin.loader.replay import Replay, find_hooks
 from dcr_daemon.vllm_plugin.settings import Settings, computed_cap
 from dcr_daemon.vllm_plugin.weights.placement import Copy, Placement, Repack, Unplaceable, same_places
 from dcr_daemon.wording import shorten
@@ -163,7 +165,9 @@ def place(recording: Recording, form: LoadFormat, layout: Layout) -> Placement:
     filled = [*placement.load_formats, *recording.zeroed, *(copy.parameter for copy in recording.copies)]
     unfilled = _unfilled(form, filled, skipped=skipped)
     if unfilled and not placement.refusals:  # a refused tensor explains its own gap
-        placement.refusals[""] = f"no tensor of this layout fills {shorten(unfilled)}: the layout is another model's"
+        placement.refusals[""] = (
+            f"no tensor of this layout fills {shorten(unfilled)}{_why_unfilled(form, filled, skipped=skipped)}"
+        )
     return placement
 
 
@@ -208,6 +212,20 @@ def _unfilled(form: LoadFormat, names: Iterable[str], *, skipped: set[str]) -> l
     ]
 
 
+def _why_unfilled(form: LoadFormat, filled: Iterable[str], *, skipped: set[str]) -> str:
+    """What is known of the reason: a part of the model that the stream does not have, or tensors that vLLM drops."""
+    touched = {name.partition(".")[0] for name in filled}
+    parts = {name.partition(".")[0] for name in form.live} - touched
+    if skipped:
+        return f"; vLLM's loader drops {shorten(sorted(skipped))}"
+    if parts and touched:
+        return (
+            f": the layout has nothing of {shorten(sorted(parts))}, and what no version holds cannot be proved; "
+            "publish the whole checkpoint instead of a part (its text model)"
+        )
+    return ": the layout is another model's"
+
+
 def _add(placement: Placement, index: int, *, copies: list[Copy], form: LoadFormat) -> str | None:
     """Add a tensor's copies; returns the reason if one of them cannot be placed."""
     for copy in copies:
@@ -240,8 +258,11 @@ def _refuse_shared(placement: Placement, layout: Layout, form: LoadFormat) -> No
             placement.held[index] = TensorHandling.REFUSED
 
 
-def _refuse_stale(placement: Placement, model: torch.nn.Module, *, layout: Layout, mla: bool) -> None:
-    """Refuse the tensors from which vLLM derived others that an update would leave as they were."""
+def audit(placement: Placement, model: torch.nn.Module, config: Any, *, layout: Layout) -> None:
+    """Find what vLLM derived from the placed tensors: plan and prove how it is made again, and refuse what is not.
+
+    Called at each attach: what is hidden may have appeared, or have been replaced, since the last one.
+    """
     fills: dict[str, set[int]] = {}
     for row in placement.rows:
         fills.setdefault(row.parameter, set()).add(row.tensor)
@@ -253,14 +274,33 @@ def _refuse_stale(placement: Placement, model: torch.nn.Module, *, layout: Layou
     except LookupError as error:
         placement.refusals[""] = f"{error}; start vLLM with the worker extension and VLLM_PLUGINS"
         return
-    way_out = "; start vLLM with VLLM_MLA_DISABLE=1" if mla else ""
-    for parameter, found in stale.items():
+    hooks, refused = find_hooks(model, stale)
+    placement.replay = Replay(hooks, config.model_config.dtype)
+    refused += placement.replay.unproved()
+    reasons = [(found.sources, str(found)) for found in refused]
+    known = {storage_key(one.tensor) for one in stale}
+    for path, source in hidden_copies.find(model, _searched(model, fills), known=known).items():
+        reasons.append((frozenset({source}), f"{path}, a copy of {source} that appeared after loading,"))
+    way_out = "; start vLLM with VLLM_MLA_DISABLE=1" if config.model_config.use_mla else ""
+    for sources, found in reasons:
         reason = f"an update would leave {found} as it was{way_out}"
-        if parameter == derived.UNKNOWN:
-            placement.refusals[""] = reason
-        for tensor in fills.get(parameter, ()):
+        tensors = {tensor for source in sources for tensor in fills.get(source, ())}
+        for tensor in tensors:
             placement.refusals[layout[tensor].name] = reason
             placement.held[tensor] = TensorHandling.REFUSED
+        if not tensors:
+            placement.refusals[""] = reason
+
+
+def _searched(model: torch.nn.Module, names: Iterable[str]) -> Named:
+    """The weights that are searched for hidden copies. Not those of embeddings: a buffer of activations may hold rows
+    of them."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    kinds, heads = (VocabParallelEmbedding, torch.nn.Embedding), ParallelLMHead
+    rows = {id(m.weight) for m in model.modules() if isinstance(m, kinds) and not isinstance(m, heads)}
+    live = named(model)
+    return {name: live[name] for name in names if id(live[name]) not in rows}
 
 
 def attach_model(model: torch.nn.Module, config: Any, layout: Layout, platform: str) -> tuple[Placement, Named]:
@@ -277,7 +317,8 @@ def attach_model(model: torch.nn.Module, config: Any, layout: Layout, platform: 
     except Unplaceable as error:
         return Placement(held=[TensorHandling.REFUSED] * len(layout), refusals={"": str(error)}), {}
     placement = place(recording, form, layout)
-    _refuse_stale(placement, model, layout=layout, mla=config.model_config.use_mla)
+    if not placement.refusals:
+        audit(placement, model, config, layout=layout)
     if not placement.rows and not placement.refusals:
         placement.refusals[""] = (
             "the loader copied nothing: it was used since the model was loaded (a reload?); restart vLLM"

@@ -200,7 +200,8 @@ class Placement:
 
     `aliases`: pairs of rows that are the same memory, so that their tensors must stay equal. `computed`: the
     loader-computed tensors, each with the parameters that the loader fills from it; `load_formats`: those parameters in
-    load format, to run the loader on.
+    load format, to run the loader on. `replay`: makes again what vLLM derived from placed tensors
+    (`loader.replay.Replay`), or None.
     """
 
     held: list[TensorHandling]
@@ -211,6 +212,7 @@ class Placement:
     aliases: list[tuple[int, int]] = field(default_factory=list)
     computed: dict[int, tuple[str, ...]] = field(default_factory=dict)
     load_formats: dict[str, Any] = field(default_factory=dict)
+    replay: Any = None
     _ends: dict[int, tuple[Ints, Ints, Ints]] = field(default_factory=dict)
 
     def rows_meeting(self, tensor: int, segment: Box) -> list[int]:

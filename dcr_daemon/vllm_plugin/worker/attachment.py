@@ -88,6 +88,25 @@ class Attachment:
         if self.computed_loader is not None:
             write_computed(self.computed_loader.compute(values), ValueSet.NEW)
 
+    def replay(self) -> None:
+        """Make what vLLM derived from weights again, after any write. Main thread, beside no forward pass."""
+        if self.placement.replay is not None:
+            self.placement.replay.run()
+
+    def stale(self, tensors: range) -> list[int]:
+        """Those of `tensors` of which a derived tensor is not what vLLM's hook makes. Main thread."""
+        if self.placement.replay is None:
+            return []
+        filled = {number: self._parameters(number) for number in tensors}
+        differing = self.placement.replay.differing(set().union(*filled.values()))
+        wrong = {name for found in differing for name in found.sources}
+        return [number for number, parameters in filled.items() if parameters & wrong]
+
+    def _parameters(self, tensor: int) -> set[str]:
+        """The parameters that a canonical tensor fills."""
+        rows = [self.placement.rows[number] for number in self.placement.by_tensor.get(tensor, [])]
+        return {row.parameter for row in rows} | set(self.placement.computed.get(tensor, ()))
+
     def fingerprint(self, job: Job) -> FingerprintRank:
         """Sum all boxes of this rank; reads only."""
         faults.point("job")
@@ -175,7 +194,7 @@ def attach(
     `device_arena`: on the device that holds the model, None if that is the host.
 
     After a reload the loader no longer shows where it puts elements. But the first recording stays true as long as no
-    storage moved, and the fingerprint proves it again.
+    storage moved, and the fingerprint proves it again. What is derived from weights is looked for and proved each time.
     """
     if (
         before is not None
@@ -184,9 +203,10 @@ def attach(
         and before.memory.moved_parameter() is None
         and before.device_arena is device_arena
     ):
-        return Attachment(
-            layout, before.placement, before.memory, external_writes, before.computed_loader, device_arena
-        )
+        if before.placement.replay is not None:
+            place_model.audit(before.placement, model, config, layout=layout)
+        memory = None if before.placement.refusals else before.memory
+        return Attachment(layout, before.placement, memory, external_writes, before.computed_loader, device_arena)
     placement, live = place_model.attach_model(model, config, layout, platform)
     if placement.refusals:
         return Attachment(layout, placement, None, external_writes)

@@ -14,6 +14,7 @@ import socket
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import msgspec
 import torch
 
 from dcr_daemon.canonical.layout import Layout
@@ -250,7 +251,7 @@ class WorkerSession:
         return {
             JobKind.PREPARE: lambda job: attachment.prepare(job, arg.hops, arena=arena),
             JobKind.FINGERPRINT: attachment.fingerprint,
-            JobKind.SCRUB: lambda job: attachment.scrub(job, arg),
+            JobKind.SCRUB: lambda job: (attachment.scrub(job, arg), range(*arg.tensors)),
             JobKind.COMPARE: lambda job: attachment.read_computed([arg.loaded], arg.vector),
             JobKind.CHECK: lambda job: attachment.check_load(arg),
             JobKind.LOAD: lambda job: attachment.load(job, arg),
@@ -288,11 +289,15 @@ class WorkerSession:
             return job.status
         if job.kind is JobKind.LOAD:
             self._attached().write_computed(job.result)
+            self._attached().replay()
             self._applied = True
             return job.status
         if job.kind is JobKind.COMPARE:
             return calls.ComparedRank(id=job.id, differ=self._attached().differing(job.result))
-        if job.kind in (JobKind.FINGERPRINT, JobKind.SCRUB):
+        if job.kind is JobKind.SCRUB:
+            sums, tensors = job.result
+            return msgspec.structs.replace(sums, stale=self._attached().stale(tensors))
+        if job.kind is JobKind.FINGERPRINT:
             return job.result
         if self._txn is not job.result:
             self._attached().run_loader(job.result)
@@ -345,6 +350,7 @@ class WorkerSession:
         txn, attachment = self._writable(arg.txn)
         self._state = TxnState.BEGUN
         sums = txn.apply(attachment.live, attachment.placement)
+        attachment.replay()
         self._applied = True
         return sums
 
@@ -352,6 +358,7 @@ class WorkerSession:
         """Write the old values back. The worker stays dirty until `close`, after the sums were verified."""
         txn, attachment = self._writable(arg.txn)
         sums = txn.rollback(attachment.live, attachment.placement)
+        attachment.replay()
         self._state, self._applied = TxnState.ROLLED_BACK, False
         return sums
 

@@ -37,7 +37,8 @@ FILLED = {"layer.weight", "other.weight"}
 def stale(hook: Callable[[Model], Any], filled: set[str] = FILLED) -> dict[str, Derived]:
     model = Model()
     derived.follow(model, lambda: hook(model))
-    return derived.stale_after_update(model, filled)
+    found = derived.stale_after_update(model, filled)
+    return {source: one for one in found for source in one.sources & {UNKNOWN, *filled}}
 
 
 def keep(make: Callable[[torch.Tensor], Any]) -> Callable[[Model], None]:
