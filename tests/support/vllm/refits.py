@@ -95,14 +95,6 @@ class Refitted:
         return different(self.model, inprocess.load(out, **self.options)[0])
 
 
-def accepted(path: Path, home: Path, **options: Any) -> Refitted:
-    """A model whose every tensor can be updated."""
-    model = Refitted(path, home, **options)
-    model.attach()
-    assert model.attached.refusals == {}
-    return model
-
-
 def different(one: torch.nn.Module, two: torch.nn.Module) -> list[str]:
     """Names of parameters and buffers, and paths of hidden tensors and numbers, in which two models differ."""
     wrong = inprocess.differing(inprocess.state(one), inprocess.state(two))
