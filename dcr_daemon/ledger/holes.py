@@ -15,7 +15,7 @@ from functools import partial
 
 from dcr_daemon.errors import Corrupt
 from dcr_daemon.ledger import names
-from dcr_daemon.ledger.slot import read_slot
+from dcr_daemon.ledger.slot import LOOKS, pause_before, read_slot
 from dcr_daemon.store.port import Store
 from dcr_daemon.task_limiter import run_limited
 
@@ -69,7 +69,10 @@ async def find_holes(store: Store, tail: int, *, pages: Collection[int] | None =
         free += [seq for seq, body in zip(seqs, bodies, strict=True) if body is None]
         if len(free) >= NAMED:
             break
-    return free[:NAMED]
+    if free:  # each answer may be wrong once
+        await pause_before(1)
+        bodies = await run_limited((partial(read_slot, store, seq) for seq in free), AT_ONCE)
+    return [seq for seq, body in zip(free, bodies, strict=True) if body is None][:NAMED] if free else []
 
 
 class HoleSearch:
@@ -95,6 +98,25 @@ class HoleSearch:
             return holes
         self._proved, self._turn = tail, self._turn + 1
         return []
+
+
+async def read_first_again(store: Store) -> bytes | None:
+    """Slot 0, which one answer says is free. None: there is no stream. Raises `Corrupt` if there are records above."""
+    if await find_above(store, -1) is not None:
+        return await read_occupied(store, 0)
+    await pause_before(1)
+    return await read_slot(store, 0)
+
+
+async def read_occupied(store: Store, seq: int) -> bytes:
+    """The bytes in slot `seq`, which is known to be occupied. Raises `Corrupt` if it is free whenever it is read."""
+    for n in range(LOOKS):
+        if n:
+            await pause_before(n)
+        body = await read_slot(store, seq)
+        if body is not None:
+            return body
+    raise missing_records(store.url, [seq])
 
 
 def missing_records(url: str, seqs: Sequence[int]) -> Corrupt:

@@ -27,7 +27,7 @@ from dcr_daemon.ledger.fold import Step, Tip, begin, fold, judge, tip_before
 from dcr_daemon.ledger.follow import Follower, Polling
 from dcr_daemon.ledger.high_water_mark import HighWaterMark, Mark
 from dcr_daemon.ledger.history import History
-from dcr_daemon.ledger.holes import REACH, HoleSearch, find_above, missing_records
+from dcr_daemon.ledger.holes import REACH, HoleSearch, find_above, missing_records, read_first_again, read_occupied
 from dcr_daemon.ledger.records import Epoch, Record, Release, Seal, State, Stream
 from dcr_daemon.ledger.slot import LOOKS, TRIES, Undecided, occupy, pause_before, read_slot
 from dcr_daemon.ledger.tail import Tail
@@ -180,6 +180,17 @@ class Ledger:
             await self._read_to_tail()
         return self.state
 
+    async def read_up_to(self, version: int) -> State:
+        """The same as `read`, and read again after a pause if `version` is not sealed there, since one answer that a
+        record is absent may be wrong. Afterwards it may still not be sealed."""
+        state = await self.read()
+        for n in range(1, LOOKS):
+            if state.seal.version >= version or self._doubt:
+                break
+            await pause_before(n)
+            state = await self.read()
+        return state
+
     async def read_whole(self) -> State:
         """The same as `read`, and raise `Corrupt` if any record below the newest is missing (must L2).
 
@@ -317,8 +328,8 @@ class Ledger:
         if body is None:
             if mark:
                 raise self._not_extended(mark.seq, "its first record is gone")
-            if not self._found_empty and await find_above(self.store, -1) and await read_slot(self.store, 0) is None:
-                raise missing_records(self.store.url, [0])
+            body = None if self._found_empty else await read_first_again(self.store)
+        if body is None:
             self._found_empty = True
             raise NotFound(f"there is no stream at {self.store.url}", hint="a publisher makes one with --create")
         tip, stream = begin(body)
@@ -383,8 +394,8 @@ class Ledger:
         while not self._looked_above and not self._doubt:
             if await self._check_above():
                 await self._read_on()
-            else:
-                self._looked_above = True
+            else:  # the slot above the tip is read twice: the first answer may have been wrong
+                self._looked_above = not await self._read_next()
 
     async def _check_above(self, *, by_list: bool = True, doublings: Sequence[int] = range(REACH)) -> bool:
         """Whether records appeared above the tip meanwhile. Raises `Corrupt` if the slot after the tip is a hole."""
@@ -393,8 +404,7 @@ class Ledger:
             self._looked_at = began if 0 in doublings else self._looked_at
             return False
         # The higher record became durable after this one, so this one may have arrived since it was read.
-        if await read_slot(self.store, self.tip.seq + 1) is None:
-            raise missing_records(self.store.url, [self.tip.seq + 1])
+        await read_occupied(self.store, self.tip.seq + 1)
         return True
 
     async def _look_above(self) -> None:

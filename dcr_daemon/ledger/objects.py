@@ -116,12 +116,12 @@ class Objects:
 
     async def read_vector(self, record: Stream | Seal, layout: Layout) -> Vector:
         """The fingerprint vector (u64, layout order) of a version; its total is compared with the record's."""
-        version, expected = (0, record.total) if isinstance(record, Stream) else (record.version, record.after)
+        version = records.version_of(record)
         body = await self.read(record.fingerprint, version, limit=8 * len(layout))
         if len(body) != 8 * len(layout):
             raise Corrupt(f"{self._name(record.fingerprint)} is not a vector of {len(layout)} sums")
         vector = np.frombuffer(body, dtype="<u8").astype(np.uint64)
-        if records.show_u64(total(vector)) != expected:
+        if records.show_u64(total(vector)) != records.total_of(record):
             raise Corrupt(f"{self._name(record.fingerprint)} does not add up to what the record of {version} says")
         return vector
 
@@ -182,19 +182,28 @@ class Objects:
             try:
                 return await self.store.get(ref.key, limit=ref.size, keep=keep)
             except KeyNotFound:
-                if version is not None and self._refresh and version >= self._floor():
-                    await self._refresh()
-                if version is not None and version < self._floor():
-                    raise BelowFloor(f"{self._name(ref)} is gone: version {version} is below the floor") from None
-            if runtime.monotonic() >= deadline:
+                gone = await self._may_be_deleted(version)
+            # One answer that it is absent may be wrong, so nothing is built on the first.
+            if tries and gone:
+                raise BelowFloor(f"{self._name(ref)} is gone: version {version} is below the floor")
+            if tries and runtime.monotonic() >= deadline:
                 waited = f"did not appear in {self._patience:g} s" if self._patience else "is not there"
                 raise ObjectPending(
                     f"{self._name(ref)} is named by the ledger and {waited}",
                     hint="if the bucket is a replica, it lags; if something deletes objects, `dcr verify` tells what",
                 )
             tries += 1
-            self._emit(Waiting(what=f"{ref.key}: named by the ledger, not there yet"))
+            if not gone:
+                self._emit(Waiting(what=f"{ref.key}: named by the ledger, not there yet"))
             await pause_before(tries)
+
+    async def _may_be_deleted(self, version: int | None) -> bool:
+        """Whether `version` is below the floor, by the present ledger if what was read of it does not say so."""
+        if version is None:
+            return False
+        if self._refresh and version >= self._floor():
+            await self._refresh()
+        return version < self._floor()
 
     async def _digest(self, body: bytes) -> str:
         return await self._workers.run(records.digest, body) if self._workers else records.digest(body)

@@ -155,6 +155,11 @@ class Seal(Record, frozen=True, tag="seal"):
     anchor: bool = False
 
 
+def version_of(record: Stream | Seal) -> int:
+    """The version that a record sealed; the stream record seals version 0."""
+    return 0 if isinstance(record, Stream) else record.version
+
+
 def total_of(record: Stream | Seal) -> str:
     """The total of a version's fingerprint, in the record that sealed it."""
     return record.total if isinstance(record, Stream) else record.after

@@ -11,9 +11,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from dcr_daemon.ledger.fold import fold, tip_before
-from dcr_daemon.ledger.holes import missing_records
+from dcr_daemon.ledger.holes import read_occupied
 from dcr_daemon.ledger.records import Seal, SealRef
-from dcr_daemon.ledger.slot import read_slot
 from dcr_daemon.store.port import Store
 
 
@@ -56,23 +55,16 @@ def _interpolate(version: int, low: SealPosition, high: SealPosition) -> int:
 
 async def _newest_before(store: Store, stream: str, seq: int) -> SealRef | None:
     """The seal that was the newest before slot `seq`, as that slot says; None if it says nothing of this stream."""
-    before = tip_before(stream, seq, body=await _body(store, seq))
+    before = tip_before(stream, seq, body=await read_occupied(store, seq))
     return before.state.seal if before else None
 
 
 async def _proved(store: Store, stream: str, *, version: int, seq: int) -> Seal | None:
     """The record in slot `seq` if it is the seal of `version` and counts, by what its neighbour says."""
-    body = await _body(store, seq)
+    body = await read_occupied(store, seq)
     before = tip_before(stream, seq, body=body)
     step = fold(before, body) if before else None
     if step is None or not isinstance(step.record, Seal) or step.record.version != version:
         return None
-    after = tip_before(stream, seq + 1, body=await _body(store, seq + 1))
+    after = tip_before(stream, seq + 1, body=await read_occupied(store, seq + 1))
     return step.record if after == step.tip else None
-
-
-async def _body(store: Store, seq: int) -> bytes:
-    body = await read_slot(store, seq)
-    if body is None:
-        raise missing_records(store.url, [seq])
-    return body

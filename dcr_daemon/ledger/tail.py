@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 
 from dcr_daemon.ledger.fold import Step, Tip, fold, fold_decided, tip_before
-from dcr_daemon.ledger.holes import missing_records
+from dcr_daemon.ledger.holes import read_occupied
 from dcr_daemon.ledger.slot import read_slot
 from dcr_daemon.store.port import Store
 
@@ -35,7 +35,7 @@ class Tail:
     async def body(self, seq: int) -> bytes:
         """Raises `Corrupt` if the slot is free: it is below an occupied one."""
         if not await self.occupied(seq):
-            raise missing_records(self._store.url, [seq])
+            self._bodies[seq] = await read_occupied(self._store, seq)
         return self._bodies[seq]
 
     async def find(self, low: int) -> int:

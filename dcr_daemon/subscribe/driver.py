@@ -263,7 +263,8 @@ class Driver:
         vector = np.frombuffer(attached.vector, dtype="<u8").astype(np.uint64)
         self._blank = not vector.any()
         if attached.version is not None and attached.version > context.ledger.state.seal.version:
-            await context.ledger.read()  # another subscriber has brought it further than this process has read
+            # Another subscriber has brought it further than this process has read.
+            await context.ledger.read_up_to(attached.version)
         live = LiveWeights(vector, attached.classes)
         version = await locate(
             context.ledger,

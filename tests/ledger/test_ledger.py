@@ -116,6 +116,7 @@ class TestOutcomes:
             writer = await publisher(store, emit=events)
             ledger = writer.ledger
             await writer.open()
+            still.slept.clear()
             store.faults.extend([Fault.GHOST] * TRIES)
             with pytest.raises(Undecided) as raised:
                 await writer.seal()

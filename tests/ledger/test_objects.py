@@ -259,6 +259,7 @@ class TestMissing:
     ) -> None:
         chunk = part_of(stream, 2).chunks[0]
         body = stream.store.objects.pop(chunk.key)
+        still.slept.clear()
 
         def appear(_seconds: float) -> None:
             if len(still.slept) == 3:
@@ -291,6 +292,7 @@ class TestMissing:
 
     def test_a_floor_that_rises_while_we_wait_is_noticed(self, stream: StreamWriter, still: VirtualTimeRuntime) -> None:
         floors = iter([0, 0, 2])
+        still.slept.clear()
         reader = Objects(stream.store, floor=lambda: next(floors), patience=1000)
         chunk = part_of(stream, 1).chunks[0]
         del stream.store.objects[chunk.key]

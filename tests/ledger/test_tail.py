@@ -129,7 +129,7 @@ def test_a_reader_with_memory_goes_on_from_its_mark(bench: Bench, tmp_path: Any,
         bench.honest()
     bench.store.requests.clear()
     assert asyncio.run(read()).tip == bench.tip
-    assert bench.store.requests["get"] <= (behind + 4 if behind < 64 else 2 * math.log2(behind) + 6) + REACH
+    assert bench.store.requests["get"] <= (behind + 5 if behind < 64 else 2 * math.log2(behind) + 7) + REACH
 
 
 KINDS = ["junk", "oversized", "stale", "state", "prev", "stream"]

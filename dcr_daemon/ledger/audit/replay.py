@@ -8,7 +8,7 @@ from itertools import takewhile
 
 from dcr_daemon.errors import NotFound
 from dcr_daemon.ledger.fold import Step, begin, fold, tip_before
-from dcr_daemon.ledger.holes import find_above, missing_records
+from dcr_daemon.ledger.holes import find_above, read_first_again, read_occupied
 from dcr_daemon.ledger.slot import read_slot
 from dcr_daemon.ledger.tail import Tail
 from dcr_daemon.store.port import Store
@@ -25,9 +25,7 @@ async def replay(store: Store, *, ahead: int = AHEAD) -> AsyncIterator[Step]:
         Incompatible: a record is of a newer format.
     """
     body = await read_slot(store, 0)
-    if body is None:
-        if await find_above(store, -1) is not None and await read_slot(store, 0) is None:
-            raise missing_records(store.url, [0])
+    if body is None and (body := await read_first_again(store)) is None:
         raise NotFound(f"there is no stream at {store.url}", hint="a publisher makes one with --create")
     tip, stream = begin(body)
     yield Step(tip, stream)
@@ -50,9 +48,9 @@ async def replay(store: Store, *, ahead: int = AHEAD) -> AsyncIterator[Step]:
             continue
         if len(there) < ahead and await read_slot(store, tip.seq + 1) is None:
             # A writer may have filled both slots between our two reads of them; in this order of reads it cannot have.
-            if await find_above(store, tip.seq) is not None and await read_slot(store, tip.seq + 1) is None:
-                raise missing_records(store.url, [tip.seq + 1])
-            return
+            if await find_above(store, tip.seq) is None:
+                return
+            await read_occupied(store, tip.seq + 1)
 
 
 async def read_steps(store: Store, stream: str, *, start: int, last: int, ahead: int = AHEAD) -> AsyncIterator[Step]:
@@ -61,12 +59,12 @@ async def read_steps(store: Store, stream: str, *, start: int, last: int, ahead:
     Raises:
         Corrupt: a record is missing.
     """
-    before = await _present(store, start)
+    before = await read_occupied(store, start)
     claimed = tip_before(stream, start, body=before) if start else None
-    tip = fold(claimed, before).tip if claimed else begin(await _present(store, 0))[0]
+    tip = fold(claimed, before).tip if claimed else begin(await read_occupied(store, 0))[0]
     while tip.seq < last:
         seqs = range(tip.seq + 1, min(tip.seq + ahead, last) + 1)
-        for body in await asyncio.gather(*(_present(store, seq) for seq in seqs)):
+        for body in await asyncio.gather(*(read_occupied(store, seq) for seq in seqs)):
             step = fold(tip, body)
             if step.foreign:
                 async for step in Tail(store).walk(tip, last):
@@ -74,10 +72,3 @@ async def read_steps(store: Store, stream: str, *, start: int, last: int, ahead:
                 return
             tip = step.tip
             yield step
-
-
-async def _present(store: Store, seq: int) -> bytes:
-    body = await read_slot(store, seq)
-    if body is None:
-        raise missing_records(store.url, [seq])
-    return body
