@@ -1,13 +1,16 @@
 """Tasks side by side: a bounded number of them, of a bounded number of bytes. The first failure ends all.
 
 Used wherever many objects are read or written at once. It differs from `asyncio.TaskGroup` in its bounds, and in that
-the first failure is raised as it is, not in an exception group.
+the first failure is raised as it is, not in an exception group. `run_in_order` is for results that are used one after
+the other, while those of the next works are on their way.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -115,3 +118,46 @@ async def run_limited(works: Iterable[Work[T]], limit: int, *, settles: bool = F
     async with TaskLimiter(limit, settles=settles) as group:
         tasks = [await group.start(work) for work in works]
     return [task.result() for task in tasks]
+
+
+async def run_in_order(works: Iterable[Work[T]] | AsyncGenerator[Work[T]], limit: int) -> AsyncGenerator[T]:
+    """What `works` return, in their order; at most `limit` of them run, or have ended and wait for their turn.
+
+    A failure, of a work or of `works` itself, is raised when it is its turn: all that comes before it has been given
+    out by then. Leave it by `contextlib.aclosing`, which cancels the works that run.
+    """
+    running: deque[asyncio.Task[T]] = deque()
+    failure: Exception | None = None
+    try:
+        async with aclosing(_each(works)) as each:
+            while True:
+                try:
+                    work = await anext(each, None)
+                except Exception as error:  # noqa: BLE001 (raised below, after what comes before it)
+                    failure = error
+                    break
+                if work is None:
+                    break
+                if len(running) == limit:
+                    yield await running[0]
+                    running.popleft()
+                running.append(asyncio.create_task(work()))
+        while running:
+            yield await running[0]
+            running.popleft()
+        if failure:
+            raise failure
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+async def _each(works: Iterable[Work[T]] | AsyncGenerator[Work[T]]) -> AsyncGenerator[Work[T]]:
+    if isinstance(works, AsyncGenerator):
+        async with aclosing(works):
+            async for work in works:
+                yield work
+    else:
+        for work in works:
+            yield work

@@ -13,12 +13,12 @@ from typing import TypeVar
 from dcr_daemon.errors import Corrupt, NotFound
 from dcr_daemon.ledger import records
 from dcr_daemon.ledger.fold import Tip
-from dcr_daemon.ledger.holes import missing_records
+from dcr_daemon.ledger.holes import read_occupied
 from dcr_daemon.ledger.objects import BelowFloor
+from dcr_daemon.ledger.read_ahead import ReadAhead
 from dcr_daemon.ledger.records import Anchor, AnyRecord, Seal
 from dcr_daemon.ledger.route import Route, plan_route
 from dcr_daemon.ledger.search import SealPosition, find_seal
-from dcr_daemon.ledger.slot import read_slot
 from dcr_daemon.store.port import Store
 
 T = TypeVar("T")
@@ -55,9 +55,9 @@ class History:
 
     async def record(self, seq: int) -> AnyRecord:
         """The record in slot `seq`, which is known to count. Raises `Corrupt` if it is gone or another."""
-        body = await read_slot(self._store, seq)
-        if body is None:
-            raise missing_records(self._store.url, [seq])
+        return self._decoded(seq, await read_occupied(self._store, seq))
+
+    def _decoded(self, seq: int, body: bytes) -> AnyRecord:
         try:
             record = records.decode_record(body)
         except ValueError as error:
@@ -77,7 +77,7 @@ class History:
         found: list[Seal] = []
         if last < first:
             return found
-        async for seal in self.seals_back(last):
+        async for seal in self.seals_back(last, first):
             found.append(seal)
             if seal.version <= first:
                 break
@@ -99,7 +99,7 @@ class History:
                 self.note(found)
                 return found
         while True:
-            seal = self._seals.get(above.version) or await self._seal(above)
+            seal = self._seals.get(above.version) or self._seal(above, await self.record(above.seq))
             if seal.version == version:
                 return seal
             above = SealPosition(seal.version - 1, seal.previous)
@@ -149,7 +149,6 @@ class History:
         floor = self._tip().state.floor
         if target > self._tip().state.seal.version:
             raise self._unsealed(target)
-        seals = self.seals_back(target)
         usable = (a async for a in self.anchors_back() if a.version <= target and a.version not in avoid_anchors)
 
         async def next_anchor() -> Anchor | None:
@@ -159,6 +158,7 @@ class History:
         sizes: dict[int, int] = {}  # of the anchors that the way back has met
         anchor = await next_anchor()
         version, cost, best = target, 0, math.inf
+        seals = self.seals_back(target, 1 + (have if have is not None else anchor.version if anchor else target))
         while True:
             if anchor is not None and anchor.version == version:
                 sizes[version], best = anchor.bytes, min(best, cost + anchor.bytes)
@@ -183,15 +183,20 @@ class History:
                 yield anchor
             at, last = anchor.state.anchor, anchor.version
 
-    async def seals_back(self, version: int) -> AsyncIterator[Seal]:
-        """The seals from `version` down to that of version 1, read as they are asked for."""
+    async def seals_back(self, version: int, first: int = 1) -> AsyncIterator[Seal]:
+        """The seals from `version` down to that of version 1, read as they are asked for. Those down to that of
+        `first` will be: they are read ahead."""
         if version < 1:
             return
-        seal = await self.seal(version)
+        seal, ahead = await self.seal(version), ReadAhead(self._store)
         yield seal
         while seal.version > 1:
-            position = SealPosition(seal.version - 1, seal.previous)
-            seal = self._seals.get(position.version) or await self._seal(position)
+            position, distance = SealPosition(seal.version - 1, seal.previous), seal.seq - seal.previous
+            known = self._seals.get(position.version)
+            if known is None:
+                body = await ahead.body(position.seq, distance=distance, most=position.version - first + 1)
+                known = self._seal(position, self._decoded(position.seq, body))
+            seal = known
             yield seal
 
     def _nearest_above(self, version: int) -> SealPosition:
@@ -215,8 +220,7 @@ class History:
         newest = self._tip().state.seal.version
         return NotFound(f"version {version} of {self._store.url} is not sealed; the newest is {newest}")
 
-    async def _seal(self, position: SealPosition) -> Seal:
-        record = await self.record(position.seq)
+    def _seal(self, position: SealPosition, record: AnyRecord) -> Seal:
         if not isinstance(record, Seal) or record.version != position.version:
             raise Corrupt(f"record {position.seq} of {self._store.url} is not the seal of version {position.version}")
         return record

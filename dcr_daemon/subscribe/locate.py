@@ -21,7 +21,7 @@ from dcr_daemon.errors import Corrupt, NotFound
 from dcr_daemon.events import Emit, Waiting
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import BelowFloor, Objects
-from dcr_daemon.ledger.records import Seal, Stream, digest, show_u64, total_of
+from dcr_daemon.ledger.records import Seal, Stream, digest, show_u64, total_of, version_of
 
 REPORT = 512  #: seals read between two reports
 #: Versions compared before version 0 is: a fresh engine holds the base, and must not pay for a long history. If an
@@ -106,7 +106,7 @@ async def locate(
         if lost and isinstance(record, Stream):
             break
         if await matches(record, live, objects=objects, layout=layout):
-            return 0 if isinstance(record, Stream) else record.version
+            return version_of(record)
         looked += 1
         if looked == RECENT:
             if not lost and await matches(ledger.stream, live, objects=objects, layout=layout):
@@ -128,7 +128,7 @@ async def _anchored(ledger: Ledger, highest: int) -> bool:
 
 async def _newest_first(ledger: Ledger, highest: int, *, lowest: int) -> AsyncIterator[Stream | Seal]:
     """The records that sealed what may be held, from `highest` down to `lowest`; version 0 last."""
-    async for seal in ledger.history.seals_back(highest):
+    async for seal in ledger.history.seals_back(highest, max(lowest, highest - RECENT + 1)):
         if seal.version < lowest:
             break
         yield seal

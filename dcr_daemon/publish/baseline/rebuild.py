@@ -27,7 +27,7 @@ from dcr_daemon.publish.baseline.baseline import Baseline
 from dcr_daemon.publish.baseline.fetched import FetchedObjects
 from dcr_daemon.runtime import Workers
 from dcr_daemon.store.poller import REPORT_EVERY
-from dcr_daemon.task_limiter import TaskLimiter
+from dcr_daemon.task_limiter import TaskLimiter, run_in_order
 from dcr_daemon.wording import shorten
 
 AT_ONCE = 16  #: objects read at a time
@@ -125,7 +125,7 @@ class Rebuild:
         """Move the baseline forward by these versions, one after the other.
 
         The chunks of one version are applied in any order, since no two of them have an element in common. Those of the
-        next are fetched meanwhile, and wait.
+        next are fetched meanwhile, and wait; parts are read further ahead.
 
         Raises:
             ObjectPending, Corrupt: a chunk or a part did not appear, or has other bytes; `damaged` has the version.
@@ -133,11 +133,15 @@ class Rebuild:
         self._baseline.invalidate()
         before = asyncio.Event()
         before.set()
-        async with TaskLimiter(AT_ONCE, BUDGET_BYTES) as group:
-            for version in versions:
-                with self._blames(version):
-                    seal = await seal_of(version)
-                    chunks = await self._chunks(seal)
+
+        async def plan(version: int) -> tuple[Seal, list[ChunkRef]]:
+            with self._blames(version):
+                seal = await seal_of(version)
+                return seal, await self._chunks(seal)
+
+        plans = run_in_order((partial(plan, version) for version in versions), AT_ONCE)
+        async with TaskLimiter(AT_ONCE, BUDGET_BYTES) as group, contextlib.aclosing(plans):
+            async for seal, chunks in plans:
                 before = await self._apply(group, seal, chunks=chunks, before=before)
 
     @contextlib.contextmanager

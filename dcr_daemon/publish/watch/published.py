@@ -154,7 +154,7 @@ async def read_published(
     """
     known, head = _load(cache, ledger.stream.stream, watch), ledger.state.seal.version
     reading = _Reading(await on_disk() if known.version == 0 else [], known.version)
-    async for seal in ledger.history.seals_back(head if head > known.version else 0):
+    async for seal in ledger.history.seals_back(head if head > known.version else 0, known.version + 1):
         if not reading.take(seal):
             break
     # A directory that is gone can come back with the same inodes and times only under another name.

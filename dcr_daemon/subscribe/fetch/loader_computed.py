@@ -9,8 +9,9 @@ from the base or an anchor and the chain, for these tensors alone. An engine wit
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -29,9 +30,11 @@ from dcr_daemon.errors import Corrupt, DcrError, Incompatible
 from dcr_daemon.events import Emit, Waiting
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import Objects
-from dcr_daemon.ledger.records import Seal
+from dcr_daemon.ledger.records import ChunkRef, Part, Seal
 from dcr_daemon.ledger.routes import Routes
 from dcr_daemon.subscribe.fetch.files import write_staged
+from dcr_daemon.subscribe.fetch.stage import AHEAD, CONCURRENCY
+from dcr_daemon.task_limiter import Work, run_in_order
 from dcr_daemon.wording import shorten
 
 FILES_LIMIT = 64 << 20  #: bytes of files written for one transaction, from which on it takes no more versions
@@ -240,20 +243,26 @@ class LoaderComputed:
 
     async def _apply_chain(self, values: Values, hops: Sequence[int], routes: Routes) -> None:
         seals = await self._ledger.history.between(hops[0], hops[-1]) if hops else []
-        for seal in seals:
-            async with aclosing(self._chunks(seal, routes)) as chunks:
-                async for chunk in chunks:
-                    await self._workers.run(self._change, values, [chunk], (seal.attempt, seal.base, seal.version))
+        async with aclosing(run_in_order(self._chunks(seals, routes), CONCURRENCY)) as chunks:
+            async for seal, chunk in chunks:
+                await self._workers.run(self._change, values, [chunk], (seal.attempt, seal.base, seal.version))
 
-    async def _chunks(self, seal: Seal, routes: Routes) -> AsyncGenerator[bytes]:
-        """The chunks of a version, one in memory at a time."""
-        try:
-            for part in await self._objects.read_parts(seal):
-                for chunk in part.chunks:
-                    yield await self._objects.read_chunk(chunk, seal.version)
-        except Corrupt:
-            routes.damaged_deltas.add(seal.version)
-            raise
+    async def _chunks(self, seals: Sequence[Seal], routes: Routes) -> AsyncGenerator[Work[tuple[Seal, bytes]]]:
+        """Reads of the chunks of these versions, in order. The parts of versions are read ahead."""
+
+        async def read_parts(seal: Seal) -> tuple[Seal, list[Part]]:
+            with _blames(seal, routes):
+                return seal, await self._objects.read_parts(seal)
+
+        async def read_chunk(seal: Seal, chunk: ChunkRef) -> tuple[Seal, bytes]:
+            with _blames(seal, routes):
+                return seal, await self._objects.read_chunk(chunk, seal.version)
+
+        async with aclosing(run_in_order((partial(read_parts, seal) for seal in seals), AHEAD)) as versions:
+            async for seal, parts in versions:
+                for part in parts:
+                    for chunk in part.chunks:
+                        yield partial(read_chunk, seal, chunk)
 
     def _change(self, values: Values, chunks: Iterable[bytes | str], of: tuple[int, int, int]) -> bool:
         """Apply the changes of these tensors in some chunks (bytes or paths) in place; returns whether there are any.
@@ -283,3 +292,13 @@ class LoaderComputed:
 
     async def _vector(self, version: int) -> Vector:
         return await self._objects.read_vector(await self._ledger.version_record(version), self._layout)
+
+
+@contextmanager
+def _blames(seal: Seal, routes: Routes) -> Iterator[None]:
+    """Reads only objects of one version: what is damaged belongs to its delta."""
+    try:
+        yield
+    except Corrupt:
+        routes.damaged_deltas.add(seal.version)
+        raise

@@ -8,9 +8,10 @@ restart fetches only what is missing.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import shutil
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath
 
@@ -22,12 +23,15 @@ from dcr_daemon.engine.port import StreamFacts, VersionDelta
 from dcr_daemon.errors import Corrupt, DcrError, ResourceExhausted
 from dcr_daemon.events import ChunkFetched, Emit, Staged
 from dcr_daemon.ledger.objects import Objects
-from dcr_daemon.ledger.records import ChunkRef, Part, Seal, Stream
+from dcr_daemon.ledger.records import ChunkRef, Part, Seal, Stream, version_of
 from dcr_daemon.store.partial import SUFFIX, PartialFile, partial_path
 from dcr_daemon.subscribe.fetch.files import file_digest, write_staged
-from dcr_daemon.task_limiter import run_limited
+from dcr_daemon.task_limiter import TaskLimiter, Work, run_in_order, run_limited
 
-CONCURRENCY = 8  #: objects fetched at a time
+CONCURRENCY = 8  #: chunks, or other large objects, fetched at a time
+AHEAD = 16  #: versions whose parts and vectors are read ahead
+
+Wanted = dict[Path, tuple[ChunkRef, Part]]  #: the chunks of a version, by their files
 
 
 class Stage:
@@ -56,6 +60,8 @@ class Stage:
         self.stream = stream
         self._workers = workers
         self._emit = emit
+        self._vectors: dict[int, Path] = {}  #: files of vectors, by version
+        self._writing_vector = asyncio.Lock()
         self._sizes: dict[Path, int] = {
             file: file.stat().st_size
             for file in [*path.glob("*-*/*.dcr"), *path.glob(f"*-*/.*.dcr{SUFFIX}")]
@@ -74,14 +80,19 @@ class Stage:
         return StreamFacts(stream=self.stream.stream, layout=str(path), layout_digest=self.layout.digest)
 
     async def vector_file(self, record: Stream | Seal) -> str:
-        """The file of a version's whole fingerprint vector, verified."""
+        """The file of a version's whole fingerprint vector, verified. What is here already is not fetched again."""
+        path = self._vectors.get(version_of(record))
+        if path and await self._workers.run(file_digest, path) == record.fingerprint.sha256:
+            return str(path)
         vector = await self.objects.read_vector(record, self.layout)
         return await self.write_vector(record, vector.astype("<u8").tobytes())
 
     async def write_vector(self, record: Stream | Seal, body: bytes) -> str:
         """The same of a vector that is known; `body` has the digest that the record names."""
         path = self.path / f"vector-{record.fingerprint.sha256}.bin"
-        await self.write(path, body)
+        async with self._writing_vector:  # versions of the same content have the same file
+            await self.write(path, body)
+        self._vectors[version_of(record)] = path
         return str(path)
 
     async def stage_deltas(self, seals: Sequence[Seal], before: Stream | Seal) -> list[VersionDelta]:
@@ -92,51 +103,87 @@ class Stage:
             ResourceExhausted: the first version alone is larger than the limit, or the file system is full.
             ObjectPending, BelowFloor, StoreUnavailable: it cannot be fetched (now, or any more).
         """
-        ready, kept = list[VersionDelta](), set[Path]()
-        for seal in seals:
-            place = self.attempt_path(seal.version, seal.attempt)
-            held = sum(size for path, size in self._sizes.items() if path.parent in kept)
-            if ready and held + seal.bytes > self.limit:
-                break
+        ready = list[VersionDelta]()
+        async with contextlib.aclosing(run_in_order(self._deltas(seals, before), AHEAD)) as deltas:
             try:
-                ready.append(await self._stage_delta(seal, before, kept | {place}))
+                async for delta in deltas:
+                    ready.append(delta)
+                    size = sum(self._sizes[Path(path)] for path in delta.chunks)
+                    self._emit(Staged(version=delta.version, bytes=size, chunks=len(delta.chunks)))
             except DcrError:
                 if not ready:
                     raise
-                break  # the versions that are ready can be applied; the next call meets the error again
-            kept.add(place)
-            before = seal
+                # The versions that are ready can be applied; the next call meets the error again.
         return ready
 
-    async def _stage_delta(self, seal: Seal, before: Stream | Seal, kept: set[Path]) -> VersionDelta:
-        """Stage one version: all chunks that its parts name, verified, and no others of its attempt."""
-        parts = await self.objects.read_parts(seal)
-        place = self.attempt_path(seal.version, seal.attempt)
-        wanted = {place / PurePosixPath(chunk.key).name: (chunk, part) for part in parts for chunk in part.chunks}
-        size = sum(chunk.size for chunk, _ in wanted.values())
-        staged = wanted.keys() | {partial_path(path) for path in wanted}
-        self._drop([path for path in self._sizes if path.parent == place and path not in staged])
-        self._make_room(staged, size, kept)
-        works = (partial(self._complete, path, chunk, part, seal) for path, (chunk, part) in wanted.items())
-        await run_limited(works, CONCURRENCY, settles=True)
-        self._emit(Staged(version=seal.version, bytes=size, chunks=len(wanted)))
-        return VersionDelta(
-            version=seal.version,
-            base=seal.base,
-            attempt=seal.attempt,
-            chunks=[str(path) for path in wanted],
-            before=await self.vector_file(before),
-            after=await self.vector_file(seal),
-        )
+    async def _deltas(self, seals: Sequence[Seal], before: Stream | Seal) -> AsyncGenerator[Work[VersionDelta]]:
+        """For each version that fits beside those before it, in order, the fetching of its chunks. Parts and vectors
+        are read ahead; room is made when it is a version's turn, so that no later version takes that of an earlier."""
+        kept, held, fetching = set[Path](), 0, asyncio.Semaphore(CONCURRENCY)
+        path = await self.vector_file(before)
+        works = (partial(self._describe, seal) for seal in self._fitting(seals))
+        async with contextlib.aclosing(run_in_order(works, AHEAD)) as described:
+            async for seal, parts, after in described:
+                place = self.attempt_path(seal.version, seal.attempt)
+                kept.add(place)
+                wanted = {
+                    place / PurePosixPath(chunk.key).name: (chunk, part) for part in parts for chunk in part.chunks
+                }
+                size = sum(chunk.size for chunk, _ in wanted.values())
+                if held and held + size > self.limit:
+                    return
+                held += size
+                staged = wanted.keys() | {partial_path(path) for path in wanted}
+                self._drop([path for path in self._sizes if path.parent == place and path not in staged])
+                self._make_room(held, kept)
+                delta = VersionDelta(
+                    version=seal.version,
+                    base=seal.base,
+                    attempt=seal.attempt,
+                    chunks=[str(path) for path in wanted],
+                    before=path,
+                    after=after,
+                )
+                yield partial(self._stage_delta, delta, wanted, seal, fetching)
+                path = after
 
-    def _make_room(self, wanted: Collection[Path], size: int, kept: set[Path]) -> None:
-        """Delete chunks that were prefetched for later versions, if a sealed one needs the room."""
+    def _fitting(self, seals: Sequence[Seal]) -> Iterator[Seal]:
+        """The first of `seals` and those after it that fit into the limit together, by what the seals say."""
+        held = 0
+        for seal in seals:
+            held += seal.bytes
+            if held > self.limit and seal is not seals[0]:
+                return
+            yield seal
+
+    async def _describe(self, seal: Seal) -> tuple[Seal, list[Part], str]:
+        """The parts of a version, which say what chunks it has, and the file of its vector."""
+        async with TaskLimiter(2) as group:
+            parts = await group.start(partial(self.objects.read_parts, seal))
+            vector = await group.start(partial(self.vector_file, seal))
+        return seal, parts.result(), vector.result()
+
+    async def _stage_delta(
+        self, delta: VersionDelta, wanted: Wanted, seal: Seal, fetching: asyncio.Semaphore
+    ) -> VersionDelta:
+        """Fetch the chunks of one version, verified: all that its parts name, and no others of its attempt."""
+
+        async def complete(path: Path, chunk: ChunkRef, part: Part) -> None:
+            async with fetching:
+                await self._complete(path, chunk, part, seal)
+
+        works = (partial(complete, path, chunk, part) for path, (chunk, part) in wanted.items())
+        await run_limited(works, CONCURRENCY, settles=True)
+        return delta
+
+    def _make_room(self, size: int, kept: set[Path]) -> None:
+        """Room for `size` bytes in the directories `kept`: chunks that were prefetched for others are deleted."""
         if size > self.limit:
             raise ResourceExhausted(
                 f"a version of {size} bytes does not fit into {self.limit} bytes of staging at {self.path}",
                 hint="raise --staging-limit, or name a larger --staging directory",
             )
-        missing = size - sum(self._sizes.get(path, 0) for path in wanted)
+        missing = size - sum(have for path, have in self._sizes.items() if path.parent in kept)
         others = sorted((path for path in self._sizes if path.parent not in kept), key=_version)
         while others and self.used + missing > self.limit:
             self._drop([others.pop()])
@@ -222,9 +269,10 @@ class Stage:
         return path in self._sizes
 
     def forget_up_to(self, served: int) -> None:
-        """Delete all attempts at versions up to `served`, and all vectors."""
+        """Delete all attempts at versions up to `served`, and the vectors of older ones."""
         self._remove(lambda version, _: version <= served)
-        for path in self.path.glob("vector-*.bin"):
+        self._vectors = {version: path for version, path in self._vectors.items() if version >= served}
+        for path in set(self.path.glob("vector-*.bin")) - set(self._vectors.values()):
             path.unlink(missing_ok=True)
 
     def forget_attempt(self, attempt: int) -> None:
