@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 from pathlib import Path
 
@@ -79,6 +80,33 @@ def sync_directory(path: Path, *, site: str) -> None:
         os.close(descriptor)
     runtime.synced(path)
     runtime.failpoint(f"disk.{site}.synced")
+
+
+def try_lock(descriptor: int, path: Path) -> bool:
+    """Lock the open file or directory `path` (`flock`) until its descriptor is closed; False if another process has it
+    locked.
+
+    Raises:
+        ResourceExhausted: its file system cannot lock, or not now.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise ResourceExhausted(
+            f"{path} cannot be locked: {error.strerror}",
+            hint="use a directory on a file system that has locks: a local one, or NFS with its lock service running",
+        ) from error
+    return True
+
+
+def is_at(descriptor: int, path: Path) -> bool:
+    """Whether an open file is the one at `path` now. One that was removed meanwhile can be locked too."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
+    except FileNotFoundError:
+        return False
 
 
 def disk_full(error: OSError) -> bool:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from pathlib import Path
 
 from dcr_daemon import runtime
-from dcr_daemon.disk import disk_error, disk_full, write_atomically
+from dcr_daemon.disk import disk_error, disk_full, try_lock, write_atomically
 from dcr_daemon.errors import UsageError
 
 
@@ -18,7 +17,7 @@ class StateDirectory:
 
     Raises:
         UsageError: another process holds it, or it cannot be made.
-        ResourceExhausted: the disk is full.
+        ResourceExhausted: the disk is full, or its file system cannot lock.
     """
 
     def __init__(self, path: Path) -> None:
@@ -33,13 +32,14 @@ class StateDirectory:
                 f"state directory {path} cannot be used: {error.strerror}", hint="name one with --state"
             ) from error
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(self._lock)
-            raise UsageError(
-                f"another publisher process uses the state directory {path}",
-                hint="one process publishes to a stream; stop the other, or give this one its own --state",
-            ) from error
+            if not try_lock(self._lock, path / "lock"):
+                raise UsageError(
+                    f"another publisher process uses the state directory {path}",
+                    hint="one process publishes to a stream; stop the other, or give this one its own --state",
+                )
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def mark(self) -> Path:

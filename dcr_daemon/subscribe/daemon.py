@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import os
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 from dcr_daemon import runtime
-from dcr_daemon.disk import disk_error, disk_full
+from dcr_daemon.disk import disk_error, disk_full, try_lock
 from dcr_daemon.engine.port import Engine
 from dcr_daemon.errors import DcrError, Fenced, NotFound, StoreUnavailable, UsageError
 from dcr_daemon.events import Emit, FencedOut, LedgerRead, Retrying, Waiting
@@ -172,13 +171,11 @@ def _only_one(home: Path) -> Iterator[None]:
             f"state directory {home} cannot be used: {error.strerror}", hint="name one with --state"
         ) from error
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock(descriptor, home / "lock"):
             raise UsageError(
                 f"another subscriber runs as replica {home.name} on {home}",
                 hint="give each engine a subscriber of its own --replica id",
-            ) from None
+            )
         yield
     finally:
         os.close(descriptor)

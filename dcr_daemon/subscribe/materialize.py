@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from dcr_daemon import runtime
 from dcr_daemon.canonical.layout import Layout, describe_difference
 from dcr_daemon.checkpoint.directory import Checkpoint, tensor_files
 from dcr_daemon.checkpoint.reader import CheckpointReader
-from dcr_daemon.disk import sync_directory
+from dcr_daemon.disk import is_at, sync_directory, try_lock
 from dcr_daemon.engine.directory.engine import DirectoryEngine
 from dcr_daemon.engine.port import Swapped, TensorClass, Transaction, Verdict
 from dcr_daemon.errors import (
@@ -36,7 +35,7 @@ from dcr_daemon.errors import (
 from dcr_daemon.events import Alarm, Committed, Emit, Retrying, discard
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import BelowFloor, ObjectPending, Objects
-from dcr_daemon.ledger.records import Seal, Stream
+from dcr_daemon.ledger.records import Seal, total_of, version_of
 from dcr_daemon.ledger.route import NoRoute, Route
 from dcr_daemon.ledger.routes import Routes
 from dcr_daemon.store.port import Store
@@ -79,7 +78,7 @@ async def materialize(
     """
     out = _new_directory(out)
     ledger = Ledger(store, emit=emit)
-    await ledger.read()
+    await ledger.read_up_to(version or 0)
     try:
         await ledger.read_whole()
     except Corrupt as error:  # a hole below the state that two records prove: the version can be built all the same
@@ -93,10 +92,10 @@ async def materialize(
             builder = _Builder(ledger, shop, workers=workers, emit=emit)
             while True:
                 try:
-                    await builder.build(_version(record), base)
+                    await builder.build(version_of(record), base)
                     break
                 except NotFound as error:
-                    if version is not None or _version(record) >= ledger.state.floor:
+                    if version is not None or version_of(record) >= ledger.state.floor:
                         raise
                     # What was newest at the start has been collected; nobody asked for that one in particular.
                     emit(Retrying(what=f"{error.message}; building the newest"))
@@ -105,9 +104,8 @@ async def materialize(
             layout = Layout.decode((shop / "layout.json").read_bytes())
     finally:
         workers.close()
-    total = record.total if isinstance(record, Stream) else record.after
     step = record.step if isinstance(record, Seal) else None
-    return Materialized(out, _version(record), step, len(layout), layout.nbytes, total)
+    return Materialized(out, version_of(record), step, len(layout), layout.nbytes, total_of(record))
 
 
 def _new_directory(out: Path) -> Path:
@@ -124,10 +122,6 @@ def _give_name(built: Path, out: Path) -> None:
         raise UsageError(f"{out} cannot be made: {error.strerror}", hint="name a new directory") from error
 
 
-def _version(record: Stream | Seal) -> int:
-    return 0 if isinstance(record, Stream) else record.version
-
-
 @contextlib.contextmanager
 def _workshop(out: Path) -> Iterator[Path]:
     """A directory beside `out`, on its file system; one process at a time uses it.
@@ -135,17 +129,9 @@ def _workshop(out: Path) -> Iterator[Path]:
     It is gone afterwards, unless the store did not answer or this process was ended: then what has arrived stays, and
     the next build of `out` goes on there. Everything in it is verified when it is used.
     """
-    shop = out.parent / f".{out.name}.dcr-partial"
+    shop = kept_directory(out)
+    lock = _lock(shop, out)
     try:
-        shop.mkdir(parents=True, exist_ok=True)
-        lock = os.open(shop, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as error:
-        raise ResourceExhausted(f"cannot write beside {out}: {error.strerror}", hint="name another --out") from error
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise UsageError(f"another process builds {out}", hint="wait for it, or name another --out") from error
         try:
             yield shop
         except (StoreUnavailable, KeyboardInterrupt, asyncio.CancelledError):
@@ -156,6 +142,30 @@ def _workshop(out: Path) -> Iterator[Path]:
         shutil.rmtree(shop, ignore_errors=True)
     finally:
         os.close(lock)
+
+
+def kept_directory(out: Path) -> Path:
+    """Where an interrupted build of `out` has kept what had arrived."""
+    return out.absolute().parent / f".{out.name}.dcr-partial"
+
+
+def _lock(shop: Path, out: Path) -> int:
+    """Make the directory and lock it, until the descriptor is closed."""
+    try:
+        while True:
+            shop.mkdir(parents=True, exist_ok=True)
+            lock = os.open(shop, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                if not try_lock(lock, shop):
+                    raise UsageError(f"another process builds {out}", hint="wait for it, or name another --out")
+                if is_at(lock, shop):  # the process that had it removes it when it has built `out`
+                    return lock
+            except BaseException:
+                os.close(lock)
+                raise
+            os.close(lock)
+    except OSError as error:
+        raise ResourceExhausted(f"cannot write beside {out}: {error.strerror}", hint="name another --out") from error
 
 
 class _Builder:

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import fcntl
 from collections import Counter
 
 import pytest
 from support.stores.wrapped import WrappedStore
 
-from dcr_daemon.errors import Corrupt, Incompatible, NotFound, StoreUnavailable, UsageError
+from dcr_daemon.errors import Corrupt, Incompatible, NotFound, ResourceExhausted, StoreUnavailable, UsageError
 from dcr_daemon.events import Committed, Retrying
 from dcr_daemon.ledger import names
+from dcr_daemon.publish.state import StateDirectory
 from dcr_daemon.subscribe.materialize import materialize
 
 
@@ -217,3 +220,32 @@ class TestDamage:
             await materialize(stream.store, out=tmp_path / "out", base=base, emit=told.append)
         waits = [event.what for event in told if isinstance(event, Retrying)]
         assert not [what for what in waits if "trying" in what], "every way passes it"
+
+
+async def test_a_file_system_without_locks_is_no_other_process(make_stream, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    stream = await make_stream(0)
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(ResourceExhausted, match="cannot be locked: No locks available"):
+        await materialize(stream.store, out=tmp_path / "out", base=tmp_path)
+    with pytest.raises(ResourceExhausted, match="cannot be locked: No locks available"):
+        StateDirectory(tmp_path / "state")
+
+
+async def test_a_directory_that_its_last_user_removes_before_it_is_locked_is_made_again(
+    make_stream, tmp_path, monkeypatch
+):
+    stream, locked, flock = await make_stream(0), [], fcntl.flock
+
+    def lock(descriptor, operation):
+        if not locked:
+            (tmp_path / ".out.dcr-partial").rmdir()
+        locked.append(descriptor)
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", lock)
+    await materialize(stream.store, out=tmp_path / "out", base=stream.versions.save(tmp_path / "base"))
+    assert stream.versions.version_of(tmp_path / "out") == 0
+    assert len(locked) > 1

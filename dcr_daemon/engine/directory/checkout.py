@@ -14,7 +14,6 @@ journal to redo. Callers hold the lock. This module handles files; `transactions
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 from pathlib import Path
@@ -26,7 +25,7 @@ import numpy as np
 from dcr_daemon import runtime
 from dcr_daemon.canonical.layout import Layout, describe_difference
 from dcr_daemon.checkpoint.directory import DIRTY, Checkpoint, tensor_files
-from dcr_daemon.disk import disk_error, out_of_handles, sync_directory, write_atomically
+from dcr_daemon.disk import disk_error, is_at, out_of_handles, sync_directory, try_lock, write_atomically
 from dcr_daemon.engine.directory.journal import Install, Journal, Patch, read_journal
 from dcr_daemon.engine.directory.shards import Shards, own_files
 from dcr_daemon.engine.port import EngineGone
@@ -82,20 +81,21 @@ class Checkout:
     def try_lock(self) -> contextlib.ExitStack | None:
         """Lock the directory against every other process and caller until the context ends; None if it is locked.
 
-        Raises `EngineGone` if the directory is not there.
+        Raises:
+            EngineGone: the directory is not there, or not any more.
+            ResourceExhausted: its file system cannot lock.
         """
         try:
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except FileNotFoundError as error:
             raise EngineGone(f"{self.path} was removed", hint="attach again") from error
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            return None
-        held = contextlib.ExitStack()
-        held.callback(os.close, descriptor)
-        return held
+        with contextlib.ExitStack() as held:
+            held.callback(os.close, descriptor)
+            if not try_lock(descriptor, self.path):
+                return None
+            if not is_at(descriptor, self.path):
+                raise EngineGone(f"{self.path} was removed or replaced", hint="attach again")
+            return held.pop_all()
 
     @property
     def empty(self) -> bool:

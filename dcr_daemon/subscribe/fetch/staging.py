@@ -8,7 +8,6 @@ from that of one that runs, and removes it: nobody else would return that memory
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import shutil
@@ -17,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dcr_daemon import runtime
+from dcr_daemon.disk import is_at, try_lock
 from dcr_daemon.errors import Incompatible, ResourceExhausted
 
 SHARED = Path("/dev/shm")  #: Linux's tmpfs for everybody
@@ -89,11 +89,12 @@ def _lock(path: Path, *, create: bool = False) -> int | None:
     except FileNotFoundError:  # nobody ever locked it, or it is gone
         return None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(descriptor), (path / LOCK).lstat()):
-            return descriptor
-    except (BlockingIOError, FileNotFoundError):
-        pass
+        locked = try_lock(descriptor, path / LOCK) and is_at(descriptor, path / LOCK)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    if locked:
+        return descriptor
     os.close(descriptor)
     return None
 
