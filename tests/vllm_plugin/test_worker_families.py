@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 
 from support.vllm import inprocess
 from support.vllm.model_families import FAMILIES, write_family
-from support.vllm.refit_case import assert_same
+from support.vllm.refits import different
 from support.vllm.worker_rig import Driver, Lanes, Worker, step, vector, write_version
 
 from dcr_daemon.canonical.layout import Layout
@@ -60,7 +60,7 @@ def test_a_refit_leaves_what_a_fresh_load_makes(family: str, tmp_path: Path) -> 
     driver.ok(Op.COMMIT, txn="on")
     assert (driver.fingerprint(layout, attached) == vector(layout, changed)).all()
     fresh = write(tmp_path / "v1", layout, changed, path)
-    assert_same(model, inprocess.load(fresh, skip_tokenizer_init=True, max_model_len=128)[0])
+    assert different(model, inprocess.load(fresh, skip_tokenizer_init=True, max_model_len=128)[0]) == []
 
 
 def anchor(out: Path, layout: Layout, lanes: Lanes) -> str:
@@ -115,7 +115,7 @@ def test_a_tied_head_that_is_stored_as_well_stays_equal_or_nothing_is_written(tm
     driver.ok(Op.COMMIT, txn="t")
     assert (driver.fingerprint(layout, attached) == vector(layout, together)).all()
     fresh = write(tmp_path / "v1", layout, together, path)
-    assert_same(model, inprocess.load(fresh, skip_tokenizer_init=True, max_model_len=128)[0])
+    assert different(model, inprocess.load(fresh, skip_tokenizer_init=True, max_model_len=128)[0]) == []
 
 
 def test_what_no_loader_reads_is_skipped_and_hinders_nothing(tmp_path: Path) -> None:

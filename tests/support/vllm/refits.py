@@ -48,6 +48,18 @@ class Refitted:
         held = self.attached.held
         self.computed = [tensor for tensor, how in enumerate(held) if how is TensorHandling.LOADER_COMPUTED]
 
+    @classmethod
+    def served(cls, path: Path, home: Path, **options: Any) -> Refitted:
+        """Attached, with nothing refused."""
+        model = cls(path, home, **options)
+        model.attach()
+        assert model.attached.refusals == {}
+        return model
+
+    @property
+    def computed_names(self) -> set[str]:
+        return {self.layout[tensor].name for tensor in self.computed}
+
     def wrong_sums(self) -> list[str]:
         """Placed tensors whose live sum is not that of the newest version."""
         sums, wanted = self.driver.fingerprint(self.layout, self.attached), vector(self.layout, self.states[-1])

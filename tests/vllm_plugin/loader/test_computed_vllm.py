@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from support.vllm.model_families import write_family
-from support.vllm.refit_case import Case
+from support.vllm.refits import Refitted
 from support.vllm.wider_model import redrawn, written_wider
 from support.vllm.worker_rig import step
 
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.vllm
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 def test_norms_and_routers_of_a_wider_checkpoint_are_cast_as_a_fresh_load_does(kind: Any, tmp_path: Path) -> None:
-    case = Case(written_wider(write_tiny(tmp_path / "narrow", kind=kind), tmp_path / "wide"), tmp_path)
-    assert case.names == {spec.name for spec in case.layout if spec.dtype == "F32"}
+    case = Refitted.served(written_wider(write_tiny(tmp_path / "narrow", kind=kind), tmp_path / "wide"), tmp_path)
+    assert case.computed_names == {spec.name for spec in case.layout if spec.dtype == "F32"}
     assert case.differing(0) == []
     for number in (1, 2):
         case.refit(redrawn(case.layout, case.states[-1], number))
@@ -43,8 +43,8 @@ def test_norms_and_routers_of_a_wider_checkpoint_are_cast_as_a_fresh_load_does(k
     ],
 )
 def test_routers_in_fp32_and_mamba_decays_follow_every_version(family: str, computed: set[str], tmp_path: Path) -> None:
-    case = Case(write_family(tmp_path / "v0", family), tmp_path, skip_tokenizer_init=True, max_model_len=128)
-    assert {".".join(name.rsplit(".", 2)[1:]) for name in case.names} == computed
+    case = Refitted.served(write_family(tmp_path / "v0", family), tmp_path, skip_tokenizer_init=True, max_model_len=128)
+    assert {".".join(name.rsplit(".", 2)[1:]) for name in case.computed_names} == computed
     assert case.differing(0) == []
     for number in (1, 2):
         case.refit(step(case.states[-1], 0.1, number))

@@ -19,7 +19,7 @@ import torch
 pytest.importorskip("vllm")
 
 from support.vllm.model_families import write_family
-from support.vllm.refit_case import Case
+from support.vllm.refits import Refitted
 from support.vllm.worker_rig import step
 
 from dcr_daemon.vllm_plugin.loader import permutation
@@ -97,7 +97,7 @@ def test_a_refit_leaves_what_a_fresh_load_converts(
     family: str, fields: dict[str, Any], backend: str, tmp_path: Path
 ) -> None:
     path = write_family(tmp_path / "v0", family, **(SIZES | fields))
-    case = Case(path, tmp_path, skip_tokenizer_init=True, max_model_len=128)
+    case = Refitted.served(path, tmp_path, skip_tokenizer_init=True, max_model_len=128)
     (experts,) = (layer for name, layer in case.model.named_modules() if hasattr(layer, "w13_weight"))
     assert experts.quant_method.unquantized_backend.name == backend
     case.refit(step(case.states[-1], 0.05, seed=1))

@@ -129,10 +129,10 @@ def test_a_refit_leaves_derived_tensors_as_a_fresh_load_makes_them(
     request.getfixturevalue("inspect_here")
     request.getfixturevalue(how)
     from support.vllm.model_families import write_family
-    from support.vllm.refit_case import Case
+    from support.vllm.refits import Refitted
     from support.vllm.worker_rig import step
 
-    case = Case(write_family(tmp_path / "v0", family), tmp_path, skip_tokenizer_init=True, max_model_len=128)
+    case = Refitted.served(write_family(tmp_path / "v0", family), tmp_path, skip_tokenizer_init=True, max_model_len=128)
     case.refit(step(case.states[-1], 0.2, seed=1))
     assert case.against_a_fresh_load() == []
     assert scrubbed(case) == []
