@@ -55,7 +55,7 @@ class FakeS3:
     breaks off after N bytes of body); `html` (a proxy's 404 page); `stall` (no answer at all);
     `no-range` (ignores Range); `no-size` (answers a range, but not of how much); `no-length` (chunked answer);
     `trickle` (headers, then silence); `hang:N` (N bytes of body, then silence); `drip:N` (N bytes at once, then `drip`:
-    so many bytes, so many seconds apart).
+    so many bytes, so many seconds apart); `unread` (the body is never read); `sip` (the body is read slowly).
     """
 
     objects: dict[str, bytes] = field(default_factory=dict)
@@ -102,7 +102,8 @@ class FakeS3:
         head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
         method, target, _ = head[0].split(" ")
         headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in head[1:] if line)}
-        body = await self._body(reader, method, int(headers.get("content-length", 0)))
+        fault = self.faults.popleft() if self.faults else self.always
+        body = await self._body(reader, method, int(headers.get("content-length", 0)), fault)
         parts = urlsplit(target)
         request = Seen(
             method, unquote(parts.path).removeprefix("/bucket").lstrip("/"), parse_qs(parts.query, True), headers, body
@@ -113,23 +114,22 @@ class FakeS3:
         await self._tell()
         try:
             await asyncio.sleep(self.pause)
-            return await self._answer(request, writer)
+            return await self._answer(request, writer, fault)
         finally:
             self.busy -= 1
             await self._tell()
 
-    async def _body(self, reader: asyncio.StreamReader, method: str, size: int) -> bytes:
-        if method == "PUT" and self.unread:
-            self.unread -= 1
+    async def _body(self, reader: asyncio.StreamReader, method: str, size: int, fault: str) -> bytes:
+        if method == "PUT" and (self.unread or fault == "unread"):
+            self.unread -= fault != "unread"
             await asyncio.sleep(3600)
-        body, (piece, pause) = b"", self.slow_read
+        body, (piece, pause) = b"", (100, 0.02) if fault == "sip" else self.slow_read
         while left := size - len(body):
             body += await reader.readexactly(min(left, piece))
             await asyncio.sleep(pause)
         return body
 
-    async def _answer(self, request: Seen, writer: asyncio.StreamWriter) -> bool:
-        fault = self.faults.popleft() if self.faults else self.always
+    async def _answer(self, request: Seen, writer: asyncio.StreamWriter, fault: str) -> bool:
         if fault == "drop":
             return False
         if fault == "stall":

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 import os
 from pathlib import Path
 
 import pytest
+from support.faults.failing_requests import SmallWorld, same
 
 from dcr_daemon import runtime
+from dcr_daemon.checkpoint.directory import Checkpoint
 from dcr_daemon.errors import StoreUnavailable
 from dcr_daemon.events import StoreRequest
+from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.runtime import Workers
 from dcr_daemon.store import Outcome, put_if_absent
 from dcr_daemon.store.partial import PartialFile
@@ -22,6 +26,8 @@ from dcr_daemon.store.s3.link import FEWEST, SILENCE, STREAM_RATE, WINDOW, Link,
 from dcr_daemon.subscribe.materialize import materialize
 
 QUICK = RetryPolicy(seconds=3.0, first=0.001, longest=0.002, stall=0.3)  #: stalls are found after 0.3 s
+#: for faults that are no stalls: none is found because the machine is busy
+CALM = RetryPolicy(seconds=30.0, first=0.001, longest=0.002, stall=10.0)
 SIZE = 200_000
 
 
@@ -150,7 +156,9 @@ async def test_one_fault_at_any_request_costs_one_more_request(
     objects = await asyncio.to_thread(bucket_of, stream.home)
 
     async def build(name: str, faults: list[str]) -> int:
-        async with fake_s3(objects=objects, patience=QUICK) as (server, store):
+        stalls = fault.startswith(("hang", "drip", "stall"))
+        patience = dataclasses.replace(CALM, stall=1.5) if stalls else CALM
+        async with fake_s3(objects=objects, patience=patience) as (server, store):
             server.faults.extend(faults)
             server.drip = (1, 0.05)
             await materialize(store, out=tmp_path / name)
@@ -181,6 +189,48 @@ async def test_a_slow_upload_is_not_given_up(fake_s3) -> None:
     async with fake_s3(patience=RetryPolicy(seconds=1.0, stall=0.5), slow_read=(64 << 10, 0.05)) as (server, store):
         assert await store.create("data/a", body) is Outcome.WON
         assert hashlib.sha256(server.objects["run/data/a"]).digest() == hashlib.sha256(body).digest()
+
+
+@pytest.mark.parametrize("fault", ["unread", "sip", "stall", "drop", "drop-after"])
+async def test_one_fault_at_any_request_of_a_publisher_is_survived(
+    fake_s3, tmp_path: Path, monkeypatch, fault: str
+) -> None:
+    """Create, claim, two versions, an anchor, release: whatever befalls one request, each version is there, once.
+
+    A lost answer, the worst, at each upload; the others at every fourth.
+    """
+    monkeypatch.setattr(client, "STALL_SECONDS", 1.0)
+    patience = dataclasses.replace(CALM, stall=1.0) if fault in ("unread", "stall") else CALM
+
+    async def publish(name: str, faults: list[str]) -> list[str]:
+        world = SmallWorld(tmp_path / name)
+        async with fake_s3(patience=patience) as (server, store):
+            server.faults.extend(faults)
+            session = await world.open(store)
+            for seed in (1, 2):
+                await world.publish(session, world.draw(seed))
+                await session.anchor_if_due()
+            await session.close()
+            methods = [request.method for request in server.seen]
+            for version in (1, 2):
+                out = tmp_path / f"{name}-{version}"
+                await materialize(store, version=version, out=out, base=world.root / "base")
+                with Checkpoint(out) as checkpoint:
+                    assert same({name: checkpoint.bits(name).copy() for name in world.base}, world.draw(version))
+            ledger = Ledger(store)
+            assert (await ledger.read()).seal.version == 2
+        return methods
+
+    clean = await publish("clean", [])
+    uploads = {number for number, method in enumerate(clean) if method == "PUT"}
+    assert len(uploads) > 10
+    others = set() if fault in ("unread", "stall") else set(range(0, len(clean), 5))
+    for number in sorted(uploads | others)[:: 1 if fault == "drop-after" else 4]:
+        try:
+            await publish(f"at-{number}", ["ok"] * number + [fault])
+        except BaseException as error:
+            error.add_note(f"{fault} at request {number}, a {clean[number]}")
+            raise
 
 
 # How many requests a link carries.
