@@ -19,6 +19,7 @@ from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.blocks import Block, BlockSet
 from dcr_daemon.events import Emit
+from dcr_daemon.ledger import names
 from dcr_daemon.ledger.records import Open
 from dcr_daemon.publish.group.coordinator import Coordinator
 from dcr_daemon.publish.group.opening import open_coordinator
@@ -75,8 +76,11 @@ class RankOf:
         return attempt
 
     async def _agree(self, record: Open) -> None:
-        verdict = await self.session.agree(record, 1, declared=b"%d" % self.rank.number, judge=b" ".join)
-        assert verdict == b" ".join(b"%d" % n for n in range(self.rank.world))
+        """In the round in which ranks declare nothing but that they are there: these have no map."""
+        answer = await self.session.agree(
+            record, names.ROUNDS + 1, declared=names.READY, judge=lambda declared: names.READY
+        )
+        assert answer == names.READY
 
     def _read(self, weights: Weights, block: Block) -> Bits:
         bits = weights[self.session.layout[block.tensor].name]
