@@ -9,13 +9,12 @@ somebody else may still change is only ever `read`: touching a map of a truncate
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import mmap
 import os
 import reprlib
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -77,24 +76,6 @@ def parse_header(raw: bytes, data: int) -> Header:
         ValueError: anything wrong with it, said in words.
         Incompatible: a dtype that is not byte-sized.
     """
-    with _uncollected():
-        return _parse_header(raw, data)
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without the garbage collector: it would pass through the millions of objects of a large header again and again,
-    and none of them is in a cycle."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-def _parse_header(raw: bytes, data: int) -> Header:
     table = load_json(raw)
     if not isinstance(table, dict):
         raise ValueError("the header is not a JSON object")
