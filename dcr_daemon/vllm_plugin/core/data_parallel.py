@@ -82,7 +82,7 @@ def _merged(call: AnyCall, answers: Sequence[AnyAnswer]) -> object:
         case messages.Attach():
             return _attached(_results(answers, Attached))
         case messages.Prepare():
-            return _same(_results(answers, Prepared), "prepared different changes")
+            return _prepared(_results(answers, Prepared))
         case messages.Swap() | messages.FinishAdopted() | messages.Load() | messages.Outcome():
             return _swapped(answers)
         case messages.Status():
@@ -105,6 +105,12 @@ def _same(values: Sequence[T], difference: str) -> T:
     if any(value != values[0] for value in values):
         raise EngineRefused(f"the data parallel engines {difference}: {list(values)}", hint="restart the server")
     return values[0]
+
+
+def _prepared(engines: Sequence[Prepared]) -> Prepared:
+    """What all engines prepared; each took its own time."""
+    same = _same([msgspec.structs.replace(engine, spent={}) for engine in engines], "prepared different changes")
+    return msgspec.structs.replace(same, spent=longest(engine.spent for engine in engines))
 
 
 def _attached(engines: Sequence[Attached]) -> Attached:
