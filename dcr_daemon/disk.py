@@ -104,7 +104,7 @@ def try_lock(descriptor: int, path: Path) -> bool:
 def is_at(descriptor: int, path: Path) -> bool:
     """Whether an open file is the one at `path` now. One that was removed meanwhile can be locked too."""
     try:
-        return os.path.samestat(os.fstat(descriptor), path.lstat())
+        return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
         return False
 
