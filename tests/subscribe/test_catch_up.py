@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,12 @@ from support.events import RecordedEvents
 from support.measure.round_trips import RoundTrips
 
 from dcr_daemon.canonical.layout import Layout
-from dcr_daemon.errors import Corrupt
+from dcr_daemon.errors import Corrupt, ResourceExhausted
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.routes import Routes
 from dcr_daemon.runtime import Workers
+from dcr_daemon.subscribe.fetch import stage as stage_module
 from dcr_daemon.subscribe.fetch.loader_computed import LoaderComputed
 from dcr_daemon.subscribe.fetch.stage import Stage
 from dcr_daemon.subscribe.materialize import materialize
@@ -128,3 +130,24 @@ async def test_as_many_versions_are_staged_as_fit(behind, fitting):
     assert [delta.version for delta in await stage.stage_deltas(seals[fitting:], seals[fitting - 1])][:1] == [
         fitting + 1
     ]
+
+
+async def test_what_is_prefetched_meanwhile_takes_no_room_of_a_sealed_version(behind, monkeypatch):
+    """Room was made when a version's turn came, and a prefetch took it before the version's chunks were fetched."""
+    monkeypatch.setattr(stage_module, "CONCURRENCY", 1)
+    reader = await behind(2)
+    seals = await reader.ledger.history.between(1)
+    stage = reader.stage(limit=sum(seal.bytes for seal in seals))
+    right, path = reader.objects.read_chunk, stage.attempt_path(99, 99) / "0.dcr"
+
+    async def read_chunk(chunk, version, **more):
+        if room := stage.limit - stage.used:
+            with contextlib.suppress(ResourceExhausted):  # its room was needed
+                async with stage.fetching(path, room) as keep:
+                    await stage.write_chunk(path, bytes(room), keep)
+        return await right(chunk, version, **more)
+
+    monkeypatch.setattr(reader.objects, "read_chunk", read_chunk)
+    deltas = await stage.stage_deltas(seals, reader.ledger.stream)
+    assert [delta.version for delta in deltas] == [1, 2]
+    assert not stage.has(path)

@@ -120,6 +120,10 @@ class Stage:
         """For each version that fits beside those before it, in order, the fetching of its chunks. Parts and vectors
         are read ahead; room is made when it is a version's turn, so that no later version takes that of an earlier."""
         kept, held, fetching = set[Path](), 0, asyncio.Semaphore(CONCURRENCY)
+
+        def make_room() -> None:
+            self._make_room(held, kept)
+
         path = await self.vector_file(before)
         works = (partial(self._describe, seal) for seal in self._fitting(seals))
         async with contextlib.aclosing(run_in_order(works, AHEAD)) as described:
@@ -135,7 +139,7 @@ class Stage:
                 held += size
                 staged = wanted.keys() | {partial_path(path) for path in wanted}
                 self._drop([path for path in self._sizes if path.parent == place and path not in staged])
-                self._make_room(held, kept)
+                make_room()
                 delta = VersionDelta(
                     version=seal.version,
                     base=seal.base,
@@ -144,7 +148,7 @@ class Stage:
                     before=path,
                     after=after,
                 )
-                yield partial(self._stage_delta, delta, wanted, seal, fetching)
+                yield partial(self._stage_delta, delta, wanted, seal, fetching, make_room)
                 path = after
 
     def _fitting(self, seals: Sequence[Seal]) -> Iterator[Seal]:
@@ -164,13 +168,13 @@ class Stage:
         return seal, parts.result(), vector.result()
 
     async def _stage_delta(
-        self, delta: VersionDelta, wanted: Wanted, seal: Seal, fetching: asyncio.Semaphore
+        self, delta: VersionDelta, wanted: Wanted, seal: Seal, fetching: asyncio.Semaphore, room: Callable[[], None]
     ) -> VersionDelta:
         """Fetch the chunks of one version, verified: all that its parts name, and no others of its attempt."""
 
         async def complete(path: Path, chunk: ChunkRef, part: Part) -> None:
             async with fetching:
-                await self._complete(path, chunk, part, seal)
+                await self._complete(path, chunk, part, seal, room)
 
         works = (partial(complete, path, chunk, part) for path, (chunk, part) in wanted.items())
         await run_limited(works, CONCURRENCY, settles=True)
@@ -188,12 +192,13 @@ class Stage:
         while others and self.used + missing > self.limit:
             self._drop([others.pop()])
 
-    async def _complete(self, path: Path, chunk: ChunkRef, part: Part, seal: Seal) -> None:
+    async def _complete(self, path: Path, chunk: ChunkRef, part: Part, seal: Seal, room: Callable[[], None]) -> None:
         if self._sizes.get(path) == chunk.size:
             if await self._workers.run(file_digest, path) == chunk.sha256:
                 return
             self._drop([path])
         began = runtime.monotonic()
+        room()  # a prefetch may have taken what was made for this version
         async with self.fetching(path, chunk.size) as keep:
             body = await self.objects.read_chunk(chunk, seal.version, keep=keep)
             self._check(body, chunk, part)
