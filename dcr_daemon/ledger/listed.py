@@ -10,6 +10,12 @@ LOOKS = 6  #: at such an object, until two in a row agree
 _FIRST, _LAST = 0.02, 1.0  #: seconds between two looks for one that is not there
 
 
+class ListedAbsent(StoreUnavailable):
+    """An object that a LIST named is not there: the bucket lags, or something deleted it."""
+
+    kind = StoreUnavailable.kind
+
+
 async def read_listed(store: Store, key: str, *, limit: int, patience: float, last: bytes | None = None) -> bytes:
     """An object that a LIST named, before any digest vouches for it.
 
@@ -47,5 +53,5 @@ async def _wait_for(store: Store, key: str, *, limit: int, patience: float) -> b
         except KeyNotFound:
             if poller.waited > patience:
                 hint = "if the bucket is a replica, it lags; if something deletes objects, the next version shows it"
-                raise StoreUnavailable(f"{key} is listed, and not there after {patience:g} s", hint=hint) from None
+                raise ListedAbsent(f"{key} is listed, and not there after {patience:g} s", hint=hint) from None
         await poller.pause()

@@ -14,7 +14,7 @@ from functools import partial
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.errors import Corrupt, KeyNotFound
 from dcr_daemon.ledger import names, records
-from dcr_daemon.ledger.listed import read_listed
+from dcr_daemon.ledger.listed import ListedAbsent, read_listed
 from dcr_daemon.ledger.objects import BelowFloor, ObjectPending, Objects
 from dcr_daemon.ledger.records import Anchor, AnchorIndex, AnchorShare, Seal
 from dcr_daemon.projection.agreement.declaration import PACKED_LIMIT, Declaration, decode_declaration
@@ -75,7 +75,7 @@ async def _read_all(
             first = await store.get(key, limit=limit)
             body = await read_listed(store, key, limit=limit, patience=0, last=first)
             return Found(key, len(body), "", decode(name, body))
-        except KeyNotFound:  # a LIST shows what retention has deleted meanwhile
+        except (KeyNotFound, ListedAbsent):  # a LIST shows what retention has deleted meanwhile
             return None
         except (Corrupt, ValueError) as error:
             return Found(key, 0, error.message if isinstance(error, Corrupt) else f"it cannot be read: {error}")
