@@ -216,9 +216,12 @@ class Leader(Coordinator):
         """Read the ledger on. The read outlives a cancelled `run_idle_checks`: otherwise a slow bucket would never let
         a read finish."""
         self._reading = self._reading or asyncio.ensure_future(self._look())
-        with contextlib.suppress(StoreUnavailable):
-            await asyncio.shield(self._reading)
-        self._reading = None
+        try:
+            with contextlib.suppress(StoreUnavailable):
+                await asyncio.shield(self._reading)
+        finally:
+            if self._reading.done():
+                self._reading = None
 
     async def _look(self) -> None:
         await self.ledger.read()
