@@ -84,7 +84,7 @@ class CheckpointSelection:
             policy.sort(key=lambda c: c.step is None)
         publish = [c for c in policy if self._is_new(c)]
         if self._newest:
-            publish = publish[-1:]
+            publish = ([c for c in publish if self._is_due(c)] or publish)[-1:]
         return Choice(publish, other, [c for c in policy if c not in publish])
 
     def is_whole(self, candidate: CheckpointCandidate) -> bool:

@@ -230,7 +230,8 @@ class Watcher:
 
     @property
     def _scan_is_due(self) -> bool:
-        return runtime.monotonic() - self._last_timed_scan >= self._interval
+        # After a sleep of an interval it must be, and differences of times are rounded.
+        return runtime.monotonic() - self._last_timed_scan >= 0.99 * self._interval
 
     async def _scan(self) -> Candidates:
         timed = self._scan_is_due
