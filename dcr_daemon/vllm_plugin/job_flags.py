@@ -28,11 +28,14 @@ class JobFlags:
 
     @classmethod
     def create(cls) -> JobFlags:
-        """Raises `OSError` if no temporary file can be made."""
+        """Raises `OSError` if no temporary file can be made, or its file system is full."""
         place = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
         handle, path = tempfile.mkstemp(prefix="dcr-jobs-", dir=place)
         try:
-            os.ftruncate(handle, SIZE)
+            os.posix_fallocate(handle, 0, SIZE)  # a hole on a full file system would end the process at the first write
+        except OSError:
+            Path(path).unlink()
+            raise
         finally:
             os.close(handle)
         return cls(path)

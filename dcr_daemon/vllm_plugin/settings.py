@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -71,7 +72,12 @@ def computed_cap(cap: int | None, model_bytes: int) -> int:
 
 
 def _bytes(environ: Mapping[str, str], name: str, *, least: int) -> int | None:
-    return int(_number(environ, name, 0, least=least)) if environ.get(name) else None
+    if not environ.get(name):
+        return None
+    value = _number(environ, name, 0, least=least)
+    if not math.isfinite(value):
+        raise UnsupportedVllm(f"dcr: {name}={environ[name]} is not a number of bytes")
+    return int(value)
 
 
 def _one_of(environ: Mapping[str, str], name: str, values: tuple[str, ...]) -> str:

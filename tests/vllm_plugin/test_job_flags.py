@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from support.vllm.toy_engine import ToyEngine
 from dcr_daemon.engine import messages
 from dcr_daemon.engine.messages import Pending
 from dcr_daemon.engine.port import Verdict
+from dcr_daemon.vllm_plugin import job_flags
 from dcr_daemon.vllm_plugin.calls import Op
 from dcr_daemon.vllm_plugin.core import worker_group
 from dcr_daemon.vllm_plugin.job_flags import JobFlags
@@ -92,3 +95,16 @@ def test_the_file_is_hidden_once_all_workers_have_opened_it(flagged: ToyEngine) 
     assert not flags.all_set([0, 1])
     flags.set(0, True)
     assert flags.all_set([0, 1])
+
+
+def test_flags_that_do_not_fit_into_shared_memory_leave_no_file(monkeypatch, tmp_path: Path) -> None:
+    """A hole in a file is no room: the first flag ended the process by SIGBUS."""
+
+    def full(handle: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(job_flags, "SHARED_MEMORY", str(tmp_path))
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="no space"):
+        JobFlags.create()
+    assert list(tmp_path.iterdir()) == []

@@ -210,7 +210,7 @@ class ComputedLoader:
         with self._replacing_live(scratch), default_dtype(self._dtype), torch.no_grad(), WriteGuard(everything):
             try:
                 self._model.load_weights(self._tensors(values))
-            except DcrError:
+            except (DcrError, MemoryError, torch.OutOfMemoryError):
                 raise
             except Exception as error:  # a model's loader may raise anything; nothing was written
                 names = shorten(self._layout[tensor].name for tensor in self.tensors)

@@ -8,8 +8,8 @@ that sees every operation on tensors and follows their storages: no rule names a
 its parameter's storage and changes with it, so it is not derived.
 
 Known limits: a kernel that is not an operation of torch (a Triton kernel called from Python) is not seen; memory that
-was allocated meanwhile and that no operation was seen writing to counts as derived from an unknown source. Copies that
-appear after loading are found by `hidden_copies`.
+was allocated meanwhile without a value, and that no operation was seen writing to, counts as derived from an unknown
+source, memory that was cleared first does not. Copies that appear after loading are found by `hidden_copies`.
 """
 
 from __future__ import annotations
@@ -94,9 +94,8 @@ def follow(model: torch.nn.Module, process: Callable[[], Result]) -> Result:
     derived = []
     for key, (path, tensor) in reachable(model).items():
         history = mode.history.get(key)
-        if (
-            history is not None and history.sources and key not in names
-        ):  # a weight that was changed in place is proved by its sums
+        # A weight that was changed in place came from itself, and is proved by its sums.
+        if history is not None and history.sources - names.get(key, set()):
             path, operations = own.get(key, path), frozenset(history.operations)
             derived.append(Derived(path, history.sources, operations, whole(tensor)))
     references.clear()

@@ -52,6 +52,8 @@ class Replay:
         for hook in self.hooks:
             try:
                 hook.run(self._dtype)
+            except (MemoryError, torch.OutOfMemoryError):
+                raise
             except Exception as error:  # a hook may raise anything
                 names = ", ".join(one.path for one in hook.made)
                 raise DcrError(f"vLLM's hook failed to make {names} again: {type(error).__name__}: {error}") from error

@@ -397,8 +397,8 @@ class WorkerSession:
         for name in list(self._outcomes)[:-KEPT_OUTCOMES]:
             del self._outcomes[name]
         self._forget()
-        self._free_groups()
         self.dirty = False
+        self._free_groups()
         return self.status()
 
     def _free_groups(self) -> None:

@@ -107,6 +107,14 @@ def test_a_registered_tensor_is_found_unless_the_layout_fills_it() -> None:
     assert stale(hook, {*FILLED, "layer.transposed"}) == {}
 
 
+def test_a_buffer_that_was_there_before_and_is_filled_from_a_weight_is_found() -> None:
+    def hook(model: Model) -> None:
+        model.layer.scale.copy_(model.layer.weight.float().abs().max())
+        model.layer.weight.copy_(model.layer.weight.flip(0))  # of itself: its sums prove it
+
+    assert stale(hook)["layer.weight"].path == "layer.scale"
+
+
 def test_what_comes_from_a_tensor_that_no_version_changes_is_no_reason() -> None:
     def hook(model: Model) -> None:
         model.layer.kept = model.layer.scale * 2
