@@ -160,7 +160,7 @@ def vllm_config(**changes: Any) -> Any:
         pytest.param({"model_config__quantization": "fp8"}, "quantised", id="weights and scales in two calls"),
         pytest.param({"model_config__quantization": "modelopt_fp4"}, "quantised", id="block scales"),
         pytest.param({"speculative_config": SimpleNamespace(method="eagle3")}, "draft", id="draft model"),
-        pytest.param({"lora_config": object()}, "LoRA", id="adapters"),
+        pytest.param({"lora_config": object()}, "enable-lora", id="adapters"),
         pytest.param({"parallel_config__enable_eplb": True}, "load balancing", id="experts that move"),
         pytest.param({"model_config__enable_sleep_mode": True}, "sleep", id="weights that are unmapped"),
         pytest.param({"offload_config__uva__cpu_offload_gb": 4}, "offloaded", id="weights that are elsewhere"),
