@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import signal
 import sys
 from pathlib import Path
 
@@ -12,6 +13,11 @@ from hypothesis import settings
 
 settings.register_profile("untimed", deadline=None)  # no test depends on how fast the machine is
 settings.load_profile("untimed")
+
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # a shell ignores it in background jobs, and children inherit that
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 sys.path.append(str(Path(__file__).parent))  # for `support`, `sim` and `fuzz`; never the repository root
 pytest.register_assert_rewrite("support")
