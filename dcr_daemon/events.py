@@ -44,13 +44,17 @@ class Claimed(Event, frozen=True, kw_only=True):
 
 
 class Opened(Event, frozen=True, kw_only=True):
-    """A publisher has begun attempt `attempt` at `version`; `step` is the trainer's."""
+    """A publisher has begun attempt `attempt` at `version`; `step` is the trainer's.
+
+    `seconds` run from the beginning of the update; 0.0 on ranks that follow rank 0.
+    """
 
     level = "info"
 
     version: int
     attempt: int
     step: int | None = None
+    seconds: float = 0.0
 
 
 class ShardTaken(Event, frozen=True, kw_only=True):
@@ -99,6 +103,17 @@ class Mapped(Event, frozen=True, kw_only=True):
     def severity(self) -> Level:
         """A warning if some ranks must send tensors to others: that costs time in every update."""
         return "warning" if self.residual_bytes else self.level
+
+
+class Diffed(Event, frozen=True, kw_only=True):
+    """A publisher has compared and encoded all of an attempt; `seconds` run from its opening."""
+
+    level = "debug"
+
+    version: int
+    attempt: int
+    changed: int
+    seconds: float
 
 
 class ChunkPut(Event, frozen=True, kw_only=True):
@@ -248,7 +263,8 @@ class Attached(Event, frozen=True, kw_only=True):
 class Prepared(Event, frozen=True, kw_only=True):
     """The engine has verified the change from `base` to `version` and is ready to swap.
 
-    `spent` divides the time of its slowest rank: read, decode, gather (live bits), sum, stage (onto a device).
+    `seconds` run from the beginning of the staging, `prepare_seconds` are those of the engine. `spent` divides the time
+    of its slowest rank: read, decode, gather (live bits), sum, stage (onto a device).
     """
 
     level = "info"
@@ -258,6 +274,7 @@ class Prepared(Event, frozen=True, kw_only=True):
     version: int
     changed: int
     seconds: float
+    prepare_seconds: float = 0.0
     spent: dict[str, float] = {}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast, get_args
@@ -22,6 +22,7 @@ from dcr_daemon.observe import Observer, logs
 from dcr_daemon.observe.fanout import EventFile
 from dcr_daemon.observe.health import Health, Policy, Role
 from dcr_daemon.observe.notify import notify, watchdog_interval
+from dcr_daemon.tracing.recorder import TraceRecorder
 
 _LONGEST_STATUS = 15.0  #: seconds after which systemd's STATUS is sent again
 
@@ -36,6 +37,7 @@ class Observation:
     log_level: str = "info"
     json: bool = False
     policy: Policy | None = None
+    trace: Path | None = None
 
 
 def run_daemon(watch: Observation, main: Callable[[Emit], Awaitable[None]], **context: str) -> None:
@@ -44,15 +46,15 @@ def run_daemon(watch: Observation, main: Callable[[Emit], Awaitable[None]], **co
         raise UsageError(f"there is no log level {watch.log_level!r}", hint=", ".join(get_args(Level)))
     logs.configure(cast(Level, watch.log_level), json=watch.json or None)
     logs.bind(**context)
-    interrupted = run_async(_supervise(watch, main))
+    interrupted = run_async(_supervise(watch, main, context))
     if interrupted:
         raise KeyboardInterrupt
 
 
-async def _supervise(watch: Observation, main: Callable[[Emit], Awaitable[None]]) -> bool:
+async def _supervise(watch: Observation, main: Callable[[Emit], Awaitable[None]], context: Mapping[str, str]) -> bool:
     """True if SIGINT ended it."""
     received: list[signal.Signals] = []
-    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(_watched(watch, main))
+    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(_watched(watch, main, context))
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _stop, number, received, task)
     try:
@@ -65,9 +67,9 @@ async def _supervise(watch: Observation, main: Callable[[Emit], Awaitable[None]]
     return signal.SIGINT in received
 
 
-async def _watched(watch: Observation, main: Callable[[Emit], Awaitable[None]]) -> None:
+async def _watched(watch: Observation, main: Callable[[Emit], Awaitable[None]], context: Mapping[str, str]) -> None:
     async with contextlib.AsyncExitStack() as stack:
-        await main(await _observer(watch, stack))
+        await main(await _observer(watch, stack, context))
 
 
 def _stop(number: signal.Signals, received: list[signal.Signals], task: asyncio.Future[None]) -> None:
@@ -77,7 +79,7 @@ def _stop(number: signal.Signals, received: list[signal.Signals], task: asyncio.
     task.cancel()
 
 
-async def _observer(watch: Observation, stack: contextlib.AsyncExitStack) -> Observer:
+async def _observer(watch: Observation, stack: contextlib.AsyncExitStack, context: Mapping[str, str]) -> Observer:
     from dcr_daemon.observe.metrics import Metrics
     from dcr_daemon.observe.server import ProbeServer
 
@@ -89,6 +91,9 @@ async def _observer(watch: Observation, stack: contextlib.AsyncExitStack) -> Obs
         file = EventFile(watch.events)
         stack.callback(file.close)
         listeners.append(file)
+    if watch.trace:
+        name = context.get("replica", "rank 0")
+        listeners.append(TraceRecorder(watch.trace, role=watch.role, name=name, stream=context["stream"]))
     if watch.listen:
         server = ProbeServer(watch.listen, health, metrics=metrics)
         await server.start()

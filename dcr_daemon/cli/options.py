@@ -65,6 +65,15 @@ Events = Annotated[
         rich_help_panel=_OBSERVE,
     ),
 ]
+Trace = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="DCR_TRACE",
+        metavar="FILE",
+        help="Write when each phase ran to FILE, as a trace that Perfetto opens; `dcr trace` merges several.",
+        rich_help_panel=_OBSERVE,
+    ),
+]
 LogLevel = Annotated[
     str,
     typer.Option(

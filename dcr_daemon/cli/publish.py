@@ -19,6 +19,7 @@ from dcr_daemon.cli.options import (
     Region,
     State,
     StoreOptions,
+    Trace,
     state_root,
 )
 from dcr_daemon.cli.output import print_json, print_table
@@ -207,6 +208,7 @@ def command(
     profile: Profile = None,
     listen: Listen = None,
     events: Events = None,
+    trace: Trace = None,
     log_level: LogLevel = "info",
     json: Json = False,
 ) -> None:
@@ -255,7 +257,7 @@ def command(
             _print_report(report, json=json)
             report.check()
 
-    run_daemon(Observation("publisher", listen, events, log_level, json), main, stream=to)
+    run_daemon(Observation("publisher", listen, events, log_level, json, trace=trace), main, stream=to)
 
 
 def _print_report(report: OnceReport, *, json: bool) -> None:

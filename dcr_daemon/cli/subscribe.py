@@ -19,6 +19,7 @@ from dcr_daemon.cli.options import (
     Region,
     State,
     StoreOptions,
+    Trace,
     state_root,
 )
 
@@ -142,6 +143,7 @@ def command(
     profile: Profile = None,
     listen: Listen = None,
     events: Events = None,
+    trace: Trace = None,
     log_level: LogLevel = "info",
     json: Json = False,
 ) -> None:
@@ -179,5 +181,5 @@ def command(
         finally:
             await served.close()
 
-    watch = Observation("subscriber", listen, events, log_level, json, Policy(ready_within, pin))
+    watch = Observation("subscriber", listen, events, log_level, json, Policy(ready_within, pin), trace)
     run_daemon(watch, main, stream=source, replica=options.replica)

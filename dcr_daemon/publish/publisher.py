@@ -40,6 +40,7 @@ from dcr_daemon.publish.version.update import Update
 from dcr_daemon.publish.version.versions import checked_metadata, checked_step
 from dcr_daemon.runtime import LoopThread
 from dcr_daemon.store import Store, open_store
+from dcr_daemon.tracing.recorder import traced
 
 __all__ = ["Publisher", "Trainer", "Update"]
 
@@ -80,7 +81,8 @@ class Publisher:
             this many seconds.
         patience: seconds that an unreachable bucket is tried before an update is given up. If the fate of a record
             that was sent is open even then, the error says so, and the next call finds out before it begins (must L1).
-        emit: listens to events, on the publisher's own thread; default: Python's logging (`publish.event_log`).
+        emit: listens to events, on the publisher's own thread; default: Python's logging (`publish.event_log`). With
+            `DCR_TRACE=FILE` in the environment a trace is written beside it (docs/OPERATIONS.md, *Traces*).
 
     Raises:
         Fenced: another publisher holds the stream.
@@ -136,7 +138,8 @@ class Publisher:
         self._trainer = trainer or Trainer()
         self._projection: RankProjection | None = None
         self._calls = 0
-        self._emit = EventLog() if emit is None else emit
+        listener = EventLog() if emit is None else emit
+        self._emit = traced(listener, rank=self._rank.number, world=self._rank.world, stream=stream)
         self._update: Update | None = None  #: of the call before, until its error was raised
         self._background: Future[None] | None = None  #: what runs behind that call
         self._sealing: asyncio.Task[Any] | None = None

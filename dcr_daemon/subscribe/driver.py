@@ -385,16 +385,17 @@ class Driver:
         self._transactions += 1
         txn = Transaction(id=f"{self._nonce}-{self._transactions}", hops=staged, label=str(staged[-1].version))
         try:
+            asked = runtime.monotonic()
             prepared = await self._engine.prepare(txn)
-            last = staged[prepared.fits - 1].version
-            seconds = runtime.monotonic() - began
+            last, now = staged[prepared.fits - 1].version, runtime.monotonic()
             self._emit(
                 Prepared(
                     txn=txn.id,
                     base=base,
                     version=last,
                     changed=prepared.changed,
-                    seconds=seconds,
+                    seconds=now - began,
+                    prepare_seconds=now - asked,
                     spent=prepared.spent,
                 )
             )

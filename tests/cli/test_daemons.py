@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from dcr_daemon.tracing.refits import find_refits
+from dcr_daemon.tracing.timeline import read_traces
 from dcr_demo.processes import Process, free_ports
 from dcr_demo.record import EventTail
 from dcr_demo.scene import dcr
@@ -119,8 +121,9 @@ def test_a_new_version_reaches_the_engine_and_the_event_file(own_stream: Any, tm
     import shutil
 
     events = EventTail(tmp_path / "events.jsonl")
-    watching = started(*publisher(own_stream))
-    following = started(*subscriber(own_stream, tmp_path))
+    traces = [str(tmp_path / "publisher.json"), str(tmp_path / "subscriber.json")]
+    watching = started(*publisher(own_stream, "--trace", traces[0]))
+    following = started(*subscriber(own_stream, tmp_path, "--trace", traces[1]))
     following.wait_ready(events.has("Serving", version=3), timeout=120)
     shutil.copytree(
         own_stream.watched / "step-1", tmp_path / "step-9", copy_function=shutil.copy
@@ -131,3 +134,7 @@ def test_a_new_version_reaches_the_engine_and_the_event_file(own_stream: Any, tm
     assert committed is not None
     assert committed["base"] == 3
     assert watching.poll() is None
+    (refit,) = [refit for refit in find_refits(read_traces(map(Path, traces))) if refit.version == 4]
+    assert refit.phases.keys() >= {"open", "construct", "upload", "seal", "download", "stage", "prepare", "apply"}
+    assert refit.bytes
+    assert refit.commits.keys() == {f"subscriber r1 on {socket.gethostname()}"}

@@ -18,7 +18,7 @@ from dcr_daemon.observe import logs
 
 PACKAGE = Path(dcr_daemon.__file__).parent
 LEVELS = {
-    "debug": ["ChunkFetched", "ChunkPut", "ShardTaken", "StoreRequest"],
+    "debug": ["ChunkFetched", "ChunkPut", "Diffed", "ShardTaken", "StoreRequest"],
     "info": [
         "AnchorPut",
         "Attached",
@@ -82,6 +82,7 @@ PLACES = {
     "dcr_daemon.subscribe.materialize": "Retrying Retrying Retrying",
     "dcr_daemon.subscribe.fetch.prefetch": "Degraded Retrying",
     "dcr_daemon.subscribe.status": "Degraded",
+    "dcr_daemon.tracing.recorder": "Degraded",
 }
 
 

@@ -56,11 +56,13 @@ class Leader(Coordinator):
         self.retention = Retention(self.ledger, keep, emit=emit, anchors=policy.active)
         self._peers = peers_of(context, SinceAnchor(self.ledger, policy, dense_bytes=self.layout.nbytes), emit=emit)
         self._call = 0
+        self._update_began = 0.0
         self._reading: asyncio.Future[object] | None = None
         self._joined: Joined | None = None  #: what the attempt under way is to be sealed from
         self._rebuild = False  #: the ranks do not add up: the abort tells them to build their baselines anew
 
     async def open(self, *, step: int | None = None, call: int | None = None) -> Open:
+        self._update_began = runtime.monotonic()
         await self.abort_unless_sealed("the next update began")
         if self.context.holds:
             await self.context.restore()
@@ -79,7 +81,8 @@ class Leader(Coordinator):
     async def start(self, record: Open) -> Attempt:
         self.ledger.check_held()
         attempt = await self.context.start(record)
-        self._emit(Opened(version=record.version, attempt=record.seq, step=record.step))
+        seconds = runtime.monotonic() - self._update_began
+        self._emit(Opened(version=record.version, attempt=record.seq, step=record.step, seconds=seconds))
         return attempt
 
     async def agree(self, record: Open, round_: int, *, declared: bytes, judge: Judge) -> bytes:

@@ -28,6 +28,7 @@ from dcr_daemon.codec.decode import open_chunk
 from dcr_daemon.codec.encode import ChunkEncoder, EncodedChunk
 from dcr_daemon.codec.undo import undo_chunk
 from dcr_daemon.errors import DcrError, ResourceExhausted
+from dcr_daemon.events import Diffed
 from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.records import ChunkRef, ObjectRef, Open, Part
 from dcr_daemon.publish.baseline.baseline import Baseline
@@ -80,7 +81,7 @@ class Attempt:
         self.fate = AttemptFate(record.version)
         self.started = runtime.monotonic()
         self._rank, self._baseline, self._spool = resources.rank, baseline, spool
-        self._uploads, self._workers = uploads, resources.workers
+        self._uploads, self._workers, self._emit = uploads, resources.workers, resources.emit
         codec, chunk_bytes = resources.options.codec, resources.options.chunk_bytes
         self._encoders = [
             ChunkEncoder(baseline.layout, codec=codec, target=chunk_bytes) for _ in range(self._workers.count)
@@ -121,6 +122,9 @@ class Attempt:
     async def finish(self) -> None:
         """No more tensors will come: close the chunks that are begun."""
         await self._run_all([self._flush(encoder) for encoder in self._encoders])
+        if not self._stopped:
+            seconds = runtime.monotonic() - self.started
+            self._emit(Diffed(version=self.version, attempt=self.id, changed=self.changed, seconds=seconds))
         runtime.failpoint("publish.diffed")
 
     async def _run_all(self, diffs: Sequence[Awaitable[None]]) -> None:
