@@ -21,11 +21,10 @@ import torch
 
 from dcr_daemon.canonical.region import Region, indices
 from dcr_daemon.vllm_plugin.weights import faults
-from dcr_daemon.vllm_plugin.weights.placement import Repack, Unplaceable, split_rows
+from dcr_daemon.vllm_plugin.weights.placement import DROPPED, Repack, Unplaceable, split_rows
 
 #: Backends whose conversion of expert weights moves bits only, by vLLM's names (`UnquantizedMoeBackend`).
 CONVERTED = ("FLASHINFER_TRTLLM", "FLASHINFER_CUTLASS")
-DROPPED = np.uint32(0xFFFFFFFF)  #: the place of an element that the repacking does not keep
 DIGIT_BITS = 14  #: bits of an element's number per probe: patterns below 2^14 are ordinary small bfloat16 values
 
 
@@ -75,16 +74,16 @@ def _invert(name: str, block: int, numbers: npt.NDArray[np.int64]) -> Repack:
 
 def require_kept(name: str, region: Region, repack: Repack) -> None:
     """Raises `Unplaceable` if a copy (its `src` counts the parameter's elements) touches one that is not kept."""
-    if not (repack.table == DROPPED).any():
+    if not repack.drops:
         return
-    seen: set[object] = set()
     for part in split_rows(region, repack):
         inner = part.src % repack.block
-        if (shape := (inner, part.shape, part.src_strides)) in seen:
-            continue  # the same elements of another expert
-        seen.add(shape)
+        shape = inner, part.shape, part.src_strides
+        if shape in repack.kept:
+            continue  # the same elements of another expert, or of another layer's
         if (repack.table[inner + indices(part)[0] - part.src] == DROPPED).any():
             raise Unplaceable(f"the engine's repacking of {name} loses elements that the loader fills")
+        repack.kept.add(shape)
 
 
 def expert_repacks(method: Any, layer: torch.nn.Module) -> dict[str, Repack]:

@@ -39,6 +39,7 @@ from dcr_daemon.vllm_plugin.calls import BoxRow, TensorHandling
 
 WIDE = 1 << 32  #: relative places are stored as u32
 FEW = 16  #: up to so many rows of one tensor are compared one by one
+DROPPED = np.uint32(0xFFFFFFFF)  #: the place of an element that a repacking does not keep
 MAX_CUTS = 4096  #: cuts of one copy that has more axes than a box or a row
 
 
@@ -85,12 +86,21 @@ def copy_region(tensor: str, place: int, *, element: int, axes: Iterable[Axis]) 
 class Repack:
     """A parameter whose blocks of `block` load-format elements are each permuted into `live_block` live ones.
 
-    `table[i]` is the live place, inside its block, of load-format element i of any block (u32).
+    `table[i]` is the live place, inside its block, of load-format element i of any block (u32), or `DROPPED`. `drops`:
+    whether it has such elements. `kept`: the parts of a block, as offset, shape and strides, that were found to have
+    none; all layers of a model share one table, and their copies are of a few shapes.
     """
 
     block: int
     live_block: int
     table: npt.NDArray[np.uint32]
+    drops: bool = field(init=False)
+    kept: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = field(
+        init=False, default_factory=set, compare=False, repr=False
+    )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "drops", bool((self.table == DROPPED).any()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from dcr_daemon.canonical import region
 from dcr_daemon.canonical.region import Region
-from dcr_daemon.vllm_plugin.loader.permutation import DROPPED, find_permutations, require_kept
-from dcr_daemon.vllm_plugin.weights.placement import Unplaceable
+from dcr_daemon.vllm_plugin.loader import permutation
+from dcr_daemon.vllm_plugin.loader.permutation import find_permutations, require_kept
+from dcr_daemon.vllm_plugin.weights.placement import DROPPED, Repack, Unplaceable
 
 SHAPES = {"w13_weight": (40, 32), "w2_weight": (512, 64)}  # the second needs more than one digit
 
@@ -56,3 +58,26 @@ def test_an_element_that_vanishes_is_refused_only_where_the_loader_fills_it() ->
     for wrong in (Region("t", (40, 25), 1280, (32, 1), 0, (25, 1)), Region("t", (1,), 1280 + 24, (1,), 0, (1,))):
         with pytest.raises(Unplaceable, match="w13_weight loses elements"):
             require_kept("w13_weight", wrong, found)
+
+
+def test_copies_of_one_shape_are_judged_once_whatever_layer_they_fill(monkeypatch: pytest.MonkeyPatch) -> None:
+    judged = []
+
+    def indices(part: Region) -> object:
+        judged.append(part)
+        return region.indices(part)
+
+    monkeypatch.setattr(permutation, "indices", indices)
+    table = np.arange(64, dtype=np.uint32)
+    experts = Region("t", (3, 60), 0, (64, 1), 0, (60, 1))
+    require_kept("w", experts, Repack(64, 64, table))
+    assert judged == [], "a table that keeps all elements needs no look"
+    table = table.copy()
+    table[60:] = DROPPED
+    padded = Repack(64, 64, table)
+    for layer in ("one.w", "two.w"):
+        require_kept(layer, experts, padded)
+    assert len(judged) == 1
+    with pytest.raises(Unplaceable):
+        require_kept("w", Region("t", (3, 61), 0, (64, 1), 0, (61, 1)), padded)
+    assert len(judged) == 2
