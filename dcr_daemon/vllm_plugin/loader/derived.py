@@ -44,13 +44,15 @@ class Derived:
     """A live tensor with values that came from weights of other storage.
 
     `path`: where the model keeps it, from the model's root. `sources`: the parameters and buffers that it came from,
-    or `UNKNOWN`. `operations`: what made it, by torch's names. `tensor`: itself, flat over its whole memory.
+    or `UNKNOWN`. `operations`: what made it, by torch's names. `tensor`: itself, flat over its whole memory. `names`:
+    if it is a parameter or buffer, all that it has; a layer may be reached under several.
     """
 
     path: str
     sources: frozenset[str]
     operations: frozenset[str]
     tensor: torch.Tensor
+    names: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         made = ", ".join(sorted(self.operations)) or "an unknown kernel"
@@ -90,14 +92,15 @@ def follow(model: torch.nn.Module, process: Callable[[], Result]) -> Result:
     mode = _Follow({key: frozenset(held) for key, held in names.items()})
     with mode:
         result = process()
-    own = {storage_key(tensor): name for name, tensor in _named(model)}
+    own = _registered(model)
     derived = []
     for key, (path, tensor) in reachable(model).items():
         history = mode.history.get(key)
         # A weight that was changed in place came from itself, and is proved by its sums.
         if history is not None and history.sources - names.get(key, set()):
-            path, operations = own.get(key, path), frozenset(history.operations)
-            derived.append(Derived(path, history.sources, operations, whole(tensor)))
+            registered, operations = own.get(key, ()), frozenset(history.operations)
+            path = next(iter(registered), path)
+            derived.append(Derived(path, history.sources, operations, whole(tensor), frozenset(registered)))
     references.clear()
     _found[model] = derived
     hidden_copies.remember(model)
@@ -114,7 +117,8 @@ def stale_after_update(model: torch.nn.Module, filled: Collection[str]) -> list[
     """
     if model not in _found:
         raise LookupError("vLLM loaded this model before DCR could follow what it derives from weights")
-    return [one for one in _found[model] if one.path not in filled and one.sources & {UNKNOWN, *filled}]
+    found = {UNKNOWN, *filled}
+    return [one for one in _found[model] if not one.names & found and one.sources & found]
 
 
 class _History:
@@ -173,3 +177,15 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> lis
 def _named(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
+
+
+def _registered(model: torch.nn.Module) -> dict[int, tuple[str, ...]]:
+    """By storage, all names of the largest parameter or buffer in it; others there are views of it."""
+    named: dict[int, list[str]] = {}
+    largest: dict[int, torch.Tensor] = {}
+    for name, tensor in _named(model):
+        named.setdefault(id(tensor), []).append(name)
+        key = storage_key(tensor)
+        if key not in largest or tensor.nbytes > largest[key].nbytes:
+            largest[key] = tensor
+    return {key: tuple(named[id(tensor)]) for key, tensor in largest.items()}

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+REGISTERED = frozenset({"_parameters", "_buffers", "_modules"})  #: where a module keeps what is reached by its own name
+
 
 def storage_key(tensor: torch.Tensor) -> int:
     """Equal for tensors that share memory, as long as it is not freed."""
@@ -53,7 +55,7 @@ def reachable(model: torch.nn.Module) -> dict[int, tuple[str, torch.Tensor]]:
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, torch.nn.Module):
         yield from (*value._parameters.items(), *value._buffers.items(), *value._modules.items())
-        yield from ((name, inner) for name, inner in vars(value).items() if not name.startswith("_modules"))
+        yield from ((name, inner) for name, inner in vars(value).items() if name not in REGISTERED)
     elif isinstance(value, dict):
         yield from ((str(key), inner) for key, inner in value.items())
     elif isinstance(value, (list, tuple, set, frozenset, deque)):

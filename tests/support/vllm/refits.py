@@ -139,6 +139,8 @@ def hidden(model: torch.nn.Module) -> dict[str, torch.Tensor | float]:
 
 
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:
+    """What a value holds. A walk of its own beside the product's `loader.reachable`, on purpose: what that misses, the
+    comparison must not miss as well."""
     if isinstance(value, dict):
         yield from ((str(key), inner) for key, inner in value.items())
     elif isinstance(value, (list, tuple, set, frozenset, deque)):

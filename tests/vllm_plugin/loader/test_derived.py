@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from dcr_daemon.vllm_plugin.loader import derived
+from dcr_daemon.vllm_plugin.loader import derived, reachable
 from dcr_daemon.vllm_plugin.loader.derived import UNKNOWN, Derived
 
 
@@ -105,6 +105,40 @@ def test_a_registered_tensor_is_found_unless_the_layout_fills_it() -> None:
 
     assert stale(hook)["layer.weight"].path == "layer.transposed"
     assert stale(hook, {*FILLED, "layer.transposed"}) == {}
+
+
+def test_a_layer_that_is_reached_under_two_names_is_one() -> None:
+    """Whichever of them the layout fills: mixtures that a list holds as well, layers that two decoders share."""
+
+    def hook(model: Model) -> None:
+        model.again = model.layer
+        model.layer.weight = torch.nn.Parameter(model.layer.weight.data.flip(0), requires_grad=False)
+
+    assert stale(hook) == {}
+    assert stale(hook, {"again.weight", "other.weight"}) == {}
+    assert stale(hook, {"other.weight"}) == {}
+
+    def beside(model: Model) -> None:
+        hook(model)
+        model.layer.register_buffer("wide", model.layer.weight.float())
+
+    found = stale(beside)
+    assert found["layer.weight"].path == "layer.wide"
+    assert found["layer.weight"].names == {"layer.wide", "again.wide"}
+
+
+def test_a_registered_tensor_is_visited_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, visits = reachable._inside, []
+
+    def counted(value: Any) -> Any:
+        for name, inner in inside(value):
+            visits.append(id(inner))
+            yield name, inner
+
+    monkeypatch.setattr(reachable, "_inside", counted)
+    model = Model()
+    reachable.reachable(model)
+    assert {visits.count(id(tensor)) for tensor in (*model.parameters(), *model.buffers())} == {1}
 
 
 def test_a_buffer_that_was_there_before_and_is_filled_from_a_weight_is_found() -> None:
