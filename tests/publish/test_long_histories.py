@@ -15,8 +15,8 @@ from dcr_daemon.checkpoint.safetensors import pack_safetensors
 from dcr_daemon.events import Alarm
 from dcr_daemon.ledger.history import KEPT
 from dcr_daemon.ledger.ledger import Ledger
-from dcr_daemon.publish.group.anchors import AnchorPolicy, SinceAnchor
 from dcr_daemon.publish.group.opening import open_leader
+from dcr_daemon.publish.group.since_anchor import AnchorPolicy, SinceAnchor
 from dcr_daemon.publish.options import PublishOptions
 from dcr_daemon.publish.watch.published import FileTimes, read_published
 

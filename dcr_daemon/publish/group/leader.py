@@ -25,12 +25,12 @@ from dcr_daemon.ledger import names
 from dcr_daemon.ledger.ledger import Header
 from dcr_daemon.ledger.records import Abort, Open, Seal, show_u64
 from dcr_daemon.ledger.retention.plan import RetentionPolicy
-from dcr_daemon.publish.group.anchors import AnchorPolicy, SinceAnchor
 from dcr_daemon.publish.group.context import RankContext
 from dcr_daemon.publish.group.coordinator import CLOSE_PATIENCE, Coordinator, Judge
 from dcr_daemon.publish.group.join import Joined
 from dcr_daemon.publish.group.peers import SumsMismatch, peers_of
 from dcr_daemon.publish.group.retention import Retention
+from dcr_daemon.publish.group.since_anchor import AnchorPolicy, SinceAnchor
 from dcr_daemon.publish.timeouts import with_timeout
 from dcr_daemon.publish.version.attempt import Attempt, put
 from dcr_daemon.publish.version.fate import Cause, reason_of

@@ -21,11 +21,12 @@ from dcr_daemon.events import Degraded, Emit
 from dcr_daemon.ledger import names
 from dcr_daemon.ledger.listed import read_listed
 from dcr_daemon.ledger.records import Open, Seal
-from dcr_daemon.publish.group.anchors import SinceAnchor, join_anchor, write_anchor, write_share
+from dcr_daemon.publish.group.anchors import join_anchor, write_anchor, write_share
 from dcr_daemon.publish.group.collect import ObjectCollector
 from dcr_daemon.publish.group.context import RankContext
 from dcr_daemon.publish.group.coordinator import Judge
 from dcr_daemon.publish.group.join import CONCURRENCY, Joined, join, solo
+from dcr_daemon.publish.group.since_anchor import SinceAnchor
 from dcr_daemon.publish.version.attempt import Contribution, put
 from dcr_daemon.task_limiter import run_limited
 from dcr_daemon.wording import shorten
