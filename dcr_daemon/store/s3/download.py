@@ -9,6 +9,7 @@ holds more than the limit.
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from typing import Any
 
 from dcr_daemon import runtime
@@ -17,14 +18,18 @@ from dcr_daemon.store.partial import PartialFile
 from dcr_daemon.store.retry import Transient
 from dcr_daemon.store.s3.attempt import Try
 from dcr_daemon.store.s3.faults import SDK_ERRORS, Unranged, translate
-from dcr_daemon.store.s3.link import Progress
 
 PIECE = 256 << 10  #: bytes read at once from an answer
 KEEP_SECONDS = 5.0  #: a process that is killed loses what arrived in the last so many seconds
 
 
 class Download:
-    """Reads `place` (bucket and key) into memory, at most `limit` bytes. `where` names it for people."""
+    """Reads `place` (bucket and key) into memory, at most `limit` bytes.
+
+    Args:
+        where: names it for people.
+        told: called with the number of bytes, whenever some have arrived.
+    """
 
     def __init__(
         self,
@@ -33,18 +38,31 @@ class Download:
         *,
         where: str,
         limit: int,
-        progress: Progress,
+        told: Callable[[int], None],
         keep: PartialFile | None = None,
     ) -> None:
         self._client = client
         self._place = place
         self._where = where
         self._limit = limit
-        self._progress = progress
+        self._told = told
         self._file = keep
         self._etag: str | None = None
         self._data = io.BytesIO()
+        self._restarts = 0
         self._kept_at = runtime.monotonic()
+
+    def branch(self, told: Callable[[int], None]) -> Download:
+        """Another download of the object that goes on after what has arrived so far; nothing of it is kept on disk."""
+        branch = Download(self._client, self._place, where=self._where, limit=self._limit, told=told)
+        branch._etag, branch._restarts = self._etag, self._restarts
+        branch._data.write(self.body)
+        return branch
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """How far it has come, to compare branches: how often it has begun anew, and the bytes that have arrived."""
+        return self._restarts, self._data.tell()
 
     async def resume(self) -> bool:
         """Continue after what an earlier process kept. Returns whether that is all that the limit allows."""
@@ -106,7 +124,7 @@ class Download:
     async def _drain(self, body: Any, attempt: Try, total: int) -> None:
         while piece := await body.read(PIECE):
             self._data.write(piece)
-            self._progress.moved(len(piece))
+            self._told(len(piece))
             attempt.moved(len(piece))
             if self._data.tell() > total:
                 raise Corrupt(f"{self._where}: more bytes came than the {total} that the store announced")
@@ -123,6 +141,7 @@ class Download:
 
     async def _restart(self) -> None:
         self._data = io.BytesIO()
+        self._restarts += 1
         self._etag = None
         if self._file:
             await self._file.clear()

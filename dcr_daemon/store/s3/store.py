@@ -14,7 +14,7 @@ import base64
 import contextlib
 import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any, TypeVar
 
 from dcr_daemon.errors import Incompatible, KeyNotFound
@@ -29,6 +29,8 @@ from dcr_daemon.store.s3.client import Addressing, open_client
 from dcr_daemon.store.s3.deletes import DELETE_BATCH, Deletes
 from dcr_daemon.store.s3.download import Download
 from dcr_daemon.store.s3.faults import SDK_ERRORS, Occupied, Unranged, translate
+from dcr_daemon.store.s3.hedge import MOST as MOST_HEDGED
+from dcr_daemon.store.s3.hedge import Answer, Hedge
 from dcr_daemon.store.s3.link import Link, Progress
 from dcr_daemon.store.s3.rules import lifecycle_warnings, versioning_warnings
 
@@ -69,6 +71,7 @@ class S3Store:
         self._down, self._up = Link(concurrency), Link(concurrency)
         self._deletes = Deletes(client, bucket, self._root, url=self.url, request=self._request)
         self._small = asyncio.Semaphore(SMALL_CONCURRENCY)
+        self._gets, self._lists = Hedge(), Hedge()
 
     @classmethod
     async def open(
@@ -92,7 +95,7 @@ class S3Store:
                 region=region,
                 profile=profile,
                 addressing=addressing,
-                connections=2 * concurrency + SMALL_CONCURRENCY,
+                connections=2 * concurrency + MOST_HEDGED * SMALL_CONCURRENCY,
             )
             return cls(
                 client,
@@ -108,23 +111,61 @@ class S3Store:
         await self._stack.aclose()
 
     async def get(self, key: str, *, limit: int, keep: PartialFile | None = None) -> bytes:
-        link = self._down if keep or limit > SMALL_BYTES else None
-        progress = Progress(link)
-        download = Download(
-            self._client, self._object(key), where=f"{self.url}/{key}", limit=limit, progress=progress, keep=keep
-        )
+        if keep is None and limit <= SMALL_BYTES:
+            return await self._get_small(key, limit)
+        progress = Progress(self._down)
+        download = self._download(key, limit=limit, told=progress.moved, keep=keep)
         if await download.resume():
             return download.body
 
         async def attempt(seconds: float) -> bytes:
             return await self._send("get", key, call=download.run, seconds=seconds)
 
+        return await self._retry_get(key, attempt, gate=self._down, progress=progress.bytes)
+
+    async def _get_small(self, key: str, limit: int) -> bytes:
+        """Each try may be several requests on different connections; the next one goes on after the most they bring."""
+        progress = Progress(None)
+        most = self._download(key, limit=limit, told=progress.moved)
+
+        async def attempt(seconds: float) -> bytes:
+            async def send(answer: Answer) -> bytes:
+                nonlocal most
+
+                def told(count: int) -> None:
+                    answer.heard()
+                    progress.moved(count)
+
+                download = most.branch(told)
+                try:
+                    return await self._send("get", key, call=download.run, seconds=seconds)
+                finally:
+                    most = max(most, download, key=lambda one: one.progress)
+
+            return await self._gets.race(send)
+
+        return await self._retry_get(key, attempt, gate=self._small, progress=progress.bytes)
+
+    def _download(
+        self, key: str, *, limit: int, told: Callable[[int], None], keep: PartialFile | None = None
+    ) -> Download:
+        place = self._object(key)
+        return Download(self._client, place, where=f"{self.url}/{key}", limit=limit, told=told, keep=keep)
+
+    async def _retry_get(
+        self,
+        key: str,
+        attempt: Callable[[float], Awaitable[bytes]],
+        *,
+        gate: AbstractAsyncContextManager[Any],
+        progress: Callable[[], int],
+    ) -> bytes:
         return await retry(
             attempt,
             what=f"get {self.url}/{key}",
             patience=self._patience,
-            gate=link or self._small,
-            progress=progress.bytes,
+            gate=gate,
+            progress=progress,
             emit=self._emit,
         )
 
@@ -172,7 +213,7 @@ class S3Store:
 
         entries = []
         while True:
-            found = await self._request("list", prefix, page)
+            found = await self._request("list", prefix, page, hedge=self._lists)
             for line in found.get("Contents", ()):
                 key = line["Key"].removeprefix(self._root)
                 if is_key(key):  # objects that others put under the prefix are not listed
@@ -220,11 +261,30 @@ class S3Store:
         unseen = UNSEEN_TLS if self._client.meta.endpoint_url.startswith("https:") else UNSEEN
         return self._patience.window(0) + min(len(body), unseen) / SLOWEST
 
-    async def _request(self, operation: str, key: str, call: Callable[[Try], Awaitable[T]], *, what: str = "") -> T:
-        """Send a small request until it is answered. `what`: it in words, unless it is about `key`."""
+    async def _request(
+        self,
+        operation: str,
+        key: str,
+        call: Callable[[Try], Awaitable[T]],
+        *,
+        what: str = "",
+        hedge: Hedge | None = None,
+    ) -> T:
+        """Send a small request until it is answered.
+
+        Args:
+            what: it in words, unless it is about `key`.
+            hedge: of requests like it, which may be sent twice. Its progress cannot be seen, and a page of many names
+                takes long over a slow link: after a stall it has the link for itself.
+        """
 
         async def attempt(seconds: float) -> T:
-            return await self._send(operation, key, call=call, seconds=seconds)
+            async def send(_: Answer | None = None) -> T:
+                return await self._send(operation, key, call=call, seconds=seconds)
+
+            if hedge and seconds <= self._patience.window(0):
+                return await hedge.race(send)
+            return await send()
 
         return await retry(
             attempt,
