@@ -6,10 +6,6 @@ import asyncio
 import base64
 import hashlib
 import os
-import shutil
-import ssl
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,25 +99,6 @@ async def test_no_credentials_are_an_operators_matter(fake_s3, monkeypatch: pyte
 
 
 # TLS.
-
-
-@pytest.fixture
-def tls(tmp_path: Path) -> tuple[ssl.SSLContext, Path]:
-    """A server's context, and the file of the authority that a client must trust."""
-    if shutil.which("openssl") is None:
-        pytest.skip("needs the openssl command to make a certificate")
-    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
-    subprocess.run(
-        [
-            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=fake"),
-            *("-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)),
-        ],
-        check=True,
-        capture_output=True,
-    )
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key)
-    return context, certificate
 
 
 async def test_a_certificate_nobody_vouches_for_is_an_operators_matter(fake_s3, tls) -> None:
