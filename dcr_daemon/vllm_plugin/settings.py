@@ -74,10 +74,7 @@ def computed_cap(cap: int | None, model_bytes: int) -> int:
 def _bytes(environ: Mapping[str, str], name: str, *, least: int) -> int | None:
     if not environ.get(name):
         return None
-    value = _number(environ, name, 0, least=least)
-    if not math.isfinite(value):
-        raise UnsupportedVllm(f"dcr: {name}={environ[name]} is not a number of bytes")
-    return int(value)
+    return int(_number(environ, name, 0, least=least))
 
 
 def _one_of(environ: Mapping[str, str], name: str, values: tuple[str, ...]) -> str:
@@ -93,8 +90,8 @@ def _number(environ: Mapping[str, str], name: str, default: float, *, least: flo
         value = float(text) if text else default
     except ValueError:
         value = -1.0
-    if not value >= least:
-        raise UnsupportedVllm(f"dcr: {name}={text} is not a number of at least {least:g}")
+    if not (math.isfinite(value) and value >= least):
+        raise UnsupportedVllm(f"dcr: {name}={text} is not a finite number of at least {least:g}")
     return value
 
 
