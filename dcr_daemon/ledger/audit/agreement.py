@@ -7,7 +7,7 @@ agree, must be what its name says, and must fit the others. Nobody needs them an
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -39,17 +39,21 @@ class Found:
 
 
 async def check_attempt(store: Store, seal: Seal, layout: Layout) -> list[Found]:
-    """The declarations, verdicts and failures of the attempt that was sealed."""
+    """The declarations, verdicts and failures of the attempt that was sealed; a few declarations are held at a time."""
     place = names.attempt(seal.version, seal.attempt)
-    found = await _read_all(store, place, partial(_of_attempt, seal=seal, layout=layout))
+    decode = partial(_of_attempt, seal=seal, layout=layout)
+    keys = await _keys(store, place)
+    found = await _read_all(store, place, [key for key in keys if _VERDICT.fullmatch(key, len(place))], decode)
     verdicts = {one.key: one.value for one in found if isinstance(one.value, Verdict)}
-    return [_judged(one, verdicts.get(_verdict_on(one.key))) for one in found]
+    others = [key for key in keys if not _VERDICT.fullmatch(key, len(place))]
+    found += await _read_all(store, place, others, decode, then=partial(_judged, verdicts=verdicts))
+    return found
 
 
 async def check_anchor(store: Store, anchor: Anchor, index: AnchorIndex, *, objects: Objects) -> list[Found]:
     """What each rank put into an anchor, as it says itself, and the sums that belong to it."""
     place = anchor.index.key.rpartition("/")[0] + "/"
-    shares = await _read_all(store, place, partial(_of_anchor, anchor=anchor, index=index))
+    shares = await _read_all(store, place, await _keys(store, place), partial(_of_anchor, anchor=anchor, index=index))
     refs = [one.value.sums for one in shares if isinstance(one.value, AnchorShare)]
 
     async def read_sums(key: str, size: int, digest: str) -> Found:
@@ -63,10 +67,21 @@ async def check_anchor(store: Store, anchor: Anchor, index: AnchorIndex, *, obje
     return [*shares, *sums]
 
 
-async def _read_all(
-    store: Store, place: str, decode: Callable[[str, bytes], Declaration | Verdict | AnchorShare | None]
-) -> list[Found]:
+async def _keys(store: Store, place: str) -> list[str]:
     """Everything below `place` that ranks put there and no record names."""
+    keys = [entry.key async for entry in store.list(place)]
+    return [key for key in keys if _OF_RANK.fullmatch(key, len(place)) or _VERDICT.fullmatch(key, len(place))]
+
+
+async def _read_all(
+    store: Store,
+    place: str,
+    keys: Iterable[str],
+    decode: Callable[[str, bytes], Declaration | Verdict | AnchorShare | None],
+    *,
+    then: Callable[[Found], Found] = lambda one: one,
+) -> list[Found]:
+    """The objects `keys` below `place`, each given to `then` when it was read."""
 
     async def read(key: str) -> Found | None:
         name = key.removeprefix(place)
@@ -74,15 +89,13 @@ async def _read_all(
         try:
             first = await store.get(key, limit=limit)
             body = await read_listed(store, key, limit=limit, patience=0, last=first)
-            return Found(key, len(body), "", decode(name, body))
+            return then(Found(key, len(body), "", decode(name, body)))
         except (KeyNotFound, ListedAbsent):  # a LIST shows what retention has deleted meanwhile
             return None
         except (Corrupt, ValueError) as error:
             return Found(key, 0, error.message if isinstance(error, Corrupt) else f"it cannot be read: {error}")
 
-    keys = [entry.key async for entry in store.list(place)]
-    ours = (key for key in keys if _OF_RANK.fullmatch(key, len(place)) or _VERDICT.fullmatch(key, len(place)))
-    return [one for one in await run_limited((partial(read, key) for key in ours), AT_ONCE) if one]
+    return [one for one in await run_limited((partial(read, key) for key in keys), AT_ONCE) if one]
 
 
 def _of_attempt(name: str, body: bytes, *, seal: Seal, layout: Layout) -> Declaration | Verdict | None:
@@ -147,7 +160,9 @@ def _verdict_on(key: str) -> str:
     return f"{place}/{by[4]}.verdict" if by else ""
 
 
-def _judged(one: Found, verdict: Verdict | None) -> Found:
+def _judged(one: Found, *, verdicts: Mapping[str, Verdict]) -> Found:
+    """What was found, without its content: of many ranks that would be much."""
+    verdict = verdicts.get(_verdict_on(one.key))
     if isinstance(one.value, Declaration) and verdict and not verdict.admits(one.value):
-        return Found(one.key, one.size, "it is not what the verdict of its round is about", one.value)
-    return one
+        return Found(one.key, one.size, "it is not what the verdict of its round is about")
+    return Found(one.key, one.size, one.wrong)
