@@ -8,7 +8,8 @@ turn. A share of the answers (0.1: every tenth) stalls half-way for ever, and ea
 request. As many bytes as the link carries in `--seconds` are read: by the S3 store as objects, eight at a time, as a
 replica reads chunks; or, with `--versions`, by `dcr subscribe --once --engine dir://`, as so many versions of a
 generated model, from its first request until it has ended. Prints the ratio of the goodput to the link's rate, the
-number of requests, and the bytes that were sent twice.
+same until the last byte of data had come (without what the engine does afterwards), the number of requests, and the
+bytes that were sent twice.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class SlowServer:
 
     def __init__(self, objects: dict[str, bytes], rate: float, *, stalled: float, delay: float) -> None:
         self.objects, self.rate, self._stalled, self._delay = objects, rate, stalled, delay
-        self.first: float | None = None  #: when the first request came
+        self.first: float | None = None  #: when the first request came,
+        self.fetched = 0.0  #: and when the last byte of data was sent
         self.read: set[str] = set()
         self._streams: deque[tuple[memoryview, int, asyncio.StreamWriter, asyncio.Event]] = deque()
         self.requests = self.stalls = self.sent = 0
@@ -83,6 +85,8 @@ class SlowServer:
             whole = self.objects[key]
             more = f"206 P\r\ncontent-range: bytes {begin}-{len(whole) - 1}/{len(whole)}" if begin else "200 OK"
             await self._reply(more, whole[begin:], writer)
+            if "/data/" in key:
+                self.fetched = time.monotonic()
 
     async def _reply(self, status: str, body: bytes, writer: asyncio.StreamWriter) -> None:
         rest = memoryview(body)
@@ -129,7 +133,7 @@ async def measure(slow: SlowServer, read: Callable[[str], Awaitable[None]]) -> d
     try:
         await read(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
         assert slow.first is not None, "nothing was asked for"
-        took = time.monotonic() - slow.first
+        took, fetched = time.monotonic() - slow.first, slow.fetched - slow.first
     finally:
         link.cancel()
         server.close()
@@ -138,6 +142,7 @@ async def measure(slow: SlowServer, read: Callable[[str], Awaitable[None]]) -> d
         "seconds": took,
         "bytes": total,
         "ratio": total / (slow.rate * took),
+        "fetched": total / (slow.rate * fetched),
         "requests": slow.requests,
         "stalls": slow.stalls,
         "sent_twice": max(0, slow.sent - total),
@@ -216,7 +221,9 @@ def main() -> None:
     given = parser.parse_args()
     os.environ.update(AWS_ACCESS_KEY_ID="a", AWS_SECRET_ACCESS_KEY="s", AWS_CONFIG_FILE="/dev/null")
     if not given.json:
-        print(f"{'KB/s':>6} {'stalled':>8} {'goodput':>8} {'requests':>9} {'stalls':>7} {'sent twice':>11}")
+        print(
+            f"{'KB/s':>6} {'stalled':>8} {'goodput':>8} {'fetched':>8} {'requests':>9} {'stalls':>7} {'sent twice':>11}"
+        )
     for rate in given.rates:
         for stalled in given.stalled:
             row = {"rate": rate * 1000, "stalled": stalled} | asyncio.run(run(rate * 1000, stalled, given))
@@ -224,8 +231,8 @@ def main() -> None:
                 print(json.dumps(row))
             else:
                 print(
-                    f"{rate:6g} {stalled:8g} {row['ratio']:8.3f} {row['requests']:9d} {row['stalls']:7d} "
-                    f"{row['sent_twice']:11d}"
+                    f"{rate:6g} {stalled:8g} {row['ratio']:8.3f} {row['fetched']:8.3f} {row['requests']:9d} "
+                    f"{row['stalls']:7d} {row['sent_twice']:11d}"
                 )
 
 
