@@ -6,7 +6,8 @@ Run it from a checkout, in an environment with dcr-daemon, the packages of `requ
 It takes about ten minutes, half of them for the servers (`gpu_servers.py`). Every check prints a line; the report is a
 JSON list of checks with `state` passed, failed or skipped, a reason, and figures. The exit status is 1 if one failed.
 
-With `--device cpu` everything that needs a GPU is skipped with that reason, and the rest runs on small sizes.
+With `--device cpu` everything that needs a GPU is skipped with that reason, and the rest runs on small sizes: of the
+servers the dense one, with vLLM for CPUs.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+
+if TYPE_CHECKING:
+    from gpu_servers import ServerCheck
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "demo")]
@@ -107,9 +111,10 @@ class Validation:
         if not self.cuda:
             raise Skipped(NEEDS_GPU)
 
-    def on_gpu(self, check: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        self.require_gpu()
-        return check()
+    def server(self, check: ServerCheck) -> dict[str, Any]:
+        if not check.on_cpu:
+            self.require_gpu()
+        return check.run(self.device.type)
 
     def kernels(self) -> dict[str, Any]:
         """Which kernels are used; on a GPU they must be Triton's."""
@@ -271,7 +276,7 @@ def main() -> int:
     if not args.skip_servers:
         import gpu_servers
 
-        checks += [run(name, functools.partial(all_of.on_gpu, check)) for name, check in gpu_servers.checks()]
+        checks += [run(server.name, functools.partial(all_of.server, server)) for server in gpu_servers.checks()]
     gpu = torch.cuda.get_device_name(device) if all_of.cuda else ""
     report = {"device": gpu or "cpu", "torch": torch.__version__, "checks": [asdict(check) for check in checks]}
     args.report.write_text(json.dumps(report, indent=1))
