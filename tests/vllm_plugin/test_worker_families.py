@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 
 from support.vllm import inprocess
 from support.vllm.model_families import FAMILIES, write_family
-from support.vllm.refits import different
+from support.vllm.refits import RefittedRanks, different
 from support.vllm.worker_rig import Driver, Lanes, Worker, step, vector, write_version
 
 from dcr_daemon.canonical.layout import Layout
@@ -61,6 +61,37 @@ def test_a_refit_leaves_what_a_fresh_load_makes(family: str, tmp_path: Path) -> 
     assert (driver.fingerprint(layout, attached) == vector(layout, changed)).all()
     fresh = write(tmp_path / "v1", layout, changed, path)
     assert different(model, inprocess.load(fresh, skip_tokenizer_init=True, max_model_len=128)[0]) == []
+
+
+#: What each family is there for.
+TWO_RANKS = {
+    "llama": "one key-value head on both ranks, a vocabulary that is padded before it is split",
+    "gpt_oss": "biases that the first rank holds and the other fills with zeros, sinks, experts cut on either axis",
+    "deepseek_v3": "latent attention: projections on both ranks, matrices that are views of one that is split",
+    "nemotron_h": "a mixer whose projections are split in parts of different sizes",
+    "qwen3_next": "gated delta nets, a shared expert, a gate that both ranks hold",
+}
+
+
+@pytest.mark.parametrize("family", TWO_RANKS)
+def test_a_refit_of_two_ranks_leaves_on_each_what_a_fresh_load_makes(family: str, tmp_path: Path) -> None:
+    path = write_family(tmp_path / "v0", family)
+    case = RefittedRanks(path, tmp_path, skip_tokenizer_init=True, max_model_len=128)
+    assert case.wrong_sums() == []
+    case.refit(step(case.ranks[0].states[-1], 0.1, seed=1))
+    assert case.wrong_sums() == []
+    assert case.against_a_fresh_load() == []
+
+
+def test_the_second_rank_of_gpt_oss_holds_zeros_instead_of_a_bias(tmp_path: Path) -> None:
+    path = write_family(tmp_path / "v0", "gpt_oss")
+    case = RefittedRanks(path, tmp_path, skip_tokenizer_init=True, max_model_len=128)
+    first, second = (
+        {case.layout[tensor].name for tensor, how in enumerate(rank.attached.held) if how is TensorHandling.SKIPPED}
+        for rank in case.ranks
+    )
+    assert first == set()
+    assert second == {spec.name for spec in case.layout if spec.name.endswith("down_proj_bias")}
 
 
 def anchor(out: Path, layout: Layout, lanes: Lanes) -> str:

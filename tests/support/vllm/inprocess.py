@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -63,6 +66,17 @@ def _distributed() -> None:
     with set_current_vllm_config(VllmConfig()):
         init_distributed_environment(1, 0, f"file://{path}", 0, "gloo")
         ensure_model_parallel_initialized(1, 1)
+
+
+@contextmanager
+def as_rank(rank: int, size: int) -> Iterator[None]:
+    """What is loaded meanwhile is the share of one of `size` tensor-parallel ranks. There are no others: it cannot
+    compute."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    _distributed()
+    with mock.patch.multiple(get_tp_group(), world_size=size, rank_in_group=rank):
+        yield
 
 
 def state(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -11,6 +11,7 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 
 from dcr_daemon.canonical.layout import Layout
@@ -18,9 +19,10 @@ from dcr_daemon.checkpoint.directory import Checkpoint, write_checkpoint
 from dcr_daemon.checkpoint.safetensors import write_safetensors
 from dcr_daemon.vllm_plugin import calls
 from dcr_daemon.vllm_plugin.calls import Op, TensorHandling
+from dcr_daemon.vllm_plugin.core.verify_sums import join_placement
 from dcr_demo.models import copy_side_files
 from support.vllm import inprocess
-from support.vllm.worker_rig import Driver, Lanes, Version, Worker, vector, write_version
+from support.vllm.worker_rig import Driver, Lanes, Version, Worker, join_boxes, vector, write_version
 
 CAP = 1 << 26  #: bytes reserved for a transaction
 
@@ -105,6 +107,40 @@ class Refitted:
         write_checkpoint(out, self.layout, bits_of=bits.__getitem__)
         copy_side_files(self.path, out)
         return different(self.model, inprocess.load(out, **self.options)[0])
+
+
+class RefittedRanks:
+    """Two tensor-parallel ranks with the model of a checkpoint directory, one after the other in this process."""
+
+    def __init__(self, path: Path, home: Path, **options: Any) -> None:
+        self.ranks: list[Refitted] = []
+        for rank in range(2):
+            (home / f"rank-{rank}").mkdir()
+            with inprocess.as_rank(rank, 2):
+                self.ranks.append(Refitted.served(path, home / f"rank-{rank}", tensor_parallel_size=2, **options))
+        self.layout = self.ranks[0].layout
+        self.placement = join_placement(self.layout, [rank.attached for rank in self.ranks])
+
+    def wrong_sums(self) -> list[str]:
+        """Placed tensors whose live sum over both ranks is not that of the newest version."""
+        boxes = [box for rank in self.ranks for box in rank.attached.boxes]
+        sums = join_boxes(len(self.layout), boxes, np.concatenate([rank.driver.box_sums() for rank in self.ranks]))
+        wrong = (sums != vector(self.layout, self.ranks[0].states[-1])) & self.placement.exact
+        return [self.layout[tensor].name for tensor in np.flatnonzero(wrong)]
+
+    def refit(self, lanes: Lanes) -> None:
+        """Both ranks to a next version, there and back and there again."""
+        for number, rank in enumerate(self.ranks):
+            with inprocess.as_rank(number, 2):
+                rank.refit(lanes)
+
+    def against_a_fresh_load(self) -> list[str]:
+        """What differs on a rank from what a fresh load leaves there."""
+        wrong = []
+        for number, rank in enumerate(self.ranks):
+            with inprocess.as_rank(number, 2):
+                wrong += [f"{name} of rank {number}" for name in rank.against_a_fresh_load()]
+        return wrong
 
 
 def different(one: torch.nn.Module, two: torch.nn.Module) -> list[str]:

@@ -185,11 +185,14 @@ class Driver:
 
     def fingerprint(self, layout: Layout, attached: calls.AttachedRank, job: str = "") -> np.ndarray:
         """The vector as this one rank sees it; replicas must agree."""
+        return join_boxes(len(layout), attached.boxes, self.box_sums(job))
+
+    def box_sums(self, job: str = "") -> np.ndarray:
+        """What each box of this rank sums to."""
         job = job or f"f{next(self._calls)}"
         self.ok(Op.START, id=job, kind="fingerprint")
         assert self.finish(job).state == JobState.DONE
-        sums = np.frombuffer(self.ok(Op.JOIN, calls.FingerprintRank, id=job).sums, dtype="<u8")
-        return join_boxes(len(layout), attached.boxes, sums)
+        return np.frombuffer(self.ok(Op.JOIN, calls.FingerprintRank, id=job).sums, dtype="<u8")
 
     def swap(self, txn: str) -> calls.Sums:
         for op in (Op.APPROVE, Op.CHECK, Op.BEGIN):

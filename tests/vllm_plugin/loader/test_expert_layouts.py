@@ -19,7 +19,7 @@ import torch
 pytest.importorskip("vllm")
 
 from support.vllm.model_families import write_family
-from support.vllm.refits import Refitted
+from support.vllm.refits import Refitted, RefittedRanks
 from support.vllm.worker_rig import step
 
 from dcr_daemon.vllm_plugin.loader import permutation
@@ -84,15 +84,17 @@ LATENT = {"num_hidden_layers": 3, "hybrid_override_pattern": "M*E", "n_routed_ex
           "topk_group": 1, "mamba_num_heads": 16, "mamba_head_dim": 32}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("family", "fields"),
-    [
-        pytest.param("qwen3_moe", {"moe_intermediate_size": 128}, id="gated"),
-        pytest.param("qwen3_moe", {"moe_intermediate_size": 96}, id="padded"),
-        pytest.param("nemotron_h", LATENT | {"moe_intermediate_size": 128}, id="relu2"),
-        pytest.param("nemotron_h", LATENT | {"moe_intermediate_size": 96}, id="relu2-padded"),
-    ],
-)
+WHOLE = [
+    pytest.param("qwen3_moe", {"moe_intermediate_size": 128}, id="gated"),
+    pytest.param("nemotron_h", LATENT | {"moe_intermediate_size": 128}, id="relu2"),
+]
+PADDED = [
+    pytest.param("qwen3_moe", {"moe_intermediate_size": 96}, id="padded"),
+    pytest.param("nemotron_h", LATENT | {"moe_intermediate_size": 96}, id="relu2-padded"),
+]
+
+
+@pytest.mark.parametrize(("family", "fields"), WHOLE + PADDED)
 def test_a_refit_leaves_what_a_fresh_load_converts(
     family: str, fields: dict[str, Any], backend: str, tmp_path: Path
 ) -> None:
@@ -101,4 +103,17 @@ def test_a_refit_leaves_what_a_fresh_load_converts(
     (experts,) = (layer for name, layer in case.model.named_modules() if hasattr(layer, "w13_weight"))
     assert experts.quant_method.unquantized_backend.name == backend
     case.refit(step(case.states[-1], 0.05, seed=1))
+    assert case.against_a_fresh_load() == []
+
+
+@pytest.mark.parametrize(("family", "fields"), PADDED)
+def test_each_of_two_ranks_pads_its_half_and_follows(
+    family: str, fields: dict[str, Any], backend: str, tmp_path: Path
+) -> None:
+    """Half of 96 is 48, which FlashInfer's layouts pad on each rank."""
+    path = write_family(tmp_path / "v0", family, **(SIZES | fields))
+    case = RefittedRanks(path, tmp_path, skip_tokenizer_init=True, max_model_len=128)
+    assert case.wrong_sums() == []
+    case.refit(step(case.ranks[0].states[-1], 0.05, seed=1))
+    assert case.wrong_sums() == []
     assert case.against_a_fresh_load() == []
