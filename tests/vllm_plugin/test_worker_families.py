@@ -161,6 +161,20 @@ def test_what_no_loader_reads_is_skipped_and_hinders_nothing(tmp_path: Path) -> 
     assert skipped == list(extra)
 
 
+def test_the_way_out_is_named_for_copies_of_latent_attention_and_for_no_others(tmp_path: Path) -> None:
+    path = write_family(tmp_path / "v0", "deepseek_v2")
+    layout, _ = read(path)
+    model, config = inprocess.load(path, skip_tokenizer_init=True, max_model_len=128)
+    attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
+    attention.packed, mlp.packed = (layer.weight.t().contiguous() for layer in (attention.kv_b_proj, mlp.down_proj))
+    refusals = Driver(Worker(model, config)).attach(layout, tmp_path).refusals
+    latent, dense = (refusals[f"model.layers.0.{name}.weight"] for name in ("self_attn.kv_b_proj", "mlp.down_proj"))
+    assert "self_attn.packed, a copy of" in latent
+    assert latent.endswith("; start vLLM with VLLM_MLA_DISABLE=1")
+    assert "mlp.packed, a copy of" in dense
+    assert dense.endswith("as it was (on a CPU; a GPU may keep it as loaded)")
+
+
 @pytest.mark.parametrize(
     ("stored", "served"), [("float16", "bfloat16"), ("float32", "bfloat16"), ("bfloat16", "float32")]
 )

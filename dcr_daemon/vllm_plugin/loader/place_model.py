@@ -98,7 +98,7 @@ def record_model(model: torch.nn.Module, layout: Layout, *, platform: str) -> tu
                     found = expert_repacks(method, module)
                     repacks |= {f"{path}.{name}" if path else name: repack for name, repack in found.items()}
                 except Unplaceable as error:
-                    reason = str(error)
+                    reason = f"{error}{_on_a_cpu(next(module.parameters()))}"
             if reason is not None:
                 refusals |= dict.fromkeys(own, reason)
 
@@ -125,8 +125,13 @@ def _shape_refusal(name: str, form: LoadFormat) -> str | None:
         return None
     if live.shape != loading.shape or live.stride() != loading.stride():
         shape = "removed" if live.numel() == 0 else f"repacked to {tuple(live.shape)}"
-        return f"{name} was {shape} after loading from {tuple(loading.shape)}"
+        return f"{name} was {shape} after loading from {tuple(loading.shape)}{_on_a_cpu(live)}"
     return None
+
+
+def _on_a_cpu(live: torch.Tensor) -> str:
+    """Added to what is refused for what vLLM makes of weights after loading: it packs more of them on a CPU."""
+    return " (on a CPU; a GPU may keep it as loaded)" if live.device.type == "cpu" else ""
 
 
 def place(recording: Recording, form: LoadFormat, layout: Layout) -> Placement:
@@ -281,15 +286,22 @@ def audit(placement: Placement, model: torch.nn.Module, config: Any, *, layout: 
     known = {storage_key(one.tensor) for one in stale}
     for path, source in hidden_copies.find(model, _searched(model, fills), known=known).items():
         reasons.append((frozenset({source}), f"{path}, a copy of {source} that appeared after loading,"))
-    way_out = "; start vLLM with VLLM_MLA_DISABLE=1" if config.model_config.use_mla else ""
+    latent = _latent_attention(model) if config.model_config.use_mla else ()
+    where = _on_a_cpu(next(model.parameters()))
     for sources, found in reasons:
-        reason = f"an update would leave {found} as it was{way_out}"
+        way_out = "; start vLLM with VLLM_MLA_DISABLE=1" if any(s.startswith(latent) for s in (*sources, found)) else ""
+        reason = f"an update would leave {found} as it was{where}{way_out}"
         tensors = {tensor for source in sources for tensor in fills.get(source, ())}
         for tensor in tensors:
             placement.refusals[layout[tensor].name] = reason
             placement.held[tensor] = TensorHandling.REFUSED
         if not tensors:
             placement.refusals[""] = reason
+
+
+def _latent_attention(model: torch.nn.Module) -> tuple[str, ...]:
+    """The prefixes of the layers of latent attention: of those that have a `kv_b_proj`."""
+    return tuple(f"{path}." for path, module in model.named_modules() if "kv_b_proj" in module._modules)
 
 
 def _searched(model: torch.nn.Module, names: Iterable[str]) -> Named:
