@@ -15,13 +15,14 @@ import torch
 
 
 class ArenaFull(Exception):
-    """The arena has no space for this."""
+    """The arena has no space for this; the text says how large it is, and where."""
 
 
 class _Taker:
     """Hands out byte ranges of `size` bytes."""
 
     alignment = 8
+    where = "host memory"
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -35,7 +36,7 @@ class _Taker:
         start = -(-self._used // self.alignment) * self.alignment
         end = start + count
         if end > self.size:
-            raise ArenaFull
+            raise ArenaFull(f"{self.size} bytes of {self.where}")
         self._used = end
         return start, end
 
@@ -64,6 +65,7 @@ class DeviceArena(_Taker):
     """
 
     alignment = 16  # Triton compiles another kernel for pointers that are aligned otherwise
+    where = "device memory"
 
     def __init__(self, cap: int, device: torch.device) -> None:
         size = max(cap * 2 // 3 + cap // 64, 1 << 12)  # and the tables of groups and of tiles

@@ -91,13 +91,13 @@ class Preparation:
                 for number, hop in enumerate(hops[:fits]):
                     done.append(self._hop(number, hop, fits))
                 return self._finish(txn, fits, done)
-            except ArenaFull:
+            except ArenaFull as full:
                 # A hop changes values that earlier hops put there, so a half-done one cannot be cut off: start again
                 # with the hops that are known to fit, or with one less if the device's arena was the full one.
                 fits = min(len(done), fits - 1)
                 if fits == 0:
                     raise ResourceExhausted(
-                        f"version {hops[0].version} alone needs more than the {self._arena.size} bytes reserved",
+                        f"version {hops[0].version} alone needs more than the {full} that are reserved",
                         hint="raise DCR_STAGE_CAP where the engine is started",
                     ) from None
 

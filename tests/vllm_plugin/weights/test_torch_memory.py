@@ -12,6 +12,7 @@ from support.vllm.worker_rig import Driver, Worker, random_lanes, step, write_ve
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dcr_daemon.errors import ResourceExhausted
 from dcr_daemon.vllm_plugin import calls
 from dcr_daemon.vllm_plugin.calls import Code, Op
 from dcr_daemon.vllm_plugin.loader import place_model
@@ -189,6 +190,8 @@ def test_versions_that_the_device_cannot_hold_wait_for_the_next_transaction(tmp_
     assert txn.fits == 2
     assert txn.apply(memory, placement) == txn.answer.after
     assert toy.state() == loaded(states[2]).state()
+    with pytest.raises(ResourceExhausted, match="version 1 alone needs more than the 64 bytes of device memory"):
+        run(64, 1)
 
 
 def test_a_device_arena_hands_out_pieces_on_which_triton_does_not_compile_again() -> None:
