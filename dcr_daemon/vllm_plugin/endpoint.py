@@ -34,7 +34,7 @@ from dcr_daemon.engine.port import EngineGone, EngineStatus
 from dcr_daemon.errors import DcrError, UsageError
 from dcr_daemon.vllm_plugin import compat
 from dcr_daemon.vllm_plugin.compat import UnsupportedVllm
-from dcr_daemon.vllm_plugin.core.data_parallel import JointDecision, joint_verdict, merge, with_pause
+from dcr_daemon.vllm_plugin.core.data_parallel import JointDecision, after_both_rounds, joint_verdict, merge
 from dcr_daemon.vllm_plugin.core.hooks import METHOD
 from dcr_daemon.vllm_plugin.settings import Settings
 
@@ -150,7 +150,8 @@ class EngineGroup:
             incarnation=call.incarnation,
             back=decision is JointDecision.ROLL_BACK,
         )
-        return with_pause(merge(call, await self._run_to_end(end)), time.monotonic() - began)
+        ended = merge(call, await self._run_to_end(end))
+        return after_both_rounds(ended, held, pause=time.monotonic() - began)
 
     async def _run_to_end(self, call: AnyCall) -> list[AnyAnswer]:
         """The answer of every engine, polled until none is pending."""

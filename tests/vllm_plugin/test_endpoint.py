@@ -319,7 +319,10 @@ async def test_dense_data_parallel_engines_move_together(path: Path, pair: tuple
     version = 1
     async with serving(path, one, two) as (owner, _):
         await owner.prepare(one.transaction(version))
-        assert (await owner.swap("txn")).verdict is Verdict.COMMITTED
+        swapped = await owner.swap("txn")
+        assert swapped.verdict is Verdict.COMMITTED
+        assert list(swapped.phases) == ["commit", "resume", "rest", "begin", "apply", "sums"], "of both rounds"
+        assert sum(swapped.phases.values()) <= swapped.pause
         assert one.holds(version)
         assert two.holds(version)
         first = owner
@@ -375,6 +378,25 @@ async def test_engines_take_a_version_without_changes_together_and_without_a_pau
         swapped = await owner.swap("txn")
         assert (swapped.verdict, swapped.version, swapped.pause) == (Verdict.COMMITTED, 1, 0.0)
         assert [engine.host.rests for engine in pair] == rests
+        together(pair, 1, serving=True)
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+async def test_an_engine_that_refuses_a_version_without_changes_is_told_and_nothing_is_begun(
+    path: Path, pair: tuple[ToyEngine, ToyEngine], bad: int
+) -> None:
+    for engine in pair:
+        engine.lanes[1] = [lanes.copy() for lanes in engine.lanes[0]]
+    async with serving(path, *pair) as (owner, _):
+        await owner.prepare(pair[0].transaction(1))
+        pair[bad].core.state.forget_prepared()
+        with pytest.raises(EngineRefused, match=f"engine {bad}: transaction txn is not prepared"):
+            await owner.swap("txn")
+        again = VllmEngine(path)
+        attached = await again.attach(pair[0].facts)
+        assert (attached.adopted, attached.vector) == (None, pair[0].live_vector(1))
+        await again.prove(1, pair[0].vector_file(1), "v1")
+        await again.serve()
         together(pair, 1, serving=True)
 
 

@@ -364,9 +364,15 @@ class TransactionCoordinator:
             txn,
             reason,
         )
-        pause = time.monotonic() - started
         return Swapped(
-            txn=txn, verdict=Verdict.BEGUN, version=None, serving=False, pause=pause, tries=tries, reason=reason
+            txn=txn,
+            verdict=Verdict.BEGUN,
+            version=None,
+            serving=False,
+            pause=time.monotonic() - started,
+            tries=tries,
+            reason=reason,
+            phases=self._phases.seconds,
         )
 
     # -- dense repair ---------------------------------------------------------------------------------------------

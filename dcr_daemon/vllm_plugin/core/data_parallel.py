@@ -44,9 +44,9 @@ def merge(call: AnyCall, answers: Sequence[AnyAnswer]) -> AnyAnswer:
     for answer in answers:
         if isinstance(answer, Pending):
             return answer
-    done = [answer for answer in answers if isinstance(answer, Done)]
+    changed = isinstance(call, Changing) and any(_changed(swap) for swap in _swaps(answers))
     for number, answer in enumerate(answers):
-        if isinstance(answer, Refused) and not (done and isinstance(call, Changing)):
+        if isinstance(answer, Refused) and not changed:
             return msgspec.structs.replace(answer, message=f"engine {number}: {answer.message}")
     try:
         return messages.done(call.id, _merged(call, answers))
@@ -59,7 +59,7 @@ def joint_verdict(answers: Sequence[AnyAnswer]) -> JointDecision | None:
 
     None if no engine waits for a decision, or if one has committed and another cannot: the answer then reports both.
     """
-    swaps = [messages.result_of(answer, Swapped) if isinstance(answer, Done) else None for answer in answers]
+    swaps = _swaps(answers)
     held = [swap is not None and swap.verdict is Verdict.BEGUN and swap.reason == AWAITING_VERDICT for swap in swaps]
     committed = [swap is not None and swap.verdict is Verdict.COMMITTED for swap in swaps]
     if not any(held):
@@ -69,12 +69,13 @@ def joint_verdict(answers: Sequence[AnyAnswer]) -> JointDecision | None:
     return None if any(committed) else JointDecision.ROLL_BACK
 
 
-def with_pause(answer: AnyAnswer, pause: float) -> AnyAnswer:
-    """The same outcome with the pause (seconds) of both phases."""
+def after_both_rounds(answer: AnyAnswer, held: Sequence[AnyAnswer], *, pause: float) -> AnyAnswer:
+    """The outcome of the second round with the phases of the first one, `held`, and the pause (seconds) of both."""
     if not isinstance(answer, Done):
         return answer
     swapped = messages.result_of(answer, Swapped)
-    return messages.done(answer.id, msgspec.structs.replace(swapped, pause=pause))
+    rounds = [swapped.phases, *(swap.phases for swap in _swaps(held) if swap is not None)]
+    return messages.done(answer.id, msgspec.structs.replace(swapped, pause=pause, phases=longest(rounds)))
 
 
 def _merged(call: AnyCall, answers: Sequence[AnyAnswer]) -> object:
@@ -95,6 +96,16 @@ def _merged(call: AnyCall, answers: Sequence[AnyAnswer]) -> object:
             ranks = [rank for engine in _results(answers, list[RankChecksums]) for rank in engine]
             return [msgspec.structs.replace(rank, rank=number) for number, rank in enumerate(ranks)]
     return None
+
+
+def _swaps(answers: Sequence[AnyAnswer]) -> list[Swapped | None]:
+    """Of each engine how its change ended, None if it refused."""
+    return [messages.result_of(answer, Swapped) if isinstance(answer, Done) else None for answer in answers]
+
+
+def _changed(swap: Swapped | None) -> bool:
+    """Whether this engine did more than to note that its weights are a later version, too."""
+    return swap is not None and not (swap.verdict is Verdict.COMMITTED and swap.tries == 0)
 
 
 def _results(answers: Sequence[AnyAnswer], kind: type[T]) -> list[T]:
@@ -143,7 +154,7 @@ def _common(values: object) -> int | None:
 
 
 def _swapped(answers: Sequence[AnyAnswer]) -> Swapped:
-    swaps = [messages.result_of(answer, Swapped) if isinstance(answer, Done) else None for answer in answers]
+    swaps = _swaps(answers)
     known = [swap for swap in swaps if swap is not None]
     texts = [
         f"engine {number}: " + (f"{swap.verdict} {swap.reason}".strip() if swap else getattr(answer, "message", ""))
