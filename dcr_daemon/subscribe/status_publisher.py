@@ -90,19 +90,18 @@ class StatusPublisher:
 
     def lost(self, reason: str) -> None:
         """The engine is away or unproved. Emitted once per reason."""
-        self.serving, self._served = False, None
-        if reason != self._lost:
-            self._emit(EngineLost(reason=reason))
-        self._lost = reason
-        self.report("waiting for the engine", reason)
+        self._not_served("waiting for the engine", EngineLost(reason=reason))
 
     def unsupported(self, reason: str) -> None:
         """The engine can never be served, as it was started. Emitted once per reason."""
+        self._not_served("unsupported", Unsupported(reason=reason))
+
+    def _not_served(self, state: str, fact: EngineLost | Unsupported) -> None:
         self.serving, self._served = False, None
-        if reason != self._lost:
-            self._emit(Unsupported(reason=reason))
-        self._lost = reason
-        self.report("unsupported", reason)
+        if fact.reason != self._lost:
+            self._emit(fact)
+        self._lost = fact.reason
+        self.report(state, fact.reason)
 
     def blocked(self, error: DcrError, blocked_version: BlockedVersion | None) -> None:
         """The replica cannot advance and goes on with what it has. Emitted once per reason."""
