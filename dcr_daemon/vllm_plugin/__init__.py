@@ -6,7 +6,8 @@
 It runs in three processes. vLLM finds each part by itself; without `DCR_SOCKET` all of them do nothing:
 
     API server   `endpoint_plugin` (an endpoint plugin) starts `endpoint.py`. The subscriber's calls (`engine.messages`)
-                 come in over the socket, go to EngineCore as utility calls, and their answers go back.
+                 come in over the socket, go to EngineCore as utility calls, and their answers go back. `data_parallel`
+                 merges the answers of several engines.
     EngineCore   `register` (a general plugin) installs `core/`. Utility calls come in; it pauses and resumes the
                  scheduler and sends `calls` to all workers.
     worker       `WorkerExtension` is mixed into vLLM's worker, with `worker/`, `loader/` and `weights/`. `calls` come

@@ -34,8 +34,8 @@ from dcr_daemon.engine.port import EngineGone, EngineStatus
 from dcr_daemon.errors import DcrError, UsageError
 from dcr_daemon.vllm_plugin import compat
 from dcr_daemon.vllm_plugin.compat import UnsupportedVllm
-from dcr_daemon.vllm_plugin.core.data_parallel import JointDecision, after_both_rounds, joint_verdict, merge
 from dcr_daemon.vllm_plugin.core.hooks import METHOD
+from dcr_daemon.vllm_plugin.data_parallel import JointDecision, after_both_rounds, joint_verdict, merge
 from dcr_daemon.vllm_plugin.settings import Settings
 
 log = logging.getLogger("vllm.dcr")

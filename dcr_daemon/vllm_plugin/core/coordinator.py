@@ -42,13 +42,13 @@ from dcr_daemon.vllm_plugin.calls import (
     TxnState,
 )
 from dcr_daemon.vllm_plugin.core import staged_summary, verify_sums
-from dcr_daemon.vllm_plugin.core.data_parallel import AWAITING_VERDICT
 from dcr_daemon.vllm_plugin.core.operations import JobSteps, Steps
 from dcr_daemon.vllm_plugin.core.phases import PhaseTimer, longest
 from dcr_daemon.vllm_plugin.core.state import DeltaTransaction, EngineState, LoadTransaction
 from dcr_daemon.wording import shorten
 
 log = logging.getLogger("vllm.dcr")
+AWAITING_VERDICT = "written and verified; waiting for the other engines"  #: why a held transaction is still begun
 PEER_FAILED = "another engine could not go forward"  #: reason of a rollback that a joint decision asked for
 TRIES = 2  #: applies before a rollback, and complete dense loads before the engine process ends
 

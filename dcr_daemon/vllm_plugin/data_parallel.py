@@ -20,10 +20,10 @@ from dcr_daemon.engine import messages
 from dcr_daemon.engine.messages import AnyAnswer, AnyCall, Done, Pending, RankChecksums, Refused, Report
 from dcr_daemon.engine.port import Attached, EngineStatus, Prepared, Scrubbed, Swapped, Verdict
 from dcr_daemon.errors import EngineRefused
+from dcr_daemon.vllm_plugin.core.coordinator import AWAITING_VERDICT
 from dcr_daemon.vllm_plugin.core.phases import longest
 
 T = TypeVar("T")
-AWAITING_VERDICT = "written and verified; waiting for the other engines"  #: why a transaction is still begun
 
 
 class JointDecision(Enum):
