@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import re
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -19,23 +20,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from support.vllm.model_families import write_served_family
 from support.vllm.server import Rig, rig
 
 from dcr_daemon.engine.messages import RankChecksums
 from dcr_daemon.engine.port import Verdict
 from dcr_daemon.wording import shorten
-from dcr_demo.models import VOCABULARY, copy_side_files, write_tiny
+from dcr_demo.models import copy_side_files, write_tiny
+from dcr_demo.processes import ProcessDied
 
 REFITS = 3
 CLIENTS = 4
 EXPERT_BACKENDS = ("triton", "flashinfer_cutlass", "flashinfer_trtllm")
 DEFAULTS_OF_THE_RIG = ("--enforce-eager",)  # not on a GPU: compile, and capture graphs
 CONSUMPTION = ("--gpu-memory-utilization", "0.3")
+#: What vLLM says of a backend that this device, or this environment, cannot run.
+NOT_OFFERED = re.compile(r"\S[^\n]* (does not support the deployment|is not valid for this) configuration[^\n]*")
+
+
+class NotOffered(Exception):
+    """vLLM has no such kernels here; the text is vLLM's."""
 
 
 @dataclass(frozen=True)
 class ServerCheck:
-    """One server to refit: `make` writes its model, `options` are vLLM's. `on_cpu`: whether a CPU can serve it so."""
+    """One server to refit: `make` writes its model, `options` are vLLM's. `on_cpu`: whether a CPU can serve it."""
 
     name: str
     make: Callable[[Path], Path]
@@ -43,7 +52,7 @@ class ServerCheck:
     on_cpu: bool = False
 
     def run(self, device: str) -> dict[str, Any]:
-        """Returns figures; raises `AssertionError`, or `DcrError` with the end of the server's log."""
+        """Returns figures; raises `AssertionError`, `NotOffered`, or `ProcessDied` with the end of the server's log."""
         with tempfile.TemporaryDirectory(prefix="dcr-") as scratch:
             work = Path(scratch)
             serve = functools.partial(_server, options=self.options, device=device)
@@ -75,26 +84,25 @@ def _mixture(out: Path) -> Path:
 
 def _gpt_oss(out: Path) -> Path:
     """A tiny gpt-oss in BF16, with attention sinks."""
-    import torch
-    from transformers import AutoModelForCausalLM, GptOssConfig
-
-    tokenizer = write_tiny(out.with_name("tokenizer"), hidden=128)
-    config = GptOssConfig(
-        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=64, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=1024,
-    )  # fmt: skip
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(torch.bfloat16).save_pretrained(out)
-    for path in tokenizer.glob("*token*"):
-        (out / path.name).write_bytes(path.read_bytes())
-    return out
+    return write_served_family(out, "gpt_oss", hidden_size=256, intermediate_size=256, head_dim=64)
 
 
 @contextmanager
 def _server(model: Path, work: Path, *, options: tuple[str, ...], device: str) -> Iterator[Rig]:
     """On a GPU with compilation and graphs; the rig's CPU settings mean nothing to vLLM for CUDA."""
     extra, without = ((*options, *CONSUMPTION), DEFAULTS_OF_THE_RIG) if device == "cuda" else (options, ())
-    with rig(model, work, "gpu", extra=extra, without=without, env=_cache(work)) as made:
-        yield made
+    try:
+        with rig(model, work, "gpu", extra=extra, without=without, env=_cache(work)) as made:
+            yield made
+    except ProcessDied as error:
+        raise_if_not_offered((work / "gpu.log").read_text(errors="replace"))
+        raise error
+
+
+def raise_if_not_offered(log: str) -> None:
+    """Raises `NotOffered` if a server's log says that vLLM refused the backend."""
+    if said := NOT_OFFERED.search(log):
+        raise NotOffered(said.group())
 
 
 def _cache(work: Path) -> dict[str, str]:

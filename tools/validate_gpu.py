@@ -7,7 +7,7 @@ It takes about ten minutes, half of them for the servers (`gpu_servers.py`). Eve
 JSON list of checks with `state` passed, failed or skipped, a reason, and figures. The exit status is 1 if one failed.
 
 With `--device cpu` everything that needs a GPU is skipped with that reason, and the rest runs on small sizes: of the
-servers the dense one, with vLLM for CPUs.
+servers the dense one, with vLLM for CPUs. A backend that vLLM does not offer on this GPU is skipped with vLLM's reason.
 """
 
 from __future__ import annotations
@@ -112,9 +112,14 @@ class Validation:
             raise Skipped(NEEDS_GPU)
 
     def server(self, check: ServerCheck) -> dict[str, Any]:
+        from gpu_servers import NotOffered
+
         if not check.on_cpu:
             self.require_gpu()
-        return check.run(self.device.type)
+        try:
+            return check.run(self.device.type)
+        except NotOffered as reason:
+            raise Skipped(str(reason)) from reason
 
     def kernels(self) -> dict[str, Any]:
         """Which kernels are used; on a GPU they must be Triton's."""

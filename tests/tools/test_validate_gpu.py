@@ -39,6 +39,32 @@ def test_on_a_cpu_what_needs_a_gpu_is_skipped_and_the_rest_passes(tmp_path: Path
     assert checks["bits"]["figures"]["cases"] == 19
 
 
+SAID = "Unquantized MoE backend 'FlashInfer TRTLLM' does not support the deployment configuration since it is Hopper."
+
+
+@pytest.mark.parametrize(
+    ("log", "reason"),
+    [
+        (f"(Worker pid=7) ERROR Traceback\n(Worker pid=7) ERROR ValueError: {SAID}\n", SAID),
+        ("ValueError: Selected backend FLASHINFER is not valid for this configuration. Reason: [sinks]\n", "[sinks]"),
+        ("ValueError: No available memory for the cache blocks.\n", None),
+    ],
+)
+def test_a_backend_that_vllm_does_not_offer_is_told_from_a_failure(
+    log: str, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    import gpu_servers
+
+    if reason is None:
+        gpu_servers.raise_if_not_offered(log)
+        return
+    with pytest.raises(gpu_servers.NotOffered) as caught:
+        gpu_servers.raise_if_not_offered(log)
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_a_server_is_refitted_under_load_and_equals_a_fresh_one(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,17 @@ def write_family(out: Path, family: str, *, dtype: str = "bfloat16", **fields: A
         for parameter in model.parameters():
             parameter.data += 0.02 * torch.randn_like(parameter)  # norms and biases are constants otherwise
     model.to(getattr(torch, dtype)).save_pretrained(out)
+    return out
+
+
+def write_served_family(out: Path, family: str, **fields: Any) -> Path:
+    """The same, as a server needs it: with a tokenizer, and positions for what it may be asked."""
+    from dcr_demo.models import write_tiny
+
+    tokenizer = write_tiny(out.with_name(f"{out.name}-tokenizer"))
+    write_family(out, family, max_position_embeddings=1024, **fields)
+    for path in tokenizer.glob("*token*"):
+        shutil.copyfile(path, out / path.name)
     return out
 
 
