@@ -13,7 +13,7 @@ It runs in three processes. vLLM finds each part by itself; without `DCR_SOCKET`
     worker       `WorkerExtension` is mixed into vLLM's worker, with `worker/`, `loader/` and `weights/`. `calls` come
                  in through `collective_rpc`; it reads and writes the live weights.
 
-`settings`, `compat`, `calls` and `cpu_rig` are shared. `register` runs in every process of vLLM.
+`settings`, `compat`, `calls`, `job_flags` and `cpu_rig` are shared. `register` runs in every process of vLLM.
 
     DCR_SOCKET           absolute path of the private unix socket; switches the plugin on
     DCR_PAUSE            keep | wait | abort: what a swap does with requests in flight (keep)
