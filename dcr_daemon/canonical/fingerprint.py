@@ -102,10 +102,10 @@ def fingerprint(layout: Layout, tensors: Iterable[Bits]) -> Vector:
 
 def advance(vector: Vector, changes: Iterable[Change]) -> Vector:
     """A new vector: `vector` with each segment's before taken out and its after put in, mod 2^64 (must F1)."""
-    moved = [int(value) for value in vector]
+    moved = vector.astype(np.uint64)
     for change in changes:
-        moved[change.tensor] += change.after - change.before
-    return np.array([value & MASK for value in moved], dtype=np.uint64)
+        moved[change.tensor] = (int(moved[change.tensor]) + change.after - change.before) & MASK
+    return moved
 
 
 def total(vector: Vector) -> int:

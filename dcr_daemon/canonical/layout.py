@@ -109,6 +109,11 @@ class Layout:
         return sum(spec.nbytes for spec in self.specs)
 
     @cached_property
+    def elements(self) -> int:
+        """Elements of all tensors."""
+        return sum(spec.elements for spec in self.specs)
+
+    @cached_property
     def encoded(self) -> bytes:
         """The compact JSON `[[name, dtype, shape], …]` that the digest covers and the bucket stores."""
         table = [[spec.name, spec.dtype, list(spec.shape)] for spec in self.specs]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
@@ -83,7 +84,20 @@ class UpdateValidator:
 
     def _same_kind(self, given: TensorSpec) -> list[int]:
         """Layout tensors of which `given` may be a second copy."""
-        return [i for i, s in enumerate(self._layout) if s.shape == given.shape and castable(given.dtype, s.dtype)]
+        return [i for i in self._of_shape.get(given.shape, ()) if castable(given.dtype, self._layout[i].dtype)]
+
+    @cached_property
+    def _of_shape(self) -> dict[tuple[int, ...], list[int]]:
+        """Layout tensors by their shape."""
+        shapes: dict[tuple[int, ...], list[int]] = {}
+        for i, spec in enumerate(self._layout):
+            shapes.setdefault(spec.shape, []).append(i)
+        return shapes
+
+    def _not_given(self) -> list[int]:
+        """Layout tensors of which nothing was given: a set union for each of them would be quadratic."""
+        given = self._accepted | self._rejected
+        return [i for i in range(len(self._layout)) if i not in given]
 
     def followers(self, read: ReadBits) -> list[tuple[int, TiedSource]]:
         """Layout tensors that were not given and follow one that was, to be diffed when no tensor will come any more.
@@ -94,8 +108,8 @@ class UpdateValidator:
         held = {self._layout[i].name for i in self._accepted}
         sources = [
             (i, self._layout.index(source))
-            for i, spec in enumerate(self._layout)
-            if i not in self._accepted | self._rejected and (source := self._tied.source(spec.name, held))
+            for i in self._not_given()
+            if (source := self._tied.source(self._layout[i].name, held))
         ]
         self._accepted.update(i for i, _ in sources)
         self.followed |= {self._layout[i].name: self._layout[source].name for i, source in sources}
@@ -115,7 +129,7 @@ class UpdateValidator:
     def check_complete(self) -> None:
         """Raise `Incompatible` for what is known to be wrong when no tensor will come any more."""
         held = {self._layout[i].name for i in self._accepted}
-        missing = [s.name for i, s in enumerate(self._layout) if i not in self._accepted | self._rejected]
+        missing = [self._layout[i].name for i in self._not_given()]
         missing = [name for name in missing if not self._tied.source(name, held)]
         for name in missing:
             self._mismatches.note("missing", name)
