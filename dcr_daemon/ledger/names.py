@@ -41,6 +41,11 @@ def sums(version: int, attempt_: int, group: str, rank: int, nonce: str) -> str:
     return f"{attempt(version, attempt_)}{group}-{rank}-{nonce}.sums"
 
 
+def sums_of(part_key: str) -> str:
+    """The name of the sums that lie beside a part."""
+    return f"{part_key.removesuffix('.part.json')}.sums"
+
+
 def fail(version: int, attempt_: int, group: str, rank: int, nonce: str) -> str:
     return f"{attempt(version, attempt_)}{group}-{rank}-{nonce}.fail.json"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from dcr_daemon import runtime
 from dcr_daemon.errors import Corrupt, KeyNotFound, StoreUnavailable, UpdateAborted
@@ -18,6 +19,7 @@ from dcr_daemon.ledger.records import PART_LIMIT
 from dcr_daemon.publish.rank import Rank
 from dcr_daemon.store.poller import Poller
 from dcr_daemon.store.port import Store
+from dcr_daemon.task_limiter import run_limited
 from dcr_daemon.wording import shorten_ranks
 
 FEW = 8  #: missing ranks up to which each is listed by itself, without the chunks of those that are there
@@ -76,14 +78,18 @@ class ObjectCollector:
 
     async def _look(self, missing: list[int], suffix: str, found: dict[int, str]) -> bool:
         """Whether anything of a missing rank is new; what is found is put into `found`."""
-        group = f"{self._prefix}{self._rank.group}-"
-        moved = False
-        for prefix in [f"{group}{n}-" for n in missing] if len(missing) <= FEW else [group]:
+        group, moved = f"{self._prefix}{self._rank.group}-", False
+
+        async def look(prefix: str) -> None:
+            nonlocal moved
             try:
                 async for entry in self._store.list(prefix):
                     moved |= await self._take(entry.key, missing, suffix, found)
             except StoreUnavailable as error:
                 self._emit(Retrying(what=f"the store of {self._store.url}: {error.message}"))
+
+        prefixes = [f"{group}{n}-" for n in missing] if len(missing) <= FEW else [group]
+        await run_limited([partial(look, prefix) for prefix in prefixes], FEW)
         return moved
 
     async def _take(self, key: str, missing: list[int], suffix: str, found: dict[int, str]) -> bool:

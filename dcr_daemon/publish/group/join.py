@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -13,13 +14,14 @@ import numpy as np
 
 from dcr_daemon.canonical.fingerprint import Vector
 from dcr_daemon.canonical.layout import Layout
-from dcr_daemon.errors import Corrupt
-from dcr_daemon.ledger import records
+from dcr_daemon.errors import Corrupt, KeyNotFound, StoreUnavailable
+from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.listed import read_listed
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.records import PART_LIMIT, ObjectRef, Open, Part
 from dcr_daemon.publish.version.attempt import Contribution
-from dcr_daemon.task_limiter import run_limited
+from dcr_daemon.store.port import Store
+from dcr_daemon.task_limiter import TaskLimiter, run_limited
 
 CONCURRENCY = 16  #: parts read at a time
 
@@ -67,14 +69,18 @@ async def join(
         Corrupt: a part is not of this attempt, or not one.
         StoreUnavailable, ObjectPending: an object cannot be read now.
     """
-    given = {0: own.part}
+    given, store, limit = {0: own.part.ref}, objects.store, 16 * len(layout)
     joined = Joined([], own.before.copy(), own.after.copy(), own.changed, own.bytes)
 
     async def take(number: int, key: str) -> None:
-        body = await read_listed(objects.store, key, limit=PART_LIMIT, patience=patience)
+        async with TaskLimiter(None) as reads:
+            reading = await reads.start(partial(read_listed, store, key, limit=PART_LIMIT, patience=patience))
+            guess = await reads.start(partial(_early_sums, store, key, limit=limit))
+        body, sums = reading.result(), guess.result()
         part = _checked(key, body, opened, number)
-        sums = await objects.read(part.sums, opened.version, limit=16 * len(layout))
-        if len(sums) != 16 * len(layout):
+        if sums is None or records.digest(sums) != part.sums.sha256:
+            sums = await objects.read(part.sums, opened.version, limit=limit)
+        if len(sums) != limit:
             raise Corrupt(f"{part.sums.key} does not hold two vectors of {len(layout)} tensors")
         before, after = np.frombuffer(sums, dtype="<u8").reshape(2, len(layout))
         given[number] = ObjectRef(key, len(body), records.digest(body))
@@ -83,6 +89,14 @@ async def join(
     await run_limited((partial(take, number, key) for number, key in keys.items()), CONCURRENCY)
     joined.parts = [ref for _, ref in sorted(given.items())]
     return joined
+
+
+async def _early_sums(store: Store, part: str, *, limit: int) -> bytes | None:
+    """What lies under the name of the sums that a part of that name refers to, read beside the part: a guess, to be
+    compared with the part's digest. None if it cannot be read now."""
+    with contextlib.suppress(KeyNotFound, StoreUnavailable, Corrupt):
+        return await store.get(names.sums_of(part), limit=limit)
+    return None
 
 
 def _checked(key: str, body: bytes, opened: Open, number: int) -> Part:
@@ -100,4 +114,4 @@ def _checked(key: str, body: bytes, opened: Open, number: int) -> Part:
 
 def solo(own: Contribution) -> Joined:
     """A group of one."""
-    return Joined([own.part], own.before, own.after, own.changed, own.bytes)
+    return Joined([own.part.ref], own.before, own.after, own.changed, own.bytes)

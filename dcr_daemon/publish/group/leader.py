@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from dcr_daemon import runtime
@@ -23,7 +24,7 @@ from dcr_daemon.errors import DcrError, Fenced, StoreUnavailable
 from dcr_daemon.events import Emit, Opened, Retrying
 from dcr_daemon.ledger import names
 from dcr_daemon.ledger.ledger import Header
-from dcr_daemon.ledger.records import Abort, Open, Seal, show_u64
+from dcr_daemon.ledger.records import Abort, ObjectRef, Open, Seal, show_u64
 from dcr_daemon.ledger.retention.plan import RetentionPolicy
 from dcr_daemon.publish.group.context import RankContext
 from dcr_daemon.publish.group.coordinator import CLOSE_PATIENCE, Coordinator, Judge
@@ -32,9 +33,10 @@ from dcr_daemon.publish.group.peers import SumsMismatch, peers_of
 from dcr_daemon.publish.group.retention import Retention
 from dcr_daemon.publish.group.since_anchor import AnchorPolicy, SinceAnchor
 from dcr_daemon.publish.timeouts import with_timeout
-from dcr_daemon.publish.version.attempt import Attempt, put
+from dcr_daemon.publish.version.attempt import Attempt, Contribution, put
 from dcr_daemon.publish.version.fate import Cause, reason_of
 from dcr_daemon.publish.version.versions import SealedVersion
+from dcr_daemon.task_limiter import TaskLimiter
 
 T = TypeVar("T")
 
@@ -104,18 +106,13 @@ class Leader(Coordinator):
         metadata: dict[str, Any] | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> SealedVersion:
-        open_ = attempt.record
-        own = await attempt.upload(self._options.patience)
-        try:
-            joined = self._joined = await self._peers.join(open_, own)
-        except SumsMismatch:
-            self._rebuild = True
-            raise
-        after = joined.after.astype("<u8").tobytes()
-        key = names.vector(open_.version, open_.seq)
-        fingerprint, _ = await asyncio.gather(
-            put(self.ledger.store, key, after, self._options.patience), self._look_above()
-        )
+        open_, own = attempt.record, await attempt.contribution()
+        async with TaskLimiter(None) as uploads:  # what the seal names is durable when this block is left (must L4)
+            await uploads.start(partial(attempt.upload, own, self._options.patience))
+            await uploads.start(self._look_above)
+            joining = await uploads.start(partial(self._join, open_, own))
+        joined, fingerprint = joining.result()
+        self._joined = joined
         anchor = await self._peers.anchor_is_due(joined)
         runtime.failpoint("publish.uploaded")
 
@@ -125,13 +122,23 @@ class Leader(Coordinator):
                 **header.fields, version=open_.version, base=open_.base, attempt=attempt.id, parts=joined.parts,
                 fingerprint=fingerprint, before=show_u64(total(joined.before)), after=show_u64(total(joined.after)),
                 previous=header.state.seal.seq, changed=joined.changed,
-                elements=sum(spec.elements for spec in self.layout), bytes=joined.bytes,
+                elements=self.layout.elements, bytes=joined.bytes,
                 dense_bytes=self.layout.nbytes, step=open_.step, source=source, metadata=metadata or {}, anchor=anchor,
             )  # fmt: skip
 
         seal = await self._append_seal(attempt, make)
         runtime.failpoint("publish.sealed")
         return self._commit(seal)
+
+    async def _join(self, open_: Open, own: Contribution) -> tuple[Joined, ObjectRef]:
+        """What all ranks contribute, and the version's vector, which is durable."""
+        try:
+            joined = await self._peers.join(open_, own)
+        except SumsMismatch:
+            self._rebuild = True
+            raise
+        after, key = joined.after.astype("<u8").tobytes(), names.vector(open_.version, open_.seq)
+        return joined, await put(self.ledger.store, key, after, self._options.patience)
 
     async def _append_seal(self, attempt: Attempt, make: Callable[[Header], Seal]) -> Seal:
         """Append until the seal is known to be in the ledger; its slot alone decides that (must L1)."""

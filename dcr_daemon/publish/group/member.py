@@ -196,7 +196,8 @@ class Member(Coordinator):
         check: Callable[[], None] = lambda: None,
     ) -> SealedVersion:
         check()
-        await attempt.upload(self._options.patience, anchor=self.context.owes_anchor)
+        own = await attempt.contribution(anchor=self.context.owes_anchor)
+        await attempt.upload(own, self._options.patience)
         runtime.failpoint("publish.uploaded")
         fate = await self._fate(attempt.record)
         if isinstance(fate, Seal):

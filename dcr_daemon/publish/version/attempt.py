@@ -40,18 +40,37 @@ from dcr_daemon.publish.version.uploads import Uploads
 from dcr_daemon.store.port import Store
 from dcr_daemon.store.put_if_absent import put_if_absent
 from dcr_daemon.store.retry import RetryPolicy
+from dcr_daemon.task_limiter import run_limited
 
 Batch = list[tuple[int, Callable[[], Bits]]]  #: numbers of blocks, and what reads their new bits
 
 
 @dataclass(frozen=True, slots=True)
+class Upload:
+    """An object that a record will name: its digest is known before it is in the bucket."""
+
+    ref: ObjectRef
+    body: bytes
+
+    @classmethod
+    def of(cls, key: str, body: bytes) -> Upload:
+        return cls(ObjectRef(key, len(body), records.digest(body)), body)
+
+    async def put(self, store: Store, patience: float) -> ObjectRef:
+        """Returns when it is durable."""
+        await put_if_absent(store, self.ref.key, self.body, patience=RetryPolicy(patience))
+        return self.ref
+
+
+@dataclass(frozen=True, slots=True)
 class Contribution:
-    """What one rank's finished, durable part of an attempt offers to the seal. Sizes in bytes, `changed` in elements.
+    """What one rank's finished part of an attempt offers to the seal. Sizes in bytes, `changed` in elements.
 
     `before` and `after` are vectors over all that the rank owns, changed or not (must P3).
     """
 
-    part: ObjectRef
+    part: Upload
+    sums: Upload
     before: Vector
     after: Vector
     changed: int
@@ -90,6 +109,7 @@ class Attempt:
         self._number = itertools.count()
         self.segments: list[Segment] = []
         self._of_chunk: dict[int, Sequence[Segment]] = {}
+        self._refs: dict[int, ChunkRef] = {}
         self._stopped = self._baseline_unknown = False
         self.changed = 0
         baseline.begin()
@@ -197,39 +217,60 @@ class Attempt:
         n = chunk.id.n
         await self._spool.put(chunk)
         self.segments.extend(chunk.segments)
-        self._of_chunk[n] = chunk.segments
+        self._of_chunk[n], self._refs[n] = chunk.segments, ref
         self.changed += chunk.changed
         if not self._stopped:
             await self._uploads.admit(n, ref, lambda: self._spool.data(n))
 
-    async def upload(self, patience: float, *, anchor: bool = False) -> Contribution:
-        """Wait for the chunks, then put the sums and the part: all of this rank that the seal will name (must L4).
+    async def contribution(self, *, anchor: bool = False) -> Contribution:
+        """What this rank's part and sums will be, once the diff is finished. Nothing is uploaded.
 
         Args:
             anchor: ask for an anchor of the version.
+        """
+        r = self.record
+        before = self._baseline.vector
+        after = advance(before, self.segments)
+        address = (r.version, r.seq, r.group, self._rank.number, self._rank.nonce)
+        sums = Upload.of(names.sums(*address), np.concatenate([before, after]).astype("<u8").tobytes())
+        chunks = [self._refs[n] for n in sorted(self._refs)]
+        part = Part(
+            stream=r.stream, group=r.group, call=r.call, attempt=r.seq, base=r.base, version=r.version,
+            rank=self._rank.number, nonce=self._rank.nonce, chunks=chunks, sums=sums.ref, changed=self.changed,
+            bytes=sum(c.size for c in chunks), stray=self._baseline.unverified_base, anchor=anchor,
+            contents=await self._contents(),
+        )  # fmt: skip
+        upload = Upload.of(names.part(*address), records.encode(part))
+        return Contribution(upload, sums, before, after, self.changed, part.bytes)
+
+    async def upload(self, own: Contribution, patience: float) -> None:
+        """Returns when all of this rank that the seal will name is durable (must L4).
+
+        The sums do not wait for the last chunks. Neither does the part of rank 0, which seals when this has returned;
+        that of another rank tells rank 0 that all it names is durable.
 
         Raises:
             StoreUnavailable, Corrupt: as from `diff`.
         """
-        r, store = self.record, self._uploads.store
-        chunks = await self._uploads.finish()
-        before = self._baseline.vector
-        after = advance(before, self.segments)
-        address = (r.version, r.seq, r.group, self._rank.number, self._rank.nonce)
-        runtime.failpoint("publish.chunks.put")
-        both = np.concatenate([before, after]).astype("<u8").tobytes()
-        sums = await put(store, names.sums(*address), both, patience)
-        runtime.failpoint("publish.sums.put")
-        part = Part(
-            stream=r.stream, group=r.group, call=r.call, attempt=r.seq, base=r.base, version=r.version,
-            rank=self._rank.number, nonce=self._rank.nonce, chunks=chunks, sums=sums, changed=self.changed,
-            bytes=sum(c.size for c in chunks), stray=self._baseline.unverified_base, anchor=anchor,
-            contents=await self._contents(),
-        )  # fmt: skip
-        body = records.encode(part)
-        part_ref = await put(store, names.part(*address), body, patience)
-        runtime.failpoint("publish.part.put")
-        return Contribution(part_ref, before, after, self.changed, part.bytes)
+        store = self._uploads.store
+
+        async def put_chunks() -> None:
+            await self._uploads.finish()
+            runtime.failpoint("publish.chunks.put")
+
+        async def put_sums() -> None:
+            await own.sums.put(store, patience)
+            runtime.failpoint("publish.sums.put")
+
+        async def put_part() -> None:
+            await own.part.put(store, patience)
+            runtime.failpoint("publish.part.put")
+
+        if self._rank.leads:
+            await run_limited([put_chunks, put_sums, put_part], 3)
+        else:
+            await run_limited([put_chunks, put_sums], 2)
+            await put_part()
 
     async def _contents(self) -> bytes | None:
         """What each chunk touches, for other ranks that restore: they read those that touch what is theirs. None
@@ -278,6 +319,5 @@ def _contents(chunks: Sequence[Sequence[Segment]]) -> bytes | None:
 
 
 async def put(store: Store, key: str, body: bytes, patience: float) -> ObjectRef:
-    """An object that a record will name."""
-    await put_if_absent(store, key, body, patience=RetryPolicy(patience))
-    return ObjectRef(key, len(body), records.digest(body))
+    """Upload an object that a record will name."""
+    return await Upload.of(key, body).put(store, patience)

@@ -44,7 +44,6 @@ class Uploads:
         self._patience = patience
         self._queue = TaskLimiter(None, backlog)
         self._slots = asyncio.Semaphore(concurrency)
-        self._done: dict[int, ChunkRef] = {}
 
     async def admit(self, n: int, chunk: ChunkRef, body: Callable[[], Awaitable[bytes]]) -> None:
         """Queue chunk `n`; returns when the backlog has room for it. `body` fetches its bytes when its turn comes."""
@@ -60,14 +59,12 @@ class Uploads:
             runtime.failpoint("publish.chunk.begun")
             await put_if_absent(self.store, chunk.key, data, patience=RetryPolicy(self._patience))
         runtime.failpoint("publish.chunk.put")
-        self._done[n] = chunk
         took = runtime.monotonic() - started
         self._emit(ChunkPut(version=self._version, attempt=self._attempt, n=n, bytes=chunk.size, seconds=took))
 
-    async def finish(self) -> list[ChunkRef]:
-        """Wait until every chunk is durable; their references by number (must L4)."""
+    async def finish(self) -> None:
+        """Wait until every chunk is durable (must L4)."""
         await self._queue.finish()
-        return [self._done[n] for n in sorted(self._done)]
 
     async def cancel(self) -> None:
         """Give up what is not there yet; returns when nothing is under way."""

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from support.measure.round_trips import RoundTrips
 
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.errors import Corrupt, KeyNotFound, StoreUnavailable
@@ -16,7 +17,7 @@ from dcr_daemon.ledger.listed import read_listed
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.records import ObjectRef, Open, Part
 from dcr_daemon.publish.group.join import CONCURRENCY, Joined, join
-from dcr_daemon.publish.version.attempt import Contribution
+from dcr_daemon.publish.version.attempt import Contribution, Upload
 
 LAYOUT = Layout([TensorSpec(f"t{n}", "BF16", (4,)) for n in range(5)])
 WORLD = 40
@@ -67,7 +68,7 @@ class Rig:
         return key
 
     def join(self) -> Joined:
-        own = Contribution(ObjectRef("data/3/7/own", 1, "0" * 64), *self.vectors[0], 5, 50)
+        own = Contribution(Upload.of("data/3/7/own", b"?"), Upload.of("sums", b"?"), *self.vectors[0], 5, 50)
         objects = Objects(self.store, floor=lambda: 0, patience=5)
         return asyncio.run(join(own, self.keys, self.opened, objects=objects, layout=LAYOUT, patience=5.0))
 
@@ -82,7 +83,35 @@ def test_all_ranks_are_added_up_a_few_at_a_time(late: int) -> None:
     assert (joined.changed, joined.bytes) == (5 + sum(range(WORLD)), 50 + 10 * sum(range(WORLD)))
     assert [ref.key for ref in joined.parts] == ["data/3/7/own", *(rig.keys[n] for n in range(1, WORLD))]
     assert (joined.anchor, joined.unverified_base) == (False, False)
-    assert rig.store.most <= CONCURRENCY
+    assert rig.store.most <= 3 * CONCURRENCY  # the part twice, since nobody vouches for it, and the sums
+
+
+def test_a_part_and_its_sums_are_read_in_one_round_trip() -> None:
+    rig = Rig()
+    rig.store = trips = RoundTrips(rig.store)
+    rig.join()
+    assert trips.trips == -(-(WORLD - 1) // CONCURRENCY)
+    assert {trips.gets[key] for key in rig.keys.values()} == {2}
+    assert trips.asked(".sums") == WORLD - 1
+
+
+def test_sums_that_are_not_what_the_part_says_are_read_again() -> None:
+    """What lies under their name when the part is read is a guess; the part's digest decides."""
+    rig = Rig()
+    bucket = rig.store
+    right, spoiled = bucket.get, []
+
+    async def get(key: str, **options: Any) -> bytes:
+        body = await right(key, **options)
+        if key.endswith(".sums") and key not in spoiled:
+            spoiled.append(key)
+            return bytes(len(body))
+        return body
+
+    bucket.get = get
+    joined = rig.join()
+    assert len(spoiled) == WORLD - 1
+    assert np.array_equal(joined.after, rig.vectors[:, 1].sum(axis=0, dtype=np.uint64))
 
 
 @pytest.mark.parametrize(("field", "joined"), [("anchor", "anchor"), ("stray", "unverified_base")])

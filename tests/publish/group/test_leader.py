@@ -106,7 +106,7 @@ def test_an_abort_brings_the_baseline_back_exactly(world: PublishWorld, codec: s
             await diff_into(attempt, session, make_weights(world.layout, seed=9), world)
             assert not np.array_equal(await baseline.fingerprint(), before)
             if finished:
-                await attempt.upload(1.0)
+                await attempt.upload(await attempt.contribution(), 1.0)
             await session.abort_unless_sealed("test")
             assert baseline.version == 0
             assert np.array_equal(await baseline.fingerprint(), before)

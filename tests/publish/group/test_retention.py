@@ -110,7 +110,7 @@ def test_what_a_dead_publisher_left_goes_with_the_first_seal_of_the_next(world: 
             file = checkpoint.files[0]
             await attempt.diff([(session.layout.index(s.name), FileSource(file, s)) for s in file.specs])
         await attempt.finish()
-        await attempt.upload(1.0)
+        await attempt.upload(await attempt.contribution(), 1.0)
         place = names.anchor(0, session.ledger.tip.seq)
         await session.ledger.store.create(f"{place}model.safetensors", b"half an anchor")
         await session.ledger.store.create("probe/0123abcd/twice", b"?")
@@ -385,7 +385,7 @@ def test_gc_beside_a_publisher_in_the_middle_of_an_attempt(world: PublishWorld) 
                 _, done = await collect(Ledger(world.store()), RetentionPolicy())
                 assert done.objects == 0
             await attempt.finish()
-            await attempt.upload(1.0)
+            await attempt.upload(await attempt.contribution(), 1.0)
             await collect(Ledger(world.store()), RetentionPolicy())
             await session.seal(attempt)
         await session.close()
