@@ -554,3 +554,25 @@ def test_ctrl_c_ends_a_trainer_soon_even_if_the_bucket_swallows_everything(world
         target.publish(world.tensors(weights)).wait_sealed()
         version = target.version
     assert same_weights(world.reader.versions()[version], weights)
+
+
+def test_no_call_of_publish_compiles_a_kernel(world: PublishWorld) -> None:
+    """In a process of its own: here the kernels are compiled already."""
+    program = f"""
+import torch
+from dcr_daemon.codec import kernels
+from dcr_daemon.publish.publisher import Publisher
+
+def compiled():
+    return [len(k.signatures) for k in vars(kernels).values() if hasattr(k, "signatures")]
+
+from safetensors.torch import load_file
+weights = load_file({str(world.base / "model.safetensors")!r})
+with Publisher({world.url!r}, base={str(world.base)!r}, create=True, state={str(world.state)!r}) as publisher:
+    before = compiled()
+    weights["embed.weight"][3] += 1
+    weights["layer.0.weight"].view(torch.int16)[::2] += 1
+    publisher.publish(weights).wait_sealed(60)
+    assert before == compiled() and any(before), (before, compiled())
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, env=os.environ | {"NUMBA_CACHE_DIR": str(world.root)})

@@ -14,6 +14,7 @@ from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.blocks import BlockSet
 from dcr_daemon.checkpoint.directory import read_side_files
+from dcr_daemon.codec.warm import compile_kernels
 from dcr_daemon.errors import UpdateAborted, UsageError
 from dcr_daemon.events import Aborted, Alarm, Sealed
 from dcr_daemon.ledger.objects import Objects
@@ -96,6 +97,10 @@ class RankContext:
             fetched=self.state.fetched,
         )
         self._scrub = Scrub(baseline, self.options.scrub_rate)
+
+    async def compile_kernels(self) -> None:
+        """Make ready for the first update: no call of `publish` waits for a compiler."""
+        await self.workers.run(compile_kernels, {spec.width for spec in self.layout})
 
     def read(self, tensor: int, start: int, count: int) -> Bits:
         """The bits of a layout tensor, of which all is held, as the attempt under way has left them."""

@@ -28,6 +28,7 @@ from dcr_daemon.publish.timeouts import with_timeout
 from dcr_daemon.store.poller import Poller
 from dcr_daemon.store.port import Store
 from dcr_daemon.store.probe import probe
+from dcr_daemon.task_limiter import TaskLimiter, run_limited
 from dcr_daemon.wording import shorten
 
 CREATION = 7200.0  #: seconds that members wait for a stream: rank 0 reads the whole base before it creates one
@@ -63,9 +64,11 @@ async def open_leader(options: PublishOptions, store: Store, *, emit: Emit, rank
         except NotFound:
             await _create(opening.resources, start)
         context = await opening.context()
-        await _claim(opening.resources)
-        leader = Leader(context, emit)
-        await start.finish(leader)
+        async with TaskLimiter(None) as beside:
+            await beside.start(context.compile_kernels)
+            await _claim(opening.resources)
+            leader = Leader(context, emit)
+            await start.finish(leader)
         return leader
 
 
@@ -91,8 +94,9 @@ async def open_member(options: PublishOptions, store: Store, *, emit: Emit, rank
             if poller.report_due():
                 emit(Waiting(what=f"the stream at {store.url}, which rank 0 creates"))
             await poller.pause()
-        member = Member(await opening.context(), emit)
-        await member.catch_up()
+        context = await opening.context()
+        member = Member(context, emit)
+        await run_limited([context.compile_kernels, member.catch_up], 2)
         return member
 
 
