@@ -25,6 +25,9 @@ from dcr_daemon.codec.choose import choose_operation, choose_positions
 from dcr_daemon.codec.chunk import SEGMENT_BYTES, TARGET_BYTES, ChunkId, Codec, Operation, Positions, Segment
 from dcr_daemon.codec.format import Stream
 
+FIRST_BYTES = 128 << 10  #: of an encoder's first chunks; later ones grow
+GROWTH = 3  #: an open chunk has at most this part of what its encoder has closed, so little is left for the end
+
 
 @dataclass(frozen=True, slots=True)
 class EncodedChunk:
@@ -40,17 +43,21 @@ class EncodedChunk:
 class ChunkEncoder:
     """Collects the changes of many boxes into one chunk after another.
 
+    The first chunks are small, so that they can leave while most is still to be compared, and so that most has left
+    when all is compared.
+
     Args:
         layout: the stream's canonical tensors.
         codec: value codec of every segment; `AUTO` estimates and takes the smallest. 8-byte dtypes are always
             overwritten.
-        target: encoded bytes at which a chunk counts as `full`.
+        target: most encoded bytes at which a chunk counts as `full`.
     """
 
     def __init__(self, layout: Layout, *, codec: Codec = Codec.AUTO, target: int = TARGET_BYTES) -> None:
         self.layout = layout
         self._codec = codec
         self._target = target
+        self._closed = 0
         self._zstd = zstandard.ZstdCompressor(
             compression_params=zstandard.ZstdCompressionParameters.from_level(1, min_match=7)
         )
@@ -72,7 +79,8 @@ class ChunkEncoder:
     @property
     def full(self) -> bool:
         """Whether the chunk should be finished before anything is added."""
-        return self.pending >= self._target or len(self._rows) >= fmt.MAX_SEGMENTS
+        limit = min(self._target, max(FIRST_BYTES, self._closed // GROWTH))
+        return self.pending >= limit or len(self._rows) >= fmt.MAX_SEGMENTS
 
     def add(self, tensor: int, box: Box, base: Bits, new: Bits, codec: Codec | None = None) -> Segment | None:
         """Add one box: compare bits, make `base` equal to `new`, keep the difference for the chunk.
@@ -132,6 +140,7 @@ class ChunkEncoder:
         data = fmt.pack_header(header)[: fmt.HASHED_FROM] + body
         segments = tuple(row.segment for row in self._rows)
         chunk = EncodedChunk(identity, data, b"".join(self._undo), segments, self.changed)
+        self._closed += self.pending
         self._reset()
         return chunk
 

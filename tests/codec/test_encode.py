@@ -15,7 +15,7 @@ from dcr_daemon.canonical.box import Box
 from dcr_daemon.canonical.layout import Layout, TensorSpec
 from dcr_daemon.codec.chunk import SEGMENT_BYTES, ChunkId, Codec
 from dcr_daemon.codec.decode import open_chunk
-from dcr_daemon.codec.encode import ChunkEncoder
+from dcr_daemon.codec.encode import FIRST_BYTES, ChunkEncoder
 from dcr_daemon.codec.format import MAX_SEGMENTS, RAW_LIMIT
 
 
@@ -79,7 +79,7 @@ def test_the_books_and_a_fresh_start(identity: ChunkId) -> None:
 
 def test_pending_is_an_upper_estimate_that_closes_chunks_near_their_target(identity: ChunkId) -> None:
     random = np.random.default_rng(30)
-    encoder = ChunkEncoder(BIG, target=200_000)
+    encoder = ChunkEncoder(BIG, target=100_000)
     start, sizes = 0, []
     while len(sizes) < 3:
         old = random.integers(0, 1 << 16, 1 << 18, dtype=np.uint16)
@@ -91,7 +91,23 @@ def test_pending_is_an_upper_estimate_that_closes_chunks_near_their_target(ident
             pending = encoder.pending
             sizes.append(len(encoder.finish(identity).data))
             assert 0.7 * pending < sizes[-1] <= pending
-    assert all(130_000 < size < 220_000 for size in sizes)
+    assert all(65_000 < size < 110_000 for size in sizes)
+
+
+def test_first_chunks_are_small_and_little_is_left_for_the_end(identity: ChunkId) -> None:
+    """A chunk leaves when it is closed: what is still open when all is compared has yet to be sent."""
+    encoder, new = ChunkEncoder(BIG, codec=Codec.OVERWRITE, target=1 << 20), np.ones(1 << 15, "<u2")
+    step, closed, sizes = new.nbytes + 64, 0, list[int]()
+    while closed < 8 << 20:
+        encoder.add(0, Box.flat(len(sizes) << 15, 1 << 15), zeros(1 << 15), new)
+        assert encoder.pending <= max(FIRST_BYTES, closed // 3) + step
+        if encoder.full:
+            sizes.append(encoder.pending)
+            closed += encoder.pending
+            encoder.finish(identity)
+    assert sizes == sorted(sizes)
+    assert sizes[0] <= FIRST_BYTES + step
+    assert 1 << 20 <= sizes[-1] <= (1 << 20) + step
 
 
 def test_a_chunk_never_outgrows_what_a_reader_takes(identity: ChunkId) -> None:
