@@ -22,11 +22,12 @@ def test_a_version_takes_three_round_trips(small_world: SmallWorld) -> None:
 
     async def run() -> list[list[str]]:
         store = RoundTrips(MemoryStore(), writes=True)
-        session = await small_world.open(store, workers=2, uploads=8, anchor_every=None, keep_versions=None)
+        session = await small_world.open(store, uploads=8, chunk_bytes=1 << 20, anchor_every=None, keep_versions=None)
         await small_world.publish(session, small_world.draw(1))
-        store.rounds.clear()
+        await session.retention.ended()
+        before = store.trips
         await small_world.publish(session, small_world.draw(2))
-        rounds = list(store.rounds)
+        rounds = store.rounds[before:]
         await session.close()
         return rounds
 

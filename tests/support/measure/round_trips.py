@@ -24,6 +24,7 @@ class RoundTrips(WrappedStore):
     """
 
     PATIENCE = 0.03  #: seconds without another request after which those that wait are answered
+    TURNS = 50  #: of the loop, after that
 
     def __init__(self, inner: Store, *, writes: bool = False) -> None:
         super().__init__(inner)
@@ -63,6 +64,8 @@ class RoundTrips(WrappedStore):
         while came != self._came:
             came = self._came
             await asyncio.sleep(self.PATIENCE)
+            for _ in range(self.TURNS):  # whoever was kept from asking by a slow neighbour on the loop
+                await asyncio.sleep(0)
         self._round = None
         one.set()
 
