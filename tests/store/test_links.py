@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 import pytest
-from support.faults.failing_requests import SmallWorld, same
+from support.faults.failing_requests import SmallWorld, parts, same
 
 from dcr_daemon import runtime
 from dcr_daemon.checkpoint.directory import Checkpoint
@@ -191,13 +191,16 @@ async def test_a_slow_upload_is_not_given_up(fake_s3) -> None:
         assert hashlib.sha256(server.objects["run/data/a"]).digest() == hashlib.sha256(body).digest()
 
 
-@pytest.mark.parametrize("fault", ["unread", "sip", "stall", "drop", "drop-after"])
+@pytest.mark.parametrize(("fault", "part"), [
+    pytest.param(fault, *part.values, marks=part.marks, id=f"{fault}-{part.id}")
+    for fault in ("unread", "sip", "stall", "drop") for part in parts(4, quick=0)
+] + [pytest.param("drop-after", (0, 1), id="drop-after")])  # fmt: skip
 async def test_one_fault_at_any_request_of_a_publisher_is_survived(
-    fake_s3, tmp_path: Path, monkeypatch, fault: str
+    fake_s3, tmp_path: Path, monkeypatch, fault: str, part: tuple[int, int]
 ) -> None:
     """Create, claim, two versions, an anchor, release: whatever befalls one request, each version is there, once.
 
-    A lost answer, the worst, at each upload; the others at every fourth.
+    A lost answer, the worst, at each upload; the others at every fourth, and at all of them in `make faults`.
     """
     monkeypatch.setattr(client, "STALL_SECONDS", 1.0)
     patience = dataclasses.replace(CALM, stall=1.0) if fault in ("unread", "stall") else CALM
@@ -225,7 +228,7 @@ async def test_one_fault_at_any_request_of_a_publisher_is_survived(
     uploads = {number for number, method in enumerate(clean) if method == "PUT"}
     assert len(uploads) > 10
     others = set() if fault in ("unread", "stall") else set(range(0, len(clean), 5))
-    for number in sorted(uploads | others)[:: 1 if fault == "drop-after" else 4]:
+    for number in sorted(uploads | others)[part[0] :: part[1]]:
         try:
             await publish(f"at-{number}", ["ok"] * number + [fault])
         except BaseException as error:
