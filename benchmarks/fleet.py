@@ -23,12 +23,10 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "tests"), str(Path(__file__).parents[1])]
 
-from support.measure.replica_requests import ReplicaBench, measure  # noqa: E402
+from support.measure.replica_requests import HOUR, UPDATES, idle_hour, measure, updates  # noqa: E402
 
 PRICES = {"get": 0.0004, "list": 0.005, "overwrite": 0.005}  #: dollars for 1,000 requests
 MONTH = 30 * 86400
-HOUR = 3600
-UPDATES = 4  #: counted; the first is left out
 
 
 def rates(counted: Counter[str], seconds: float, replicas: int) -> dict[str, float]:
@@ -48,22 +46,10 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
 
-    async def idle(bench: ReplicaBench) -> Counter[str]:
-        await bench.idle(2 * HOUR)
-        return await bench.idle(HOUR)
-
-    async def updates(bench: ReplicaBench) -> Counter[str]:
-        total = Counter[str]()
-        for version in range(1, UPDATES + 2):
-            bench.stream.versions.step()
-            counted = await bench.update(version, upload=asked.upload, rest=asked.every - asked.upload)
-            total += counted if version > 1 else Counter()
-        return total
-
     options = {"poll": asked.poll, "poll_max": asked.poll_max}
     found: dict[str, Any] = {
-        "idle": rates(measure(idle, **options), HOUR, asked.replicas),
-        "updates": rates(measure(updates, **options), UPDATES * asked.every, asked.replicas),
+        "idle": rates(measure(idle_hour, **options), HOUR, asked.replicas),
+        "updates": rates(measure(updates(asked.every, asked.upload), **options), UPDATES * asked.every, asked.replicas),
     }
     if asked.json:
         print(json.dumps(vars(asked) | found))

@@ -74,7 +74,10 @@ StagingLimit = Annotated[
 Poll = Annotated[
     float,
     typer.Option(
-        envvar="DCR_POLL", metavar="SECONDS", min=0.01, help="Seconds between polls of the ledger after a new record."
+        envvar="DCR_POLL",
+        metavar="SECONDS",
+        min=0.01,
+        help="Seconds between polls of the ledger after a record; a tenth of it (0.1 or more) while one is expected.",
     ),
 ]
 PollMax = Annotated[
@@ -83,7 +86,7 @@ PollMax = Annotated[
         envvar="DCR_POLL_MAX",
         metavar="SECONDS",
         min=0.01,
-        help="Longest pause between polls, in seconds. A pause is about 2% of the time since the last record.",
+        help="Longest pause between polls. A pause is 2% of the time since the last record, unless one is expected.",
     ),
 ]
 Patience = Annotated[

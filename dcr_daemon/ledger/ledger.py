@@ -300,7 +300,14 @@ class Ledger:
 
     def follow(self) -> Follower:
         """Every record that counts from the present tip on, as an endless async iterator."""
-        follower = Follower(self._poll, self.check_gap, polling=self._polling, emit=self._emit, url=self.store.url)
+        follower = Follower(
+            self._poll,
+            self.check_gap,
+            polling=self._polling,
+            is_open=lambda: self._tip is not None and self._tip.state.open is not None,
+            emit=self._emit,
+            url=self.store.url,
+        )
         self._followers.add(follower)
         return follower
 

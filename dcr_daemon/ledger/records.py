@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import msgspec
@@ -158,6 +159,15 @@ class Seal(Record, frozen=True, tag="seal"):
 def version_of(record: Stream | Seal) -> int:
     """The version that a record sealed; the stream record seals version 0."""
     return 0 if isinstance(record, Stream) else record.version
+
+
+def written_at(record: Record) -> datetime | None:
+    """When its writer's clock says that it was made; None if that cannot be parsed. It decides nothing (L8)."""
+    try:
+        at = datetime.fromisoformat(record.at)
+    except ValueError:
+        return None
+    return at if at.tzinfo else at.replace(tzinfo=UTC)
 
 
 def total_of(record: Stream | Seal) -> str:

@@ -18,6 +18,7 @@ from dcr_daemon.disk import disk_error, disk_full, try_lock
 from dcr_daemon.engine.port import Engine
 from dcr_daemon.errors import DcrError, Fenced, NotFound, StoreUnavailable, UsageError
 from dcr_daemon.events import Emit, FencedOut, LedgerRead, Retrying, Waiting
+from dcr_daemon.ledger.follow import jittered
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.store.port import Store
@@ -141,7 +142,7 @@ async def _run(
 
 async def _wait_until_read(options: SubscribeOptions, emit: Emit, read: Callable[[], Awaitable[T]]) -> T:
     """What `read` returns. Unless `once`, waits for a stream that is not there yet or a store that does not answer."""
-    looks = 0
+    began = runtime.monotonic()
     while True:
         try:
             return await read()
@@ -149,8 +150,7 @@ async def _wait_until_read(options: SubscribeOptions, emit: Emit, read: Callable
             if options.once:
                 raise
             emit(Waiting(what=error.message) if isinstance(error, NotFound) else Retrying(what=error.message))
-            looks += 1
-            await runtime.sleep(options.polling.pause(looks))
+            await runtime.sleep(jittered(options.polling.pause(runtime.monotonic() - began)))
 
 
 def _staging(options: SubscribeOptions, home: Path) -> contextlib.AbstractContextManager[Path]:

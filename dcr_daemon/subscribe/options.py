@@ -34,6 +34,7 @@ class SubscribeOptions:
     `pin`: serve this version and never a newer one.
     `base`: the checkpoint of version 0, for engines whose loader computes with some tensors; not needed with an anchor.
     `poll`: time between two polls of the ledger's tail after a new record; while none comes it grows to `poll_max`.
+    While a version is open or expected it is a tenth of this (`ledger.follow.Polling.fast`).
     `patience`: how long `once` waits for an absent engine, and how long a missing object is waited for before another
     route is tried.
     `scrub_every`: time from the start of one pass over the live weights to the next, 0 for none.

@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from functools import partial
 
 from dcr_daemon import runtime
 from dcr_daemon.errors import Corrupt, Fenced, KeyNotFound, UsageError
+from dcr_daemon.ledger import records
 from dcr_daemon.ledger.fold import Tip
 from dcr_daemon.ledger.ledger import Header, Ledger
 from dcr_daemon.ledger.objects import BelowFloor, ObjectPending, Objects
@@ -293,8 +294,4 @@ def _claimant(ledger: Ledger, name: str | None, *, take_over: bool) -> str:
 
 def _sealed_at(record: Seal | Stream) -> datetime:
     """When its publisher's clock says it was sealed; if that cannot be parsed, now, so that it is kept."""
-    try:
-        at = datetime.fromisoformat(record.at)
-    except ValueError:
-        return runtime.now()
-    return at if at.tzinfo else at.replace(tzinfo=UTC)
+    return records.written_at(record) or runtime.now()

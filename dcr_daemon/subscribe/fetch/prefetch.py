@@ -18,7 +18,7 @@ from dcr_daemon.codec.decode import read_id
 from dcr_daemon.errors import Corrupt, KeyNotFound, ResourceExhausted, StoreUnavailable
 from dcr_daemon.events import ChunkFetched, Degraded, Emit, Retrying
 from dcr_daemon.ledger import names
-from dcr_daemon.ledger.follow import Polling
+from dcr_daemon.ledger.follow import Polling, jittered
 from dcr_daemon.ledger.records import OpenRef
 from dcr_daemon.store.partial import PartialFile
 from dcr_daemon.store.port import Entry, Store
@@ -56,7 +56,7 @@ class Prefetch:
         await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
-        looks = 0
+        began = runtime.monotonic()
         while not self._stopped.is_set():
             try:
                 await self._look()
@@ -65,8 +65,8 @@ class Prefetch:
                 return
             except StoreUnavailable as error:
                 self._emit(Retrying(what=f"prefetch of version {self.opened.version}: {error.message}"))
-            looks += 1
-            await runtime.wait_event(self._stopped, self._polling.pause(looks))
+            pause = self._polling.pause(runtime.monotonic() - began)
+            await runtime.wait_event(self._stopped, jittered(pause))
 
     async def _look(self) -> None:
         """Fetch the chunks that LIST names and that are not staged yet."""

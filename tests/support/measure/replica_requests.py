@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Executor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -21,6 +21,11 @@ from dcr_daemon.subscribe.daemon import SubscribeOptions, run_subscribe
 from support.stores.memory import MemoryStore
 from support.streams.versions import Versions
 from support.streams.writer import StreamWriter
+
+
+HOUR = 3600
+UPDATES = 4  #: counted by `updates`, after `LEARNED`
+LEARNED = 3  #: updates from which a replica learns when the next one comes
 
 
 class LoopRuntime(runtime.SystemRuntime):
@@ -106,3 +111,23 @@ def measure(what: Any, **options: float) -> Any:
     finally:
         runtime.install(before)
         loop.close()
+
+
+async def idle_hour(bench: ReplicaBench) -> Counter[str]:
+    """Requests of an hour in which nobody publishes, after two more of them."""
+    await bench.idle(2 * HOUR)
+    return await bench.idle(HOUR)
+
+
+def updates(every: float, upload: float) -> Callable[[ReplicaBench], Awaitable[Counter[str]]]:
+    """Requests of `UPDATES` updates that come every `every` seconds and upload for `upload` of them."""
+
+    async def count(bench: ReplicaBench) -> Counter[str]:
+        total = Counter[str]()
+        for version in range(1, LEARNED + UPDATES + 1):
+            bench.stream.versions.step()
+            counted = await bench.update(version, upload=upload, rest=every - upload)
+            total += counted if version > LEARNED else Counter()
+        return total
+
+    return count
