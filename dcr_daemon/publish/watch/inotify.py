@@ -16,7 +16,7 @@ from watchdog.events import (
     FileMovedEvent,
     FileSystemEvent,
 )
-from watchdog.observers import Observer
+from watchdog.observers.inotify import InotifyObserver
 
 from dcr_daemon.errors import ResourceExhausted
 from dcr_daemon.publish.watch.file_stability import FileStability
@@ -32,7 +32,7 @@ class InotifyWatcher:
     def __init__(self, root: Path, files: FileStability, *, changed: asyncio.Event) -> None:
         self._files, self._changed = files, changed
         self._loop = asyncio.get_running_loop()
-        self._observer = Observer()
+        self._observer = InotifyObserver(generate_full_events=True)  # else what is moved in counts as created
         try:
             self._observer.schedule(self, str(root), recursive=True)
             self._observer.start()
@@ -49,8 +49,10 @@ class InotifyWatcher:
         match event:
             case FileClosedEvent():
                 self._files.closed(Path(os.fsdecode(event.src_path)))
-            case FileMovedEvent():
+            case FileMovedEvent() if event.dest_path:
                 self._files.closed(Path(os.fsdecode(event.dest_path)))
+            case FileCreatedEvent(is_synthetic=True):  # it is in a directory that was moved in from elsewhere
+                self._files.closed(Path(os.fsdecode(event.src_path)))
             case FileCreatedEvent():
                 self._files.created(Path(os.fsdecode(event.src_path)))
             case FileModifiedEvent():

@@ -141,6 +141,36 @@ def test_a_directory_renamed_when_complete_becomes_one_version(world: PublishWor
     assert world.reader.records()[-2].source["path"] == "checkpoint-1"
 
 
+@pytest.mark.parametrize("place", ["out", "elsewhere"])
+@pytest.mark.parametrize("moved", ["directory", "files"])
+def test_what_is_moved_in_is_complete_without_a_timed_scan(
+    world: PublishWorld, place: str, moved: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rename says as much as a close: nothing waits for two scans. Here there is none but the one at the start."""
+    monkeypatch.setattr(module, "SCAN_INTERVAL", 3600.0)
+    new = step_weights(world.weights, seed=1)
+    temporary, final = world.root / place / ".tmp-1", world.root / "out/checkpoint-1"
+
+    async def run() -> None:
+        for path, body in shards(world, new, temporary):
+            put(path, body)
+        if moved == "files":
+            final.mkdir(parents=True)  # what is moved into a directory that nobody watches yet is seen as new
+        async with watching(world, poll=None):
+            await until(lambda: world.events.of(Waiting))
+            await asyncio.sleep(0.2)
+            assert not world.events.of(Opened)
+            if moved == "directory":
+                temporary.rename(final)
+            else:
+                for path in sorted(temporary.iterdir()):
+                    path.rename(final / path.name)
+            await until(lambda: world.events.of(Sealed))
+
+    asyncio.run(run())
+    assert same_weights(world.reader.versions()[1], new)
+
+
 def test_a_marker_completes_a_checkpoint(world: PublishWorld) -> None:
     new = step_weights(world.weights, seed=1)
 
