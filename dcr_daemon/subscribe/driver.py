@@ -416,7 +416,7 @@ class Driver:
         context = self._context
         seals = await context.ledger.history.between(first, last)
         for seal in seals:
-            await context.follower.finish_prefetch(seal.attempt)
+            context.follower.finish_prefetch(seal.attempt)
         deltas = await context.stage.stage_deltas(seals, await context.ledger.version_record(base))
         return await context.computed.attach_files(deltas, base)
 

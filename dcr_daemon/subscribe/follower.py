@@ -26,6 +26,7 @@ class LedgerFollower:
         self._records: Follower = ledger.follow()
         self._changed = asyncio.Event()
         self._prefetch: Prefetch | None = None
+        self._sealed: Prefetch | None = None  #: of the attempt that was sealed last: it comes to its end by itself
         self._skip = 0
         if opened := ledger.state.open:
             self._start_prefetch(opened)
@@ -52,18 +53,21 @@ class LedgerFollower:
                     await runtime.sleep(back_off(self._polling.first, tries))
                     tries += 1
         finally:
-            if self._prefetch:
-                await self._prefetch.cancel()
+            for prefetch in filter(None, (self._prefetch, self._sealed)):
+                await prefetch.cancel()
 
     async def _handle(self, record: AnyRecord) -> None:
         match record:
             case Open():
                 self._emit(OpenSeen(version=record.version, attempt=record.seq))
-                await self._stop_prefetch()
+                for prefetch in filter(None, (self._prefetch, self._sealed)):
+                    await prefetch.stop()
+                self._prefetch = self._sealed = None
                 self._start_prefetch(OpenRef(record.seq, record.version, record.base, record.group, record.call))
             case Seal():
                 self._emit(SealSeen(version=record.version, seq=record.seq, step=record.step))
-                await self._stop_prefetch()
+                self.finish_prefetch(record.attempt)
+                self._sealed, self._prefetch = self._prefetch, None
             case Abort() | Epoch() | Release():
                 if self._prefetch:
                     await self._prefetch.cancel()
@@ -77,15 +81,10 @@ class LedgerFollower:
                 self._ledger.store, self._stage, opened=opened, polling=self._polling, emit=self._emit
             )
 
-    async def _stop_prefetch(self) -> None:
-        if self._prefetch:
-            await self._prefetch.stop()
-            self._prefetch = None
-
-    async def finish_prefetch(self, attempt: int) -> None:
-        """Wait until the prefetch of a sealed attempt has ended, so that its chunks can be completed."""
+    def finish_prefetch(self, attempt: int) -> None:
+        """An attempt is sealed: its prefetch begins nothing more, and what is on its way is waited for by the stage."""
         if self._prefetch and self._prefetch.opened.seq == attempt:
-            await self._stop_prefetch()
+            self._prefetch.finish()
 
     async def wait_change(self, seconds: float) -> bool:
         """Wait for the next record, `seconds` at most; returns whether there was one."""

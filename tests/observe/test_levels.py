@@ -80,7 +80,7 @@ PLACES = {
     "dcr_daemon.subscribe.fetch.loader_computed": "Waiting",
     "dcr_daemon.subscribe.locate": "Waiting",
     "dcr_daemon.subscribe.materialize": "Retrying Retrying Retrying",
-    "dcr_daemon.subscribe.fetch.prefetch": "Degraded Retrying",
+    "dcr_daemon.subscribe.fetch.prefetch": "Retrying Degraded",
     "dcr_daemon.subscribe.status": "Degraded",
     "dcr_daemon.tracing.recorder": "Degraded",
 }

@@ -22,6 +22,7 @@ from dcr_daemon.codec.decode import read_id
 from dcr_daemon.engine.port import StreamFacts, VersionDelta
 from dcr_daemon.errors import Corrupt, DcrError, ResourceExhausted
 from dcr_daemon.events import ChunkFetched, Emit, Staged
+from dcr_daemon.ledger import records
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.records import ChunkRef, Part, Seal, Stream, version_of
 from dcr_daemon.store.partial import SUFFIX, PartialFile, partial_path
@@ -62,6 +63,9 @@ class Stage:
         self._emit = emit
         self._vectors: dict[int, Path] = {}  #: files of vectors, by version
         self._writing_vector = asyncio.Lock()
+        self.downloads = asyncio.Semaphore(CONCURRENCY)  #: whoever fetches a chunk holds one, for a prefetch too
+        self._arriving: dict[Path, asyncio.Event] = {}  #: chunks that are being fetched
+        self._digests: dict[Path, str] = {}  #: of chunks that were prefetched by this process, until they are used
         self._sizes: dict[Path, int] = {
             file: file.stat().st_size
             for file in [*path.glob("*-*/*.dcr"), *path.glob(f"*-*/.*.dcr{SUFFIX}")]
@@ -119,7 +123,7 @@ class Stage:
     async def _deltas(self, seals: Sequence[Seal], before: Stream | Seal) -> AsyncGenerator[Work[VersionDelta]]:
         """For each version that fits beside those before it, in order, the fetching of its chunks. Parts and vectors
         are read ahead; room is made when it is a version's turn, so that no later version takes that of an earlier."""
-        kept, held, fetching = set[Path](), 0, asyncio.Semaphore(CONCURRENCY)
+        kept, held = set[Path](), 0
 
         def make_room() -> None:
             self._make_room(held, kept)
@@ -148,7 +152,7 @@ class Stage:
                     before=path,
                     after=after,
                 )
-                yield partial(self._stage_delta, delta, wanted, seal, fetching, make_room)
+                yield partial(self._stage_delta, delta, wanted, seal, make_room)
                 path = after
 
     def _fitting(self, seals: Sequence[Seal]) -> Iterator[Seal]:
@@ -168,12 +172,14 @@ class Stage:
         return seal, parts.result(), vector.result()
 
     async def _stage_delta(
-        self, delta: VersionDelta, wanted: Wanted, seal: Seal, fetching: asyncio.Semaphore, room: Callable[[], None]
+        self, delta: VersionDelta, wanted: Wanted, seal: Seal, room: Callable[[], None]
     ) -> VersionDelta:
         """Fetch the chunks of one version, verified: all that its parts name, and no others of its attempt."""
 
         async def complete(path: Path, chunk: ChunkRef, part: Part) -> None:
-            async with fetching:
+            if arriving := self._arriving.get(path):
+                await arriving.wait()
+            async with self.downloads:
                 await self._complete(path, chunk, part, seal, room)
 
         works = (partial(complete, path, chunk, part) for path, (chunk, part) in wanted.items())
@@ -194,7 +200,7 @@ class Stage:
 
     async def _complete(self, path: Path, chunk: ChunkRef, part: Part, seal: Seal, room: Callable[[], None]) -> None:
         if self._sizes.get(path) == chunk.size:
-            if await self._workers.run(file_digest, path) == chunk.sha256:
+            if await self._digest(path) == chunk.sha256:
                 return
             self._drop([path])
         began = runtime.monotonic()
@@ -214,6 +220,12 @@ class Stage:
                 seconds=runtime.monotonic() - began,
             )
         )
+
+    async def _digest(self, path: Path) -> str:
+        """The digest of a staged chunk. One that was computed as its bytes came in counts once: a version that is
+        staged again, since its engine has refused it, is read."""
+        known, is_there = self._digests.pop(path, ""), await self._workers.run(path.exists)
+        return known if known and is_there else await self._workers.run(file_digest, path)
 
     def _check(self, body: bytes, chunk: ChunkRef, part: Part) -> None:
         """Raise `Corrupt` unless the chunk's own header says what its part says of it."""
@@ -245,6 +257,7 @@ class Stage:
         self._drop([path])
         self._count(keep.path, 0)  # it becomes the chunk, and takes the chunk's room
         self._count(path, size)
+        self._arriving[path] = asyncio.Event()
         try:
             yield keep
             if path not in self._sizes:
@@ -254,6 +267,14 @@ class Stage:
             self._count(path, 0)
             self._count(keep.path, keep.kept)
             raise
+        finally:
+            self._arriving.pop(path).set()
+
+    async def write_prefetched(self, path: Path, body: bytes, keep: PartialFile) -> None:
+        """`write_chunk` of one that no seal names yet; its digest is computed now, beside the downloads of others."""
+        digest = await self._workers.run(records.digest, body)
+        await self.write_chunk(path, body, keep)
+        self._digests[path] = digest
 
     async def write_chunk(self, path: Path, body: bytes, keep: PartialFile) -> None:
         """Write a chunk whole or not at all, in the place of what had arrived of it."""
@@ -296,6 +317,7 @@ class Stage:
         for path in paths:
             path.unlink(missing_ok=True)
             self.used -= self._sizes.pop(path, 0)
+            self._digests.pop(path, None)
 
 
 def _version(path: Path) -> int:

@@ -16,12 +16,14 @@ from sim.clock import Inline, Loop
 
 from dcr_daemon import runtime
 from dcr_daemon.engine.directory.engine import DirectoryEngine
-from dcr_daemon.events import discard
+from dcr_daemon.events import Event, OpenSeen, SealSeen
+from dcr_daemon.store.port import Entry, Store
 from dcr_daemon.subscribe.daemon import SubscribeOptions, run_subscribe
+from support.events import RecordedEvents
 from support.stores.memory import MemoryStore
+from support.stores.wrapped import WrappedStore
 from support.streams.versions import Versions
 from support.streams.writer import StreamWriter
-
 
 HOUR = 3600
 UPDATES = 4  #: counted by `updates`, after `LEARNED`
@@ -48,11 +50,48 @@ class LoopRuntime(runtime.SystemRuntime):
         return Inline(self._loop, lambda: 0.0)
 
 
+class DelayedStore(WrappedStore):
+    """Every request is answered after `delay` seconds."""
+
+    def __init__(self, inner: Store, delay: float) -> None:
+        super().__init__(inner)
+        self._delay = delay
+
+    async def get(self, key: str, *, limit: int, keep: Any = None) -> bytes:
+        await asyncio.sleep(self._delay)
+        return await super().get(key, limit=limit, keep=keep)
+
+    async def overwrite(self, key: str, body: bytes) -> None:
+        await asyncio.sleep(self._delay)
+        await super().overwrite(key, body)
+
+    async def list(self, prefix: str) -> AsyncIterator[Entry]:
+        await asyncio.sleep(self._delay)
+        async for entry in super().list(prefix):
+            yield entry
+
+
+class TimedEvents(RecordedEvents):
+    """Events, and when each was emitted by the loop's clock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: list[float] = []
+
+    def __call__(self, event: Event) -> None:
+        super().__call__(event)
+        self.times.append(asyncio.get_running_loop().time())
+
+    def last(self, kind: type[Event]) -> float:
+        """When the newest event of one class was emitted."""
+        return max(time for time, event in zip(self.times, self, strict=True) if isinstance(event, kind))
+
+
 class ReplicaBench:
     """A stream in memory and one replica of it. `requests` is the counter of its store."""
 
-    def __init__(self, stream: StreamWriter, store: MemoryStore) -> None:
-        self.stream, self.store = stream, store
+    def __init__(self, stream: StreamWriter, store: MemoryStore, events: TimedEvents) -> None:
+        self.stream, self.store, self.events = stream, store, events
 
     async def idle(self, seconds: float) -> Counter[str]:
         """Requests of the replica while nobody publishes."""
@@ -71,6 +110,18 @@ class ReplicaBench:
         await self._apart(total, self.stream.seal(version, refs))
         return total + await self.idle(rest)
 
+    async def lateness(self, version: int, *, upload: float, rest: float) -> float:
+        """Seconds after which the replica has seen the open or the seal of one version, whichever took longer."""
+        stream, clock = self.stream, asyncio.get_running_loop().time
+        stream.versions.step()
+        await stream.open(version)
+        opened = clock()
+        await asyncio.sleep(upload)
+        await stream.seal(version, [await stream.put(version, chunk) for chunk in stream.chunks(version)])
+        sealed = clock()
+        await asyncio.sleep(rest)
+        return max(self.events.last(OpenSeen) - opened, self.events.last(SealSeen) - sealed)
+
     async def _apart(self, total: Counter[str], writing: Any) -> Any:
         """What the publisher asks for does not count; the replica has no turn meanwhile: the bucket takes no time."""
         self.store.requests.clear()
@@ -78,7 +129,7 @@ class ReplicaBench:
 
 
 @contextlib.asynccontextmanager
-async def _bench(home: Path, **options: float) -> AsyncIterator[ReplicaBench]:
+async def _bench(home: Path, *, delay: float = 0.0, **options: float) -> AsyncIterator[ReplicaBench]:
     store = MemoryStore()
     versions = Versions(home)
     stream = StreamWriter(store.url, versions, store)
@@ -86,10 +137,11 @@ async def _bench(home: Path, **options: float) -> AsyncIterator[ReplicaBench]:
     versions.save(home / "current")
     engine = DirectoryEngine(home / "current")
     chosen = SubscribeOptions(replica="r1", state=home / "state", staging=home / "staging", scrub_every=0, **options)
-    task = asyncio.ensure_future(run_subscribe(chosen, store, engine=engine, emit=discard))
+    events = TimedEvents()
+    task = asyncio.ensure_future(run_subscribe(chosen, DelayedStore(store, delay), engine=engine, emit=events))
     await asyncio.sleep(60)
     try:
-        yield ReplicaBench(stream, store)
+        yield ReplicaBench(stream, store, events)
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -97,7 +149,7 @@ async def _bench(home: Path, **options: float) -> AsyncIterator[ReplicaBench]:
 
 
 def measure(what: Any, **options: float) -> Any:
-    """Run `what(bench)` in virtual time; `options` are the subscriber's."""
+    """Run `what(bench)` in virtual time; `options` are the subscriber's, and `delay`: of each answer of its store."""
     loop, before = Loop(), runtime._current
 
     async def main() -> Any:
