@@ -115,7 +115,7 @@ def command(
 
 
 def _plan_of_stream(options: StoreOptions, json: bool) -> None:
-    from dcr_daemon.cli.agreed import print_agreed, read_agreed
+    from dcr_daemon.cli.plan.agreed import print_agreed, read_agreed
 
     async def main() -> dict[str, Any]:
         async with options.watched() as store:
