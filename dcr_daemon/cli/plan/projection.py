@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from dcr_daemon.projection.preview import Preview
 
 _GRID = "Parallel layout"
+_REFIT = "Refit"
 _BAR = 32  #: characters
 
 
@@ -71,6 +73,42 @@ def command(
         bool | None,
         typer.Option("--mtp/--no-mtp", help="Train the multi-token prediction layers; default: as CONFIG says."),
     ] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATE",
+            help="Predict a refit over this link: 10Gbps, 200Mbit/s. CONFIG may then be a size: 1T, 7B.",
+            rich_help_panel=_REFIT,
+        ),
+    ] = None,
+    rtt: Annotated[str, typer.Option(metavar="TIME", help="Round trip to the store.", rich_help_panel=_REFIT)] = "50ms",
+    changed: Annotated[
+        str, typer.Option(metavar="SHARE", help="Elements that change in an update.", rich_help_panel=_REFIT)
+    ] = "1%",
+    replicas: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Replicas, each with a link of its own.", rich_help_panel=_REFIT)
+    ] = 1,
+    hosts: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Hosts that publish together.", rich_help_panel=_REFIT)
+    ] = 1,
+    cores: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Cores of each of them; default: as measured.", rich_help_panel=_REFIT),
+    ] = None,
+    replica_hosts: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Hosts of one replica's workers.", rich_help_panel=_REFIT)
+    ] = 1,
+    engine: Annotated[
+        str, typer.Option(metavar="KIND", help="dir or vllm, as far as it was measured.", rich_help_panel=_REFIT)
+    ] = "dir",
+    constants: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Measured constants; default: those in the package. benchmarks/rig/constants.py writes them.",
+            rich_help_panel=_REFIT,
+        ),
+    ] = None,
     rule: Annotated[
         Rule, typer.Option(help="paper: count as residual what the published projection does not map.")
     ] = Rule.dcr,
@@ -89,7 +127,18 @@ def command(
     total}, regions {min, max, total}, kinds [{kind, tensors, bytes, direct_bytes, regions, classes, why}], notes. Of a
     stream: stream, since_version, world, bytes, direct_bytes, residual_bytes, regions, residual {name: {why, owner,
     overwrite, bytes}}.
+
+    With --link, predict instead how long a refit takes, from constants measured by a benchmark: model, parameters,
+    dense_bytes, changed, bytes, replicas, fleet_bytes, seconds, lower_bound, dense_seconds, phases {name: seconds},
+    measured_on, benchmark. See docs/OPERATIONS.md.
     """
+    if link:
+        from dcr_daemon.cli.plan.refit import RefitOptions, parameters_of, print_refit
+
+        parameters = parameters_of(config) or _parameters(config, mtp)
+        asked = RefitOptions(link, rtt, changed, replicas, hosts, cores, replica_hosts, engine, constants)
+        print_refit(config, parameters, asked, json=json)
+        return
     if "://" in config:
         _plan_of_stream(StoreOptions(config, endpoint_url, region, profile), json)
         return
@@ -112,6 +161,15 @@ def command(
             f"{len(found.gaps)} tensors do not have exactly one source each, {found.gaps[0]}",
             hint="this is a bug of dcr: please report the configuration",
         )
+
+
+def _parameters(config: str, prediction: bool | None) -> int:
+    from dcr_daemon.projection.frameworks.megatron.grid import Grid
+    from dcr_daemon.projection.frameworks.models.families import read_architecture
+    from dcr_daemon.projection.preview import preview
+
+    architecture = read_architecture(config, prediction=prediction)
+    return preview(architecture, "fsdp2", grid=Grid()).parameters
 
 
 def _plan_of_stream(options: StoreOptions, json: bool) -> None:
