@@ -15,7 +15,7 @@ from dcr_daemon.ledger import records
 from dcr_daemon.ledger.fold import Tip
 from dcr_daemon.ledger.holes import read_occupied
 from dcr_daemon.ledger.objects import BelowFloor
-from dcr_daemon.ledger.read_ahead import ReadAhead
+from dcr_daemon.ledger.read_ahead import MOST, ReadAhead
 from dcr_daemon.ledger.records import Anchor, AnyRecord, Seal
 from dcr_daemon.ledger.route import Route, plan_route
 from dcr_daemon.ledger.search import SealPosition, find_seal
@@ -172,16 +172,20 @@ class History:
         return plan_route(have, target, hops=hops, anchors=sizes, floor=floor)
 
     async def anchors_back(self) -> AsyncIterator[Anchor]:
-        """The same as `anchors`; each record is read when it is asked for."""
+        """The same as `anchors`; records are read when they are asked for, ever more of them at a time."""
         state, last = self._tip().state, None
-        at = state.anchor
+        at, ahead, distance = state.anchor, ReadAhead(self._store), 0
         while at is not None and at.version >= state.floor:
-            anchor = self._anchors.get(at.seq) or await self.record(at.seq)
+            anchor: AnyRecord | None = self._anchors.get(at.seq)
+            if anchor is None:
+                body = await ahead.body(at.seq, distance=distance, most=MOST if distance else 1)
+                anchor = self._decoded(at.seq, body)
             if not isinstance(anchor, Anchor) or anchor.version != at.version or anchor.state is None:
                 raise Corrupt(f"record {at.seq} of {self._store.url} is not the anchor of version {at.version}")
             if anchor.version != last:
                 yield anchor
             at, last = anchor.state.anchor, anchor.version
+            distance = anchor.seq - at.seq if at else 0
 
     async def seals_back(self, version: int, first: int = 1) -> AsyncIterator[Seal]:
         """The seals from `version` down to that of version 1, read as they are asked for. Those down to that of

@@ -11,21 +11,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Sequence
-from functools import partial
 
 from dcr_daemon.errors import Corrupt
 from dcr_daemon.ledger import names
-from dcr_daemon.ledger.slot import LOOKS, pause_before, read_slot
+from dcr_daemon.ledger.slot import LOOKS, pause_before, read_slot, read_slots
 from dcr_daemon.store.port import Store
-from dcr_daemon.task_limiter import run_limited
 
 REACH = 10  #: doublings above a free slot: up to 512 slots
 PAGE_DIGITS = 3  #: the last digits of a record's name: a LIST without them is one page of 1000 names
 PAGE = 10**PAGE_DIGITS
 NAMED = 100  #: holes that are named; whether there are more is not looked for
-AT_ONCE = 16  #: slots that a listing does not show, and that are read at a time: it may be older than the records
+AT_ONCE = 16  #: slots that are read at a time, of those above a tail, or that a listing does not show: it may be old
 
 _RECORD = re.compile(r"ledger/([0-9]{16})\.json")
+
+
+class MissingRecords(Corrupt):
+    """The slots `seqs` are free although records lie above them."""
+
+    kind = "Corrupt"
+
+    def __init__(self, message: str, *, seqs: Sequence[int], hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.seqs = seqs
 
 
 async def find_above(
@@ -37,9 +45,10 @@ async def find_above(
         doublings: of the distance at which to look.
         by_list: also list the names above it, of this thousand and the next: one or two requests more.
     """
-    for n in doublings:
-        seq = tail + 1 + (1 << n)
-        if await read_slot(store, seq) is not None:
+    seqs = [tail + 1 + (1 << n) for n in doublings]
+    bodies = await read_slots(store, seqs, at_once=AT_ONCE)
+    for seq, body in zip(seqs, bodies, strict=True):
+        if body is not None:
             return seq
     if by_list:
         page = (tail + 1) // PAGE
@@ -65,13 +74,13 @@ async def find_holes(store: Store, tail: int, *, pages: Collection[int] | None =
     missing, free = sorted(set(slots) - shown), list[int]()
     for first in range(0, len(missing), AT_ONCE):
         seqs = missing[first : first + AT_ONCE]
-        bodies = await run_limited((partial(read_slot, store, seq) for seq in seqs), AT_ONCE)
+        bodies = await read_slots(store, seqs, at_once=AT_ONCE)
         free += [seq for seq, body in zip(seqs, bodies, strict=True) if body is None]
         if len(free) >= NAMED:
             break
     if free:  # each answer may be wrong once
         await pause_before(1)
-        bodies = await run_limited((partial(read_slot, store, seq) for seq in free), AT_ONCE)
+        bodies = await read_slots(store, free, at_once=AT_ONCE)
     return [seq for seq, body in zip(free, bodies, strict=True) if body is None][:NAMED] if free else []
 
 
@@ -119,12 +128,13 @@ async def read_occupied(store: Store, seq: int) -> bytes:
     raise missing_records(store.url, [seq])
 
 
-def missing_records(url: str, seqs: Sequence[int]) -> Corrupt:
+def missing_records(url: str, seqs: Sequence[int]) -> MissingRecords:
     """The error for holes at `seqs`."""
     one = len(seqs) == 1
     what = f"record {seqs[0]} is" if one else f"records {', '.join(map(str, seqs))} are"
-    return Corrupt(
+    return MissingRecords(
         f"the ledger of {url} is damaged: {what} missing although later ones exist",
+        seqs=seqs,
         hint="nothing may be written or deleted until it is restored: `dcr verify` says how",
     )
 

@@ -28,6 +28,7 @@ from dcr_daemon.ledger.follow import Follower, Polling
 from dcr_daemon.ledger.high_water_mark import HighWaterMark, Mark
 from dcr_daemon.ledger.history import History
 from dcr_daemon.ledger.holes import REACH, HoleSearch, find_above, missing_records, read_first_again, read_occupied
+from dcr_daemon.ledger.read_ahead import ReadOn
 from dcr_daemon.ledger.records import Epoch, Record, Release, Seal, State, Stream
 from dcr_daemon.ledger.slot import LOOKS, TRIES, Undecided, occupy, pause_before, read_slot
 from dcr_daemon.ledger.tail import Tail
@@ -420,12 +421,14 @@ class Ledger:
             await self._read_on()
 
     async def _read_on(self) -> None:
-        while await self._read_next():
+        slots = ReadOn(self.store)
+        while await self._read_next(slots):
             pass
 
-    async def _read_next(self) -> bool:
-        """Read the next slot; returns whether the tip has moved."""
-        body = await read_slot(self.store, self.tip.seq + 1)
+    async def _read_next(self, slots: ReadOn | None = None) -> bool:
+        """Read the next slot, from `slots` if these are given; returns whether the tip has moved."""
+        seq = self.tip.seq + 1
+        body = await (slots.slot(seq) if slots else read_slot(self.store, seq))
         step = fold(self.tip, body) if body is not None else None
         moved = step is not None
         if step and step.foreign:

@@ -6,12 +6,16 @@ or raises `Undecided`. It never guesses: a 404 after a lost answer decides nothi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 from dcr_daemon import runtime
 from dcr_daemon.errors import Corrupt, KeyNotFound, StoreUnavailable
 from dcr_daemon.events import Emit, Retrying
 from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.records import RECORD_LIMIT
 from dcr_daemon.store.port import Outcome, Store
+from dcr_daemon.task_limiter import run_limited
 
 LOOKS = 4  #: reads of bytes that are no record, or not the record that was expected
 TRIES = 8  #: puts of the same bytes before a caller is told that the outcome is still open
@@ -47,6 +51,13 @@ async def read_slot(store: Store, seq: int) -> bytes | None:
         if body == before or records.proves_itself(body):
             break
     return body
+
+
+async def read_slots(store: Store, seqs: Sequence[int], *, at_once: int) -> list[bytes | None]:
+    """`read_slot` of each of `seqs`, at most `at_once` at a time."""
+    if len(seqs) == 1:
+        return [await read_slot(store, seqs[0])]
+    return await run_limited((partial(read_slot, store, seq) for seq in seqs), at_once)
 
 
 async def occupy(store: Store, seq: int, body: bytes, *, emit: Emit, tries: int = TRIES) -> bytes:

@@ -6,7 +6,7 @@ coroutines are stepped by hand, one store request at a time, so the search sees 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Generator, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -15,12 +15,23 @@ from support.stores.memory import Fault, MemoryStore
 from support.streams.record_writer import RecordWriter
 
 from dcr_daemon.errors import Fenced, UsageError
-from dcr_daemon.ledger import names, records
+from dcr_daemon.ledger import names, records, slot
 from dcr_daemon.ledger.fold import begin, fold
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.records import Seal
+from dcr_daemon.task_limiter import Work
 
 Result = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def one_request_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search has no loop for tasks, and needs none: what is read side by side is not in any order."""
+
+    async def run_in_turn(works: Iterable[Work[Any]], limit: int) -> list[Any]:
+        return [await work() for work in works]
+
+    monkeypatch.setattr(slot, "run_limited", run_in_turn)
 
 
 class Turn:
