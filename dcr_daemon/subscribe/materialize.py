@@ -33,6 +33,7 @@ from dcr_daemon.errors import (
     UsageError,
 )
 from dcr_daemon.events import Alarm, Committed, Emit, Retrying, discard
+from dcr_daemon.ledger.holes import MissingRecords
 from dcr_daemon.ledger.ledger import Ledger
 from dcr_daemon.ledger.objects import BelowFloor, ObjectPending, Objects
 from dcr_daemon.ledger.records import Seal, total_of, version_of
@@ -79,11 +80,15 @@ async def materialize(
     out = _new_directory(out)
     ledger = Ledger(store, emit=emit)
     await ledger.read_up_to(version or 0)
+    hidden = version is None or version > ledger.state.seal.version  # by whatever keeps the ledger from being read on
     try:
         await ledger.read_whole()
-    except Corrupt as error:  # a hole below the state that two records prove: the version can be built all the same
+    except Corrupt as error:
+        if hidden and isinstance(error, MissingRecords) and error.seqs[-1] > ledger.tip.seq:
+            raise
+        # Below the state that two records prove: the version can be built all the same.
         emit(Alarm(must="L2", what=error.message))
-    if version is None or version > ledger.state.seal.version:
+    if hidden:
         ledger.check_undoubted()
     record = await ledger.version_record(ledger.state.seal.version if version is None else version)
     workers = runtime.Workers()

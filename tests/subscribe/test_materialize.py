@@ -6,10 +6,13 @@ import fcntl
 from collections import Counter
 
 import pytest
+from support.events import RecordedEvents
+from support.stores.memory import MemoryStore
 from support.stores.wrapped import WrappedStore
+from support.streams.record_history import HistoryWriter
 
 from dcr_daemon.errors import Corrupt, Incompatible, NotFound, ResourceExhausted, StoreUnavailable, UsageError
-from dcr_daemon.events import Committed, Retrying
+from dcr_daemon.events import Alarm, Committed, Retrying
 from dcr_daemon.ledger import names
 from dcr_daemon.publish.state import StateDirectory
 from dcr_daemon.subscribe.materialize import materialize
@@ -249,3 +252,19 @@ async def test_a_directory_that_its_last_user_removes_before_it_is_locked_is_mad
     await materialize(stream.store, out=tmp_path / "out", base=stream.versions.save(tmp_path / "base"))
     assert stream.versions.version_of(tmp_path / "out") == 0
     assert len(locked) > 1
+
+
+async def test_the_newest_version_is_not_one_below_a_hole(tmp_path):
+    """The hole is so wide that only the list of all records shows what is above it."""
+    writer = HistoryWriter(MemoryStore())
+    writer.claim()
+    writer.versions(1600)
+    for seq in range(700, 3100):
+        del writer.store.objects[names.record(seq)]
+    for version in (None, 1600):
+        with pytest.raises(Corrupt, match=r"records 700, .* are missing"):
+            await materialize(writer.store, version=version, out=tmp_path / "out")
+    events = RecordedEvents()
+    with pytest.raises(NotFound):  # of a version below it, nothing but the data is wanting
+        await materialize(writer.store, version=5, out=tmp_path / "out", emit=events)
+    assert any("are missing" in event.what for event in events.of(Alarm))
