@@ -13,7 +13,8 @@ from dcr_daemon.errors import UsageError
 class StateDirectory:
     """The state of the publisher of one stream, locked while this process lives.
 
-    Layout: `lock`, `name`, `mark.json` (high-water mark), `baseline.bin`, `baseline.json`, `published.json`, `spool/`.
+    Layout: `lock`, `name`, `mark.json` (high-water mark), `baseline.bin`, `baseline.json`, `published.json`,
+    `chain.json` (the versions since the newest anchor), `spool/`.
 
     Raises:
         UsageError: another process holds it, or it cannot be made.
@@ -44,6 +45,10 @@ class StateDirectory:
     @property
     def mark(self) -> Path:
         return self.path / "mark.json"
+
+    @property
+    def chain(self) -> Path:
+        return self.path / "chain.json"
 
     @property
     def spool(self) -> Path:

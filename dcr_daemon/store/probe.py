@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 from dcr_daemon import runtime
@@ -15,6 +16,7 @@ from dcr_daemon.errors import DcrError, Incompatible, KeyNotFound
 from dcr_daemon.store.port import Outcome, Store
 from dcr_daemon.store.put_if_absent import put_if_absent
 from dcr_daemon.store.retry import RetryPolicy, Transient, retry
+from dcr_daemon.task_limiter import run_limited
 
 ROUNDS = 4
 RACERS = 2
@@ -31,8 +33,11 @@ class Inspectable(Protocol):
         ...
 
 
-async def probe(store: Store) -> list[str]:
+async def probe(store: Store, *, again: bool = False) -> list[str]:
     """Prove create-if-absent on `store`; a publisher calls this before its first append.
+
+    Args:
+        again: an earlier process has proved it on this store. See only that a second create still loses: five requests.
 
     Returns:
         Warnings for an operator: rules that will delete or move objects, or objects that could not be deleted.
@@ -43,20 +48,20 @@ async def probe(store: Store) -> list[str]:
     """
     for _ in range(SWEPT):
         place = f"probe/{runtime.nonce(8)}"
+        twice, races = f"{place}/twice", [] if again else [f"{place}/race-{number}" for number in range(ROUNDS)]
         await put_if_absent(store, _witness(place), place.encode())
         try:
-            await _second_create_loses(store, f"{place}/twice")
-            for number in range(ROUNDS):
-                await _one_racer_wins(store, f"{place}/race-{number}")
+            await _second_create_loses(store, twice)
+            await run_limited((partial(_one_racer_wins, store, key) for key in races), ROUNDS, settles=True)
         except Incompatible:
             # A collector may take this probe for one that was left over and delete it (must L5). Whatever it lists of
             # the probe, it lists the witness: the verdict counts only if that still exists.
             swept = not await _stands(store, _witness(place))
-            await _clean(store, place)
+            await _clean(store, place, [twice, *races])
             if not swept:
                 raise
         else:
-            warnings = await _clean(store, place)
+            warnings = await _clean(store, place, [twice, *races])
             break
     else:
         raise Incompatible(f"{store.url} loses objects: {SWEPT} probes in a row were gone half way", hint=_HINT)
@@ -124,11 +129,10 @@ async def _read(store: Store, key: str) -> bytes:
         raise Incompatible(f"{store.url}: an object is gone after its create was acknowledged", hint=_HINT) from None
 
 
-async def _clean(store: Store, place: str) -> list[str]:
+async def _clean(store: Store, place: str, others: list[str]) -> list[str]:
     """Delete what the probe wrote. Least-privilege policies may deny that; the objects are tiny and harmless."""
-    keys = [_witness(place), f"{place}/twice", *(f"{place}/race-{number}" for number in range(ROUNDS))]
     try:
-        await store.delete(keys)
+        await store.delete([_witness(place), *others])
     except DcrError as error:
         return [f"the probe's objects under {store.url}/{place} stay: {error.message}"]
     return []

@@ -33,10 +33,12 @@ DOORS = {
     "disk.object.write": "refused",
     "disk.hint.write": "done without",
     "disk.hint.rename": "done without",
+    "disk.chain.write": "done without",
+    "disk.chain.rename": "done without",
     "disk.published.write": "done without",
     "disk.published.rename": "done without",
 }
-ONCE = ("disk.baseline.write", "disk.name", "disk.published")
+ONCE = ("disk.baseline.write", "disk.name", "disk.published", "disk.chain")
 
 
 @pytest.fixture

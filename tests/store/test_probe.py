@@ -31,6 +31,20 @@ async def test_a_store_that_ignores_create_if_absent_is_refused_by_name(fake_s3)
         assert server.objects == {}
 
 
+async def test_a_store_that_was_proved_before_is_tried_in_five_requests() -> None:
+    store = MemoryStore()
+    assert await probe(store, again=True) == []
+    assert store.requests == {"create": 3, "get": 1, "delete": 2}  # the deletes are one request to most stores
+    assert store.objects == {}
+
+
+async def test_a_store_that_was_proved_before_may_be_another_one_now(fake_s3) -> None:
+    async with fake_s3(honest=False) as (server, store):
+        with pytest.raises(Incompatible, match="ignores create-if-absent"):
+            await probe(store, again=True)
+        assert server.objects == {}
+
+
 async def test_a_store_in_which_two_racers_win_is_refused(fake_s3) -> None:
     async with fake_s3(atomic=False) as (_, store):
         with pytest.raises(Incompatible, match="racing"):

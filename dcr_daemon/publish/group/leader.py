@@ -56,7 +56,9 @@ class Leader(Coordinator):
         policy = AnchorPolicy(self._options.anchor_every, self._options.anchor_share)
         keep = RetentionPolicy.of(self._options.keep_versions, self._options.keep_hours)
         self.retention = Retention(self.ledger, keep, emit=emit, anchors=policy.active)
-        self._peers = peers_of(context, SinceAnchor(self.ledger, policy, dense_bytes=self.layout.nbytes), emit=emit)
+        kept = context.state.chain
+        since_anchor = SinceAnchor(self.ledger, policy, dense_bytes=self.layout.nbytes, kept=kept)
+        self._peers = peers_of(context, since_anchor, emit=emit)
         self._call = 0
         self._update_began = 0.0
         self._reading: asyncio.Future[object] | None = None

@@ -126,7 +126,7 @@ def minus_zero_equals_zero(put: Put) -> None:
 def store_is_not_probed(put: Put) -> None:
     """A publisher trusts every store to honour create-if-absent."""
 
-    async def probe(store: Any) -> list[str]:
+    async def probe(store: Any, **_: Any) -> list[str]:
         return []
 
     put(opening, "probe", probe)

@@ -67,7 +67,8 @@ SITES = [
     # What it remembers of the ledger and of its baseline.
     *_sites(
         PublisherScene,
-        "disk.mark.write disk.mark.sync disk.mark.rename disk.mark.synced disk.hint.write disk.hint.rename",
+        "disk.mark.write disk.mark.sync disk.mark.rename disk.mark.synced disk.hint.write disk.hint.rename "
+        "disk.chain.write disk.chain.rename",
     ),
     # An attempt: opened, diffed, uploaded, sealed.
     *_sites(
