@@ -395,6 +395,11 @@ class SubscriberScene(Scene):
 
     async def settled(self) -> None:
         await self.until_at(self.last)
+        # A replica reports first: one that is stopped in between leaves the files to its next start.
+        await self.until("the end of what was staged", lambda: not self.all_staged())
+
+    def all_staged(self) -> list[Path]:
+        return list(self.staging.glob("*/*-*/*.dcr"))
 
     async def open(self, version: int) -> list[ChunkRef]:
         await self.stream.open(version)
@@ -415,7 +420,7 @@ class SubscriberScene(Scene):
         assert self.versions.version_of(self.directory) == self.last
         left = {path.name for path in (self.directory / ".dcr").iterdir()}
         assert left <= {"version.json", "owner.json"}
-        assert not list(self.staging.glob("*/*-*/*.dcr"))
+        assert not self.all_staged()
 
 
 class LoadingScene(SubscriberScene):
