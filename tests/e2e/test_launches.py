@@ -51,6 +51,7 @@ async def test_two_refits_end_bit_for_bit_at_the_version(launched: tuple[Launch,
     launch, made = launched
     engine = await made.own()
     assert len(await engine.checksums()) == launch.workers
+    assert [worker.flagged for worker in made.workers()] == [True] * launch.workers, "polls leave the workers alone"
     for _ in range(2):
         version = made.versions.step()
         swapped = await made.refit(version)

@@ -22,6 +22,7 @@ from dcr_daemon.engine import messages
 from dcr_daemon.engine.port import Attached, StreamFacts, Verdict
 from dcr_daemon.engine.vllm_client import VllmEngine
 from dcr_daemon.errors import EngineRefused
+from dcr_daemon.vllm_plugin import calls
 from dcr_demo.processes import VllmServer, vllm_server
 from support.streams.versions import Versions
 
@@ -212,10 +213,19 @@ class Rig:
         """A bit of a canonical tensor flips in every worker's memory, or in that of one `rank`."""
         self._fault({"damage": tensor, **where})
 
+    def workers(self) -> list[calls.Status]:
+        """What each worker says of itself."""
+        return [calls.parse(reply["result"], calls.Status) for reply in self._ask_workers("status", {})]
+
     def _fault(self, argument: dict[str, Any]) -> None:
-        status, body = self.post("/collective_rpc", {"method": "dcr_call", "args": [_call("fault", argument)]})
+        self._ask_workers("fault", argument)
+
+    def _ask_workers(self, op: str, argument: dict[str, Any]) -> list[dict[str, Any]]:
+        status, body = self.post("/collective_rpc", {"method": "dcr_call", "args": [_call(op, argument)]})
         assert status == 200, body
-        assert all(reply["ok"] for reply in json.loads(body)["results"]), body
+        replies: list[dict[str, Any]] = json.loads(body)["results"]
+        assert all(reply["ok"] for reply in replies), body
+        return replies
 
     def post(self, path: str, body: Any = None) -> tuple[int, str]:
         """Status and text of a POST; an HTTP error is an answer too."""
