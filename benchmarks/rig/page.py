@@ -1,9 +1,10 @@
 """Writes docs/BENCHMARKS.md and its plots from the runs in docs/benchmarks/, which benchmarks printed with --json.
 
     python benchmarks/refit.py --json > docs/benchmarks/refit.json
+    python benchmarks/refit.py --engine vllm --subscribers 1 --no-dense --json > docs/benchmarks/refit-vllm.json
     python benchmarks/rig/page.py
 
-`docs/benchmarks/NAME.json` is a run of `benchmarks/NAME.py`. Nothing on the page is written by hand, and every figure
+Nothing on the page is written by hand, and every figure
 stands beside the machine that it was measured on, and its load.
 """
 
@@ -30,7 +31,7 @@ Compare figures of one run with each other: another machine gives others, and so
 beside it. A load above the number of cores means that every figure in seconds is too long.
 """
 REFIT = """\
-## A refit over a slow link
+## A refit over a slow link, {engine}
 
 `benchmarks/refit.py`, a model of {gb:g} GB, one real SeaweedFS, a link of its own for each process, options at their
 defaults. Seconds after the call of `publish()`, and as multiples of the bound: the bytes at the link's rate and two
@@ -51,9 +52,13 @@ def table(*rows: tuple[str, ...]) -> list[str]:
     return [head, "|" + "---|" * len(rows[0]), *body, ""]
 
 
-def refit(run: dict[str, Any], plots: dict[str, str]) -> list[str]:
+ENGINES = {"dir": "directory engine", "vllm": "vLLM"}
+
+
+def refit(name: str, run: dict[str, Any], plots: dict[str, str]) -> list[str]:
     lines = [
         REFIT.format(
+            engine=ENGINES[run["rows"][0]["engine_kind"]],
             gb=run["model_gb"],
             versions=len(run["rows"][0]["versions"]) - 1,
             machine=describe(run["machine"]),
@@ -62,12 +67,12 @@ def refit(run: dict[str, Any], plots: dict[str, str]) -> list[str]:
     ]
     rows: list[tuple[str, ...]] = [COLUMNS]
     rows += map(_row, run["rows"])
-    plots["refit-phases"] = bars(
+    plots[f"{name}-phases"] = bars(
         "Where the time of a refit goes: seconds in which nothing else runs", "s",
         [Bar(_name(row), _alone(row), row["median"]["bound"]) for row in run["rows"]], mark="bytes and two round trips",
     )  # fmt: skip
-    lines += [*table(*rows), "![Phases of a refit](benchmarks/refit-phases.svg)", ""]
-    return lines + _dense(run, plots) + _prediction(run)
+    lines += [*table(*rows), f"![Phases of a refit](benchmarks/{name}-phases.svg)", ""]
+    return lines + _dense(name, run, plots) + _prediction(run)
 
 
 def _row(row: dict[str, Any]) -> tuple[str, ...]:
@@ -97,7 +102,7 @@ def _alone(row: dict[str, Any]) -> dict[str, float]:
     return {name: phases[name]["alone"] for name in WAITS if name in phases}
 
 
-def _dense(run: dict[str, Any], plots: dict[str, str]) -> list[str]:
+def _dense(name: str, run: dict[str, Any], plots: dict[str, str]) -> list[str]:
     if not run["dense"]:
         return []
     found: list[tuple[str, ...]] = [
@@ -115,11 +120,11 @@ def _dense(run: dict[str, Any], plots: dict[str, str]) -> list[str]:
                     (f"{way['mbit']:g} Mbit/s", f"{way['seconds']:.1f} s", memory, f"{row['changed']:.0%}",
                      f"{row['subscribers']}", f"{way['seconds'] / seconds:.1f} × as long")
                 )  # fmt: skip
-    plots["refit-dense"] = bars("The whole model over the link, and a refit", "s", shown)
+    plots[f"{name}-dense"] = bars("The whole model over the link, and a refit", "s", shown)
     text = (
         "The dense way in the same run: boto3 uploads the model in parts of 16 MiB, ten at a time, then downloads it."
     )
-    return [text, "", *table(*found), "![Dense and refit](benchmarks/refit-dense.svg)", ""]
+    return [text, "", *table(*found), f"![Dense and refit](benchmarks/{name}-dense.svg)", ""]
 
 
 def _prediction(run: dict[str, Any]) -> list[str]:
@@ -138,7 +143,8 @@ def _prediction(run: dict[str, Any]) -> list[str]:
     return [text, "", *table(*rows)]
 
 
-SECTIONS: dict[str, Callable[[dict[str, Any], dict[str, str]], list[str]]] = {"refit": refit}
+#: What makes a section of the run `docs/benchmarks/NAME.json`, by NAME.
+SECTIONS: dict[str, Callable[[str, dict[str, Any], dict[str, str]], list[str]]] = {"refit": refit, "refit-vllm": refit}
 
 
 def pages(runs: Path) -> dict[str, str]:
@@ -147,7 +153,7 @@ def pages(runs: Path) -> dict[str, str]:
     for name, section in SECTIONS.items():
         path = runs / f"{name}.json"
         if path.exists():
-            lines += section(json.loads(path.read_text()), plots)
+            lines += section(name, json.loads(path.read_text()), plots)
     found = {f"benchmarks/{name}.svg": svg for name, svg in plots.items()}
     return {"BENCHMARKS.md": "\n".join(lines), **found}
 

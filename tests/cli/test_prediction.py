@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dcr_daemon.cli.app import run
-from dcr_daemon.cli.plan.prediction import Case, Constants, Line, compare, fit, interpolate, predict, shipped
+from dcr_daemon.cli.plan.prediction import Case, Constants, Line, compare, fit, interpolate, join, predict, shipped
 
 RTT, ELEMENTS = 0.05, 540_000_000
 LEAD = 1e7  #: bytes that are encoded before anything is on the wire
@@ -62,6 +62,17 @@ def test_constants_survive_their_file(measured: dict[str, Any]) -> None:
     again = Constants.from_json(json.loads(json.dumps(known.as_json())))
     case = Case(parameters=1e12, changed=0.02, rate=1e9, rtt=RTT, hosts=64, replica_hosts=16)
     assert predict(case, again) == predict(case, known)
+
+
+def test_a_run_with_another_engine_adds_that_engine(measured: dict[str, Any]) -> None:
+    known = fit(measured)
+    for one in measured["rows"]:
+        one["engine_kind"] = "vllm"
+        one["median"]["pause"] /= 10
+    assert compare(measured, known) == []
+    both = join(known, fit(measured))
+    assert (both.wire, both.pause["dir"]) == (known.wire, known.pause["dir"])
+    assert both.pause["vllm"].per_unit == pytest.approx(1e-9)
 
 
 def test_hosts_divide_the_work_and_not_the_wire(measured: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from typing import Any, Self
 
@@ -197,6 +197,11 @@ def fit(measured: dict[str, Any], benchmark: str = "benchmarks/refit.py") -> Con
     )
 
 
+def join(known: Constants, other: Constants) -> Constants:
+    """`known`, with the engines of another run beside its own."""
+    return replace(known, prepare=other.prepare | known.prepare, pause=other.pause | known.pause)
+
+
 def _rest(row: dict[str, Any], construct: float) -> float:
     """What the wire and the protocol took."""
     m = row["median"]
@@ -217,10 +222,11 @@ def _line(rows: Sequence[dict[str, Any]], kind: str, what: str) -> Line:
 
 
 def compare(measured: dict[str, Any], known: Constants) -> list[dict[str, Any]]:
-    """For each row with one subscriber: what was measured, what is predicted, and the error as a share of it."""
+    """For each row with one subscriber and an engine that is known: what was measured, what is predicted, and the error
+    as a share of the first."""
     found = []
     for row in measured["rows"]:
-        if row["subscribers"] == 1:
+        if row["subscribers"] == 1 and row["engine_kind"] in known.prepare:
             m = row["median"]
             case = Case(
                 parameters=m["elements"], changed=m["changed"] / m["elements"], rate=row["mbit"] * 125_000,
