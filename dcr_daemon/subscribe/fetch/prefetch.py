@@ -27,9 +27,9 @@ from dcr_daemon.task_limiter import TaskLimiter
 
 STOP_SECONDS = 5.0  #: a request that takes longer is continued by whoever stages the version
 
-#: of the pause between two LISTs, so that about a tenth of an upload is left to fetch after the seal. A LIST costs as
-#: much as a dozen GETs: it is repeated less often than the GET of the next record.
-GROWTH = 0.15
+#: of the pause between two LISTs: of a long upload about a tenth is left to fetch after the seal, and no LIST of a
+#: short one comes late. A LIST costs as much as a dozen GETs, so it is repeated less often than the GET of a record.
+GROWTH = 0.2
 
 
 class Prefetch:
@@ -38,7 +38,7 @@ class Prefetch:
     def __init__(self, store: Store, stage: Stage, *, opened: OpenRef, polling: Polling, emit: Emit) -> None:
         self.opened = opened
         self._store, self._stage, self._emit = store, stage, emit
-        self._polling = replace(polling, first=2 * polling.fast, growth=GROWTH)
+        self._polling = replace(polling, first=polling.fast, growth=GROWTH)
         self._patience = polling.first  #: seconds after which a LIST that failed is repeated
         self._prefix = names.attempt(opened.version, opened.seq)
         self._place = stage.attempt_path(opened.version, opened.seq)
