@@ -323,13 +323,41 @@ class Unsupported(Event, frozen=True, kw_only=True):
     reason: str
 
 
+class Refused(Event, frozen=True, kw_only=True):
+    """The engine has refused a version, or an anchor of it; its weights are what they were, or are proved again."""
+
+    level = "warning"
+
+    subject: Literal["version", "anchor"]
+    version: int
+    reason: str
+
+
 class LedgerRead(Event, frozen=True, kw_only=True):
-    """The ledger was read to its end, for the first time or after `LedgerDoubted`: `head` is the newest sealed version
-    there."""
+    """The ledger was read to its end, for the first time or after `LedgerDoubted` or `LedgerUnread`: `head` is the
+    newest sealed version there."""
 
     level = "info"
 
     head: int
+
+
+class LedgerPolled(Event, frozen=True, kw_only=True):
+    """The end of the ledger was looked at, and nothing follows what was read: `head` is the newest sealed version."""
+
+    level = "debug"
+
+    head: int
+
+
+class LedgerUnread(Event, frozen=True, kw_only=True):
+    """The end of the ledger was not seen for `seconds`: which version is the newest is unknown until the next
+    `LedgerRead`. `since` is when it was last seen, in UTC; None if this process has never seen it. Emitted once."""
+
+    level = "warning"
+
+    seconds: float
+    since: str | None
 
 
 class LedgerDoubted(Event, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast, get_args
 
@@ -20,6 +20,7 @@ from dcr_daemon.errors import UsageError
 from dcr_daemon.events import Emit, Level
 from dcr_daemon.observe import Observer, logs
 from dcr_daemon.observe.fanout import EventFile
+from dcr_daemon.observe.freshness import LedgerFreshness, limit_for
 from dcr_daemon.observe.health import Health, Policy, Role
 from dcr_daemon.observe.notify import notify, watchdog_interval
 from dcr_daemon.tracing.recorder import TraceRecorder
@@ -38,6 +39,8 @@ class Observation:
     json: bool = False
     policy: Policy | None = None
     trace: Path | None = None
+    longest_poll: float = 0.0  #: seconds between two looks at the ledger, at most
+    disks: Mapping[str, Path] = field(default_factory=dict)  #: directories of which the free space is a metric
 
 
 def run_daemon(watch: Observation, main: Callable[[Emit], Awaitable[None]], **context: str) -> None:
@@ -85,7 +88,7 @@ async def _observer(watch: Observation, stack: contextlib.AsyncExitStack, contex
 
     health = Health(watch.role, watch.policy)
     health.on_change(lambda: _tell_systemd(health))
-    metrics = Metrics()
+    metrics = Metrics(health, info=context, disks=watch.disks)
     listeners: list[Emit] = [metrics, health, logs.LogEvents()]
     if watch.events:
         file = EventFile(watch.events)
@@ -95,16 +98,19 @@ async def _observer(watch: Observation, stack: contextlib.AsyncExitStack, contex
         name = context.get("replica", "rank 0")
         listeners.append(TraceRecorder(watch.trace, role=watch.role, name=name, stream=context["stream"]))
     if watch.listen:
-        server = ProbeServer(watch.listen, health, metrics=metrics)
+        server = ProbeServer(watch.listen, health, metrics=metrics, info=context)
         await server.start()
         stack.push_async_callback(server.close)
         logs.logger().info("listening", address=watch.listen, port=server.port)
-    life = asyncio.ensure_future(_signs_of_life(health))
-    stack.callback(life.cancel)
+    observer = Observer(listeners)
+    freshness = LedgerFreshness(watch.role, observer, limit=limit_for(watch.longest_poll))
+    observer.add(freshness)
+    for task in (_signs_of_life(health), freshness.run()):
+        stack.callback(asyncio.ensure_future(task).cancel)
     # Up from here on: readiness in systemd's sense is that the process works, not that a version is served; an
     # engine that starts an hour later must not make the unit fail.
     notify("READY=1", f"STATUS={health.status}")
-    return Observer(listeners)
+    return observer
 
 
 def _tell_systemd(health: Health) -> None:

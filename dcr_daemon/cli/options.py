@@ -52,7 +52,7 @@ Listen = Annotated[
     typer.Option(
         envvar="DCR_LISTEN",
         metavar="HOST:PORT",
-        help="Serve /metrics, /livez and /readyz at this address.",
+        help="Serve /metrics, /livez, /readyz and /status at this address.",
         rich_help_panel=_OBSERVE,
     ),
 ]

@@ -257,7 +257,10 @@ def command(
             _print_report(report, json=json)
             report.check()
 
-    run_daemon(Observation("publisher", listen, events, log_level, json, trace=trace), main, stream=to)
+    observation = Observation(
+        "publisher", listen, events, log_level, json, trace=trace, disks={"state": options.state, "watch": watch}
+    )
+    run_daemon(observation, main, stream=to)
 
 
 def _print_report(report: OnceReport, *, json: bool) -> None:

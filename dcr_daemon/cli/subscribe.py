@@ -157,6 +157,7 @@ def command(
     from dcr_daemon.engine import open_engine
     from dcr_daemon.observe.health import Policy
     from dcr_daemon.subscribe.daemon import STAGING_LIMIT, SubscribeOptions, run_subscribe
+    from dcr_daemon.subscribe.fetch.staging import staging_root
     from dcr_daemon.subscribe.options import replica_id
 
     root = state_root(state)
@@ -184,5 +185,15 @@ def command(
         finally:
             await served.close()
 
-    watch = Observation("subscriber", listen, events, log_level, json, Policy(ready_within, pin), trace)
+    watch = Observation(
+        "subscriber",
+        listen,
+        events,
+        log_level,
+        json,
+        Policy(ready_within, pin),
+        trace,
+        longest_poll=options.polling.longest,
+        disks={"state": root, "staging": staging or staging_root(root)},
+    )
     run_daemon(watch, main, stream=source, replica=options.replica)

@@ -19,7 +19,7 @@ from dcr_daemon import runtime
 from dcr_daemon.canonical.fingerprint import Vector
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.errors import Corrupt, Fenced, Incompatible, NotFound, UsageError
-from dcr_daemon.events import Alarm, Claimed, Emit, FencedOut, LedgerDoubted, LedgerRead, discard
+from dcr_daemon.events import Alarm, Claimed, Emit, FencedOut, LedgerDoubted, LedgerPolled, LedgerRead, discard
 from dcr_daemon.ledger import records
 from dcr_daemon.ledger.create import create_stream
 from dcr_daemon.ledger.doubt import REPAIR, Doubt, Looks, Reading, read_again
@@ -65,7 +65,8 @@ class Ledger:
 
     Args:
         mark: the file of the high-water mark; None only for observers, which act on nothing.
-        emit: gets `Alarm` for void records, `LedgerDoubted`, `LedgerRead`, `Retrying`, `Claimed`, `FencedOut`.
+        emit: gets `Alarm` for void records, `LedgerDoubted`, `LedgerRead`, `LedgerPolled`, `Retrying`, `Claimed`,
+            `FencedOut`.
         polling: how `follow` waits.
     """
 
@@ -320,6 +321,7 @@ class Ledger:
         """
         async with self._lock:
             await self._check_above(by_list=False, doublings=range(REACH) if turn is None else [turn % REACH])
+            self._note_polled()
 
     async def _poll(self) -> bool:
         """Read the next slot; returns whether it was occupied."""
@@ -439,7 +441,14 @@ class Ledger:
         if step is None and self._doubt:
             self._doubt = None
             self._emit(LedgerRead(head=self.state.seal.version))
+        if step is None:
+            self._note_polled()
         return moved
+
+    def _note_polled(self) -> None:
+        """The store has answered that nothing follows the tip; in doubt something does."""
+        if self._doubt is None:
+            self._emit(LedgerPolled(head=self.state.seal.version))
 
     async def _look_again(self, step: Step) -> bool:
         """`step` does not follow the tip: read everything again; returns whether that led past it."""

@@ -26,6 +26,10 @@ class Observer:
     def __init__(self, listeners: Iterable[Emit]) -> None:
         self._listeners = list(listeners)
 
+    def add(self, listener: Emit) -> None:
+        """One more, which may itself emit through this observer."""
+        self._listeners.append(listener)
+
     def __call__(self, event: Event) -> None:
         for listener in list(self._listeners):
             try:

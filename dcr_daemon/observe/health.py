@@ -4,17 +4,19 @@ Live means that the event loop runs (the HTTP server and the watchdog run in it)
 daemon not live: one outage of the bucket would restart the fleet. A publisher is ready while it holds the claim. A
 subscriber is ready while its engine generates and is verified at a version that the policy allows. An unreachable store
 does not change that: the replica serves what it has, a restart could not make it newer, and otherwise all replicas
-would become unready at once. A record of the ledger that does not follow what was read before it (must L2) ends
-readiness: this process may have misread something, so what it calls the newest version may be an old one.
+would become unready at once. Its lag is unknown then, and `status` says since when. A record of the ledger that does
+not follow what was read before it (must L2) ends readiness: this process may have misread something, so what it calls
+the newest version may be an old one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from dcr_daemon import events as e
+from dcr_daemon import runtime
 
 Role = Literal["publisher", "subscriber"]
 #: With 0 the whole fleet would be unready between every seal and its commit. A replica that is more versions behind is
@@ -37,14 +39,16 @@ class Health:
     """An `Emit`. `status` is one line for people; it says why if not `ready`."""
 
     def __init__(self, role: Role, policy: Policy | None = None) -> None:
-        self._role = role
+        self.role = role
         self._policy = policy or Policy()
         self._changed: Callable[[], None] = lambda: None
         self._head = 0
+        self._read_at: str | None = None  #: when the end of the ledger was last seen
         self._served: int | None = None
         self._blocked: e.Blocked | None = None
         self._claimed = False
         self._doubt = ""
+        self._unread = ""
         self._why = "starting"
         self.ready = False
         self.status = "starting"
@@ -59,9 +63,16 @@ class Health:
             case e.LedgerDoubted():
                 self._head = max(self._head, event.head)
                 self._doubt = f"in doubt about record {event.seq}: {event.reason}"
+            case e.LedgerPolled():
+                self._head = max(self._head, event.head)
+                self._read_at = runtime.now().isoformat(timespec="milliseconds")
+            case e.LedgerUnread():
+                self._unread = (
+                    f"the ledger was not read since {event.since}" if event.since else "the ledger was not read"
+                )
             case e.LedgerRead():
-                self._doubt = ""
-        if self._role == "publisher":
+                self._doubt = self._unread = ""
+        if self.role == "publisher":
             self._publisher(event)
         else:
             self._subscriber(event)
@@ -77,6 +88,10 @@ class Health:
                 self._claimed, self.status = False, f"fenced by {event.by}"
             case e.LedgerDoubted():
                 self.status = self._doubt
+            case e.LedgerUnread():
+                self.status = self._unread
+            case e.LedgerRead():
+                self.status = f"the ledger is read to its end, version {event.head}"
             case e.Opened():
                 self.status = f"building version {event.version}"
             case e.Sealed():
@@ -113,14 +128,29 @@ class Health:
             version = "" if self._blocked.version is None else f" at version {self._blocked.version}"
             blocked = f"{'poisoned' if self._blocked.poisoned else 'blocked'}{version}: {self._blocked.reason}"
         if self._served is None:
-            self.ready, self.status = False, "; ".join(filter(None, (self._why, self._doubt, blocked)))
+            self.ready, self.status = False, "; ".join(filter(None, (self._why, self._doubt, self._unread, blocked)))
             return
         lag = self._policy.target(self._head) - self._served
         near = lag <= self._policy.within
         self.ready = near and not self._doubt
         allowed = "" if near else f" (ready within {self._policy.within})"
-        serving = f"serving version {self._served}, lag {max(lag, 0)}{allowed}"
-        self.status = "; ".join(filter(None, (serving, self._doubt, blocked)))
+        serving = f"serving version {self._served}, lag {'unknown' if self._unread else max(lag, 0)}{allowed}"
+        self.status = "; ".join(filter(None, (serving, self._doubt, self._unread, blocked)))
+
+    def report(self) -> dict[str, Any]:
+        """What /status says: the versions and the lag are None where they are not known."""
+        known = self._served is not None and not self._unread
+        return {
+            "role": self.role,
+            "ready": self.ready,
+            "status": self.status,
+            "head": self._head if self._read_at or self._head else None,
+            "served": self._served,
+            "lag": max(self._policy.target(self._head) - (self._served or 0), 0) if known else None,
+            "ledger_read_at": self._read_at,
+            "ledger_unread": bool(self._unread),
+            "blocked": self._blocked.reason if self._blocked else None,
+        }
 
 
 _LASTING = (

@@ -1,4 +1,4 @@
-"""The HTTP server of a daemon's probes and metrics: GET /metrics, /livez, /readyz.
+"""The HTTP server of a daemon's probes and metrics: GET /metrics, /livez, /readyz, /status.
 
 It runs in the daemon's own event loop, so an answer to /livez proves that the loop runs. Every connection is closed
 after one answer, and after 5 seconds in any case. The server has no access control: bind it to an address that only
@@ -10,10 +10,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections.abc import Mapping
+from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+import dcr_daemon
 from dcr_daemon.errors import UsageError
 from dcr_daemon.observe.health import Health
 from dcr_daemon.observe.metrics import CONTENT_TYPE, Metrics
@@ -35,11 +38,14 @@ _logger.addFilter(_NotFromRequests())
 
 
 class ProbeServer:
-    """Serves from `start` to `close`. `listen` is `HOST:PORT`; with port 0, `port` is the free one that was taken."""
+    """Serves from `start` to `close`. `listen` is `HOST:PORT`; with port 0, `port` is the free one that was taken.
 
-    def __init__(self, listen: str, health: Health, *, metrics: Metrics) -> None:
+    `info` (stream, replica) is part of the answer to /status.
+    """
+
+    def __init__(self, listen: str, health: Health, *, metrics: Metrics, info: Mapping[str, str] | None = None) -> None:
         self._host, self._wanted = parse_listen(listen)
-        self._health, self._metrics = health, metrics
+        self._health, self._metrics, self._info = health, metrics, dict(info or {})
         self._runner: web.AppRunner | None = None
         self._listener: asyncio.Server | None = None
         self.port = 0
@@ -51,6 +57,7 @@ class ProbeServer:
         app.router.add_get("/metrics", self._exposition)
         app.router.add_get("/livez", self._live)
         app.router.add_get("/readyz", self._ready)
+        app.router.add_get("/status", self._status)
         app.router.add_get("/{other:.*}", self._unknown)
         self._runner = web.AppRunner(app, access_log=None, logger=_logger, shutdown_timeout=_SHUTDOWN)
         await self._runner.setup()
@@ -87,11 +94,17 @@ class ProbeServer:
 
     async def _ready(self, request: web.Request) -> web.Response:
         state = {"ready": self._health.ready, "status": self._health.status}
-        body = json.dumps(state).encode() + b"\n"
-        return web.Response(body=body, status=200 if self._health.ready else 503, content_type="application/json")
+        return _json(state, 200 if self._health.ready else 503)
+
+    async def _status(self, request: web.Request) -> web.Response:
+        return _json(self._info | self._health.report() | {"daemon_version": dcr_daemon.__version__})
 
     async def _unknown(self, request: web.Request) -> web.Response:
-        return web.Response(text="try /metrics, /livez or /readyz\n", status=404)
+        return web.Response(text="try /metrics, /livez, /readyz or /status\n", status=404)
+
+
+def _json(value: dict[str, Any], status: int = 200) -> web.Response:
+    return web.Response(body=json.dumps(value).encode() + b"\n", status=status, content_type="application/json")
 
 
 async def _close_after(request: web.Request, response: web.StreamResponse) -> None:

@@ -33,7 +33,7 @@ from dcr_daemon.engine.port import (
     VersionDelta,
 )
 from dcr_daemon.errors import Corrupt, DcrError, EngineRefused, NotFound, ResourceExhausted, StoreUnavailable
-from dcr_daemon.events import Alarm, Attached, Degraded, Emit, Prepared, Repaired, Retrying, RolledBack
+from dcr_daemon.events import Alarm, Attached, Degraded, Emit, Prepared, Refused, Repaired, Retrying, RolledBack
 from dcr_daemon.ledger.objects import BelowFloor, ObjectPending
 from dcr_daemon.ledger.route import NoRoute, Route
 from dcr_daemon.subscribe.backoff import BACK_OFF, FailureBackoff, back_off
@@ -442,7 +442,7 @@ class Driver:
     async def _transaction_refused(self, txn: Transaction, error: DcrError) -> None:
         """The engine did not take a change, and nothing was written: find out what its weights are (must P4)."""
         before, version, alone = self.version, txn.hops[0].version, len(txn.hops) == 1
-        self._emit(Degraded(what=f"version {version} was refused: {error}"))
+        self._emit(Refused(subject="version", version=version, reason=str(error)))
         self._one_by_one = True  # to learn which of several it is
         if isinstance(error, ResourceExhausted):
             if alone:
@@ -521,7 +521,7 @@ class Driver:
 
     async def _load_failed(self, version: int, error: DcrError, *, touched: bool) -> None:
         """Do without this anchor for now. Raises `error` if there is no other way."""
-        self._emit(Degraded(what=f"anchor {version} cannot be loaded: {error}"))
+        self._emit(Refused(subject="anchor", version=version, reason=str(error)))
         self._backoff.block_anchor(version)
         if touched:
             await self._attach()

@@ -20,7 +20,7 @@ from support.streams.record_writer import RecordWriter, make_open
 from support.virtual_time import VirtualTimeRuntime
 
 from dcr_daemon.errors import Corrupt, ResourceExhausted
-from dcr_daemon.events import Alarm, Retrying
+from dcr_daemon.events import Alarm, LedgerPolled, Retrying
 from dcr_daemon.ledger import names, records
 from dcr_daemon.ledger.follow import GAP_AFTER, Polling, PollSchedule, jittered
 from dcr_daemon.ledger.high_water_mark import HighWaterMark
@@ -159,6 +159,29 @@ def test_an_unavailable_store_is_waited_out(
         acting(still, None, None, lambda: asyncio.ensure_future(writer.open()))
         assert isinstance(await anext(follower), Open)
         assert len(events.of(Retrying)) == 3
+
+    asyncio.run(check())
+
+
+def test_every_look_that_the_store_answers_is_told_and_no_other(
+    store: MemoryStore, writer: RecordWriter, still: VirtualTimeRuntime, events: RecordedEvents
+) -> None:
+    """Also the looks further ahead, of which a follower that waits for long makes one in six."""
+
+    async def check() -> None:
+        await writer.version()
+        reader = Ledger(store, emit=events)
+        await reader.read()
+        follower = reader.follow()
+        await reader.read()
+        events.clear()
+        store.faults.extend([Fault.DOWN] * 3)
+        looks = GAP_AFTER + 10
+        acting(still, *[None] * looks, lambda: asyncio.ensure_future(writer.open()))
+        assert isinstance(await anext(follower), Open)
+        polled = events.of(LedgerPolled)
+        assert {event.head for event in polled} == {1}
+        assert looks - 3 <= len(polled) <= looks
 
     asyncio.run(check())
 

@@ -156,3 +156,23 @@ def test_an_engine_that_cannot_be_proved_says_what_it_lacks() -> None:
     health = Health("subscriber")
     health(e.Blocked(version=None, reason="its weights are of no version"))
     assert (health.ready, health.status) == (False, "starting; blocked: its weights are of no version")
+
+
+def test_a_replica_that_cannot_read_the_ledger_stays_ready_and_says_that_its_lag_is_unknown() -> None:
+    health = Health("subscriber")
+    health(e.LedgerPolled(head=7))
+    health(e.Serving(version=7))
+    health(e.LedgerUnread(seconds=50, since="2026-01-31T23:59:59+00:00"))
+    assert health.ready
+    assert health.status == ("serving version 7, lag unknown; the ledger was not read since 2026-01-31T23:59:59+00:00")
+    assert (health.report()["lag"], health.report()["ledger_unread"]) == (None, True)
+    health(e.LedgerRead(head=9))
+    assert health.status == "serving version 7, lag 2"
+    assert health.report()["lag"] == 2
+
+
+def test_a_publisher_that_cannot_read_the_ledger_says_so() -> None:
+    health = Health("publisher")
+    health(e.Claimed(epoch=4, name="a"))
+    health(e.LedgerUnread(seconds=50, since=None))
+    assert (health.ready, health.status) == (True, "the ledger was not read")

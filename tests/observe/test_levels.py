@@ -18,7 +18,7 @@ from dcr_daemon.observe import logs
 
 PACKAGE = Path(dcr_daemon.__file__).parent
 LEVELS = {
-    "debug": ["ChunkFetched", "ChunkPut", "Diffed", "ShardTaken", "StoreRequest"],
+    "debug": ["ChunkFetched", "ChunkPut", "Diffed", "LedgerPolled", "ShardTaken", "StoreRequest"],
     "info": [
         "AnchorPut",
         "Attached",
@@ -48,7 +48,9 @@ LEVELS = {
         "CheckpointSkipped",
         "Degraded",
         "EngineLost",
+        "LedgerUnread",
         "Paused",
+        "Refused",
         "Retrying",
         "Unsupported",
     ],
@@ -75,7 +77,7 @@ PLACES = {
     "dcr_daemon.publish.watch.watcher": "Degraded Retrying Degraded Degraded",
     "dcr_daemon.store.retry": "Retrying",
     "dcr_daemon.subscribe.daemon": "Waiting Retrying",
-    "dcr_daemon.subscribe.driver": "Retrying Retrying Degraded Retrying Degraded Degraded",
+    "dcr_daemon.subscribe.driver": "Retrying Retrying Degraded Retrying",
     "dcr_daemon.subscribe.follower": "Retrying",
     "dcr_daemon.subscribe.fetch.loader_computed": "Waiting",
     "dcr_daemon.subscribe.locate": "Waiting",

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+import dcr_daemon
 from dcr_daemon import events as e
-from dcr_daemon.observe.metrics import Metrics
+from dcr_daemon.observe.health import Health
+from dcr_daemon.observe.metrics import MUSTS, Metrics
 
+PACKAGE = Path(dcr_daemon.__file__).parent
 OPERATIONS = Path(__file__).parents[2] / "docs" / "OPERATIONS.md"
 COMMITTED = e.Committed(base=1, version=2, route="chain", pause_seconds=0.004, seconds=0.5)
 SEALED = e.Sealed(
@@ -93,8 +97,8 @@ def test_no_label_can_grow_with_versions_or_keys() -> None:
 
 def test_the_operations_guide_lists_every_metric() -> None:
     text = OPERATIONS.read_text()
-    metrics = Metrics()
-    for event in (SEALED, COMMITTED):
+    metrics = Metrics(Health("subscriber"))
+    for event in (SEALED, COMMITTED, e.LedgerPolled(head=1)):
         metrics(event)
     names = {family.name for family in metrics.registry.collect() if family.name.startswith("dcr_")}
     assert names
@@ -131,3 +135,53 @@ def test_scrubs_are_counted_and_dated() -> None:
     assert sample(metrics, "dcr_scrubs_total", outcome="damaged") == 1
     assert sample(metrics, "dcr_scrub_bytes_total") == 40
     assert sample(metrics, "dcr_scrub_last_timestamp_seconds") > 0
+
+
+def test_the_lag_is_absent_while_the_ledger_cannot_be_read() -> None:
+    metrics = Metrics()
+    metrics(e.Serving(version=3))
+    metrics(e.LedgerPolled(head=5))
+    assert sample(metrics, "dcr_lag_versions") == 2
+    assert (sample(metrics, "dcr_ledger_read_timestamp_seconds") or 0) > 0
+    metrics(e.LedgerUnread(seconds=50, since=None))
+    metrics(e.Serving(version=4))  # what it had staged is still applied
+    assert sample(metrics, "dcr_lag_versions") is None
+    assert sample(metrics, "dcr_served_version") == 4
+    metrics(e.LedgerPolled(head=9))
+    assert sample(metrics, "dcr_lag_versions") == 5
+
+
+def test_readiness_and_identity_are_metrics(tmp_path: Path) -> None:
+    health = Health("subscriber")
+    metrics = Metrics(health, info={"stream": "s3://b/run", "replica": "r1"}, disks={"state": tmp_path / "not" / "yet"})
+    assert sample(metrics, "dcr_info", stream="s3://b/run", replica="r1", role="subscriber") == 1
+    assert sample(metrics, "dcr_ready") == 0
+    health(e.Serving(version=5))
+    assert sample(metrics, "dcr_ready") == 1
+    assert (sample(metrics, "dcr_disk_free_bytes", directory="state") or 0) > 0
+
+
+def test_counters_that_alerts_need_are_there_before_the_first_event() -> None:
+    metrics = Metrics(Health("subscriber"))
+    emitted = {
+        must for path in PACKAGE.rglob("*.py") for must in re.findall(r'Alarm\(\s*must="(\w+)"', path.read_text())
+    }
+    assert emitted == set(MUSTS)
+    assert all(sample(metrics, "dcr_alarms_total", must=must) == 0 for must in emitted)
+    assert sample(metrics, "dcr_scrubs_total", outcome="damaged") == 0
+    assert sample(metrics, "dcr_versions_total", outcome="rolled_back") == 0
+    assert sample(metrics, "dcr_refusals_total", what="version") == 0
+    assert sample(metrics, "dcr_versions_total", outcome="sealed") is None, "a subscriber seals nothing"
+    assert sample(Metrics(Health("publisher")), "dcr_versions_total", outcome="sealed") == 0
+
+
+def test_refusals_are_counted() -> None:
+    metrics = Metrics()
+    metrics(e.Refused(subject="version", version=4, reason="r"))
+    metrics(e.Unsupported(reason="sleep mode"))
+    assert sample(metrics, "dcr_refusals_total", what="version") == 1
+    assert sample(metrics, "dcr_refusals_total", what="stream") == 1
+
+
+def test_there_is_no_series_for_when_a_counter_was_made() -> None:
+    assert b"_created" not in Metrics().exposition()

@@ -55,6 +55,15 @@ def test_ready_is_200() -> None:
     assert serve(health, get("/readyz"))[0][0] == 200
 
 
+def test_the_status_is_json_whether_ready_or_not() -> None:
+    health = Health("subscriber")
+    health(e.LedgerPolled(head=4))
+    ((status, body),) = serve(health, get("/status"))
+    found = json.loads(body)
+    assert (status, found["ready"], found["head"], found["served"], found["lag"]) == (200, False, 4, None, None)
+    assert found["ledger_read_at"].startswith("20")
+
+
 def test_metrics_are_exposed() -> None:
     ((status, body),) = serve(Health("publisher"), get("/metrics?x=1"))
     assert status == 200

@@ -43,12 +43,17 @@ def open_staging(path: Path) -> Path:
     return path
 
 
+def staging_root(state: Path) -> Path:
+    """Where staging directories lie by default: in tmpfs if there is one, since staged bytes need not be durable."""
+    return SHARED if os.access(SHARED, os.W_OK) else state
+
+
 @contextlib.contextmanager
 def default_staging(state: Path) -> Iterator[Path]:
-    """The directory of the subscriber whose state is at `state`: in tmpfs if there is one, since staged bytes need not
-    be durable. What killed subscribers of this user have left there is removed.
+    """The directory of the subscriber whose state is at `state`. What killed subscribers of this user have left in
+    `/dev/shm` is removed.
     """
-    if not os.access(SHARED, os.W_OK):
+    if staging_root(state) != SHARED:
         yield state / "staging"
         return
     name = f"dcr-{state.name}-{hashlib.sha256(str(state.absolute()).encode()).hexdigest()[:12]}"
