@@ -27,6 +27,8 @@ def main() -> None:
         raise Stopped
 
     signal.signal(signal.SIGTERM, stop)
+    if any(name in sys.argv[1:] for name in DAEMONS) and not sys.stderr.isatty():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the daemon runs, which then reloads (`cli.daemon`)
     try:
         from dcr_daemon.cli.app import run
 

@@ -1,7 +1,8 @@
 """Runs a daemon's coroutine with logs, metrics, probes, systemd notifications and signal handling.
 
 SIGTERM and SIGINT cancel the coroutine and wait until it has ended: it finishes or undoes what is under way (a swap, an
-upload). The exit code is 0 after SIGTERM and 130 after SIGINT.
+upload). The exit code is 0 after SIGTERM and 130 after SIGINT. SIGHUP ends nothing, unless it comes from the terminal
+that closes: the file of `--events` is opened again, for a rotation of logs.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import sys
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,6 +84,17 @@ def _stop(number: signal.Signals, received: list[signal.Signals], task: asyncio.
     task.cancel()
 
 
+def _reload(file: EventFile | None) -> None:
+    notify("RELOADING=1", f"MONOTONIC_USEC={int(runtime.monotonic() * 1e6)}")
+    try:
+        if file:
+            file.reopen()
+        logs.logger().info("reloaded", signal="SIGHUP", events=bool(file))
+    except UsageError as error:
+        logs.logger().warning("reload_failed", reason=error.message)
+    notify("READY=1")
+
+
 async def _observer(watch: Observation, stack: contextlib.AsyncExitStack, context: Mapping[str, str]) -> Observer:
     from dcr_daemon.observe.metrics import Metrics
     from dcr_daemon.observe.server import ProbeServer
@@ -90,10 +103,12 @@ async def _observer(watch: Observation, stack: contextlib.AsyncExitStack, contex
     health.on_change(lambda: _tell_systemd(health))
     metrics = Metrics(health, info=context, disks=watch.disks)
     listeners: list[Emit] = [metrics, health, logs.LogEvents()]
-    if watch.events:
-        file = EventFile(watch.events)
+    file = EventFile(watch.events) if watch.events else None
+    if file:
         stack.callback(file.close)
         listeners.append(file)
+    if not sys.stderr.isatty():
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload, file)
     if watch.trace:
         name = context.get("replica", "rank 0")
         listeners.append(TraceRecorder(watch.trace, role=watch.role, name=name, stream=context["stream"]))

@@ -41,7 +41,8 @@ class Observer:
 
 
 class EventFile:
-    """Appends every event as one JSON line: the event's fields, `type`, and when it was emitted.
+    """Appends every event as one JSON line: the event's fields, `type`, and when it was emitted. `reopen` follows a
+    rotation of the file.
 
     `monotonic` is seconds on the machine's clock that never goes back: comparable between processes of one machine,
     and only there. `at` is wall time. Each line is one write, so several processes may share a file.
@@ -51,13 +52,22 @@ class EventFile:
     """
 
     def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = self._open()
+
+    def _open(self) -> IO[bytes]:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file: IO[bytes] = path.open("ab", buffering=0)
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            return self._path.open("ab", buffering=0)
         except OSError as error:
             raise UsageError(
-                f"cannot write events to {path}: {error.strerror or error}", hint="check --events"
+                f"cannot write events to {self._path}: {error.strerror or error}", hint="check --events"
             ) from error
+
+    def reopen(self) -> None:
+        """Go on in the file that has the path now. Raises as at the start; then the old file is written on."""
+        old, self._file = self._file, self._open()
+        old.close()
 
     def __call__(self, event: Event) -> None:
         line = msgspec.to_builtins(event) | {"monotonic": runtime.monotonic(), "at": runtime.now().isoformat()}

@@ -97,6 +97,22 @@ def test_signals_end_a_daemon_cleanly(
     assert "sigterm" in process.tail().lower() or "sigint" in process.tail().lower()
 
 
+@pytest.mark.parametrize("daemon", ["publish", "subscribe"])
+def test_sighup_ends_no_daemon_and_opens_the_event_file_again(
+    daemon: str, own_stream: Any, tmp_path: Path, started: Start
+) -> None:
+    (port,) = free_ports(1)
+    path, listen = tmp_path / "events.jsonl", ("--listen", f"127.0.0.1:{port}")
+    publishing = publisher(own_stream, "--events", str(path), *listen)
+    process = started(*(subscriber(own_stream, tmp_path, *listen) if daemon == "subscribe" else publishing))
+    process.wait_ready(lambda: get(port, "/readyz")[0] == 200, timeout=120)
+    path.rename(tmp_path / "events.1")
+    process.kill(signal.SIGHUP)
+    process.wait_ready(path.exists, timeout=60)
+    assert process.poll() is None
+    assert get(port, "/readyz")[0] == 200
+
+
 def test_systemd_hears_ready_status_and_watchdog(streamed: Any, tmp_path: Path, started: Start) -> None:
     path = tmp_path / "notify"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as supervisor:

@@ -57,8 +57,8 @@ def test_the_engine_and_its_subscriber_share_socket_state_and_memory() -> None:
     vllm, subscriber = COMPOSE["services"]["vllm"], COMPOSE["services"]["subscriber"]
     assert subscriber["ipc"] == "service:vllm"
     assert set(subscriber["volumes"]) <= set(vllm["volumes"])
-    assert "DCR_SOCKET=/run/dcr/vllm.sock" in (DOCKER / "Dockerfile").read_text()
-    assert subscriber["environment"]["DCR_ENGINE"] == "vllm:///run/dcr/vllm.sock"
+    assert "DCR_SOCKET=/run/dcr/private/vllm.sock" in (DOCKER / "Dockerfile").read_text()
+    assert subscriber["environment"]["DCR_ENGINE"] == "vllm:///run/dcr/private/vllm.sock"
 
 
 @pytest.mark.parametrize("target", ["publisher", "subscriber"])
@@ -67,6 +67,7 @@ def test_images_start_a_command_that_exists(target: str) -> None:
     start = next(i for i, line in enumerate(lines) if line.endswith(f" AS {target}"))
     command, *flags = json.loads(lines[start + 1].removeprefix("CMD "))
     assert set(flags) <= {o for p in parameters(command) for o in p.opts}
+    assert "--create" not in flags, "a misspelled prefix would be a new stream"
 
 
 @pytest.mark.parametrize("file", ["Dockerfile", "vllm.Dockerfile"])
@@ -76,7 +77,7 @@ def test_images_copy_only_what_is_there_and_do_not_run_as_root(file: str) -> Non
         if line.startswith("COPY") and "--from" not in line:
             assert [p for p in shlex.split(line)[1:-1] if not (ROOT / p).exists()] == []
     if file == "Dockerfile":
-        assert lines.count("USER dcr") == 2
+        assert lines.count("USER 10001:10001") == 2, "a name is refused under runAsNonRoot"
 
 
 def test_the_serving_layer_installs_the_versions_of_the_lock() -> None:
