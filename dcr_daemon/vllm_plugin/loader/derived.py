@@ -1,7 +1,7 @@
 """Finds the tensors that vLLM makes from a model's weights once, after loading them, and then computes with.
 
-Runs in the worker process. `install` is called before the model is loaded, and `stale_after_update` by `place_model`
-at attach. vLLM's `process_weights_after_loading` may keep anything: an fp32 copy of attention sinks in an attribute of
+Runs in the worker process. `install` is called before the model is loaded, and `stale_after_update` by `audit` at
+attach. vLLM's `process_weights_after_loading` may keep anything: an fp32 copy of attention sinks in an attribute of
 an attention backend, matrices split off a projection, a gathered copy. A refit changes the parameters in place; what
 was derived from them stays as it was, and no fingerprint of parameters shows it. So that function runs under a mode
 that sees every operation on tensors and follows their storages: no rule names a model or an attribute. A view shares

@@ -108,3 +108,8 @@ def module_refusal(module: torch.nn.Module, platform: str) -> str | None:
     if platform in PLAIN_METHODS.get(kind, ()):
         return None
     return f"{kind} on {platform} is not known to compute with the parameter as it is loaded"
+
+
+def on_a_cpu(live: torch.Tensor) -> str:
+    """Added to what is refused for what vLLM makes of weights after loading: it packs more of them on a CPU."""
+    return " (on a CPU; a GPU may keep it as loaded)" if live.device.type == "cpu" else ""

@@ -1,6 +1,6 @@
 """Finds copies of weights that appeared after loading, wherever the model keeps them.
 
-Runs in the worker process: `place_model` calls `find` at each attach. A kernel may copy weights at its first call, or
+Runs in the worker process: `audit` calls `find` at each attach. A kernel may copy weights at its first call, or
 torch may be kept from seeing the copy that a hook makes. `derived` cannot know of such copies, so they are found by
 content: some short lines of a tensor's elements, taken along each of its axes, are looked for in all weights. A copy of
 weights is made of such lines, transposed, permuted by blocks, joined or cast alike. Tensors that are as they were at

@@ -17,17 +17,14 @@ import torch
 
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.vllm_plugin.calls import TensorHandling
-from dcr_daemon.vllm_plugin.loader import derived, eligibility, hidden_copies
+from dcr_daemon.vllm_plugin.loader import audit, eligibility
 from dcr_daemon.vllm_plugin.loader.computed import plan_computed, record_alone
 from dcr_daemon.vllm_plugin.loader.permutation import expert_repacks, require_kept
-from dcr_daemon.vllm_plugin.loader.reachable import storage_key
+from dcr_daemon.vllm_plugin.loader.reachable import Named, named
 from dcr_daemon.vllm_plugin.loader.recorder import Recording, record
-from dcr_daemon.vllm_plugin.loader.replay import Replay, find_hooks
 from dcr_daemon.vllm_plugin.settings import Settings, computed_cap
 from dcr_daemon.vllm_plugin.weights.placement import Copy, Placement, Repack, Unplaceable, same_places
 from dcr_daemon.wording import shorten
-
-Named = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +42,6 @@ class LoadFormat:
     refusals: dict[str, str]
     saved: frozenset[str]
     alone: Recording | None = None
-
-
-def named(model: torch.nn.Module) -> Named:
-    """Every parameter and buffer, under each of its names."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    return parameters | dict(model.named_buffers(remove_duplicate=False))
 
 
 @contextmanager
@@ -98,7 +89,7 @@ def record_model(model: torch.nn.Module, layout: Layout, *, platform: str) -> tu
                     found = expert_repacks(method, module)
                     repacks |= {f"{path}.{name}" if path else name: repack for name, repack in found.items()}
                 except Unplaceable as error:
-                    reason = f"{error}{_on_a_cpu(next(module.parameters()))}"
+                    reason = f"{error}{eligibility.on_a_cpu(next(module.parameters()))}"
             if reason is not None:
                 refusals |= dict.fromkeys(own, reason)
 
@@ -125,13 +116,8 @@ def _shape_refusal(name: str, form: LoadFormat) -> str | None:
         return None
     if live.shape != loading.shape or live.stride() != loading.stride():
         shape = "removed" if live.numel() == 0 else f"repacked to {tuple(live.shape)}"
-        return f"{name} was {shape} after loading from {tuple(loading.shape)}{_on_a_cpu(live)}"
+        return f"{name} was {shape} after loading from {tuple(loading.shape)}{eligibility.on_a_cpu(live)}"
     return None
-
-
-def _on_a_cpu(live: torch.Tensor) -> str:
-    """Added to what is refused for what vLLM makes of weights after loading: it packs more of them on a CPU."""
-    return " (on a CPU; a GPU may keep it as loaded)" if live.device.type == "cpu" else ""
 
 
 def place(recording: Recording, form: LoadFormat, layout: Layout) -> Placement:
@@ -263,58 +249,6 @@ def _refuse_shared(placement: Placement, layout: Layout, form: LoadFormat) -> No
             placement.held[index] = TensorHandling.REFUSED
 
 
-def audit(placement: Placement, model: torch.nn.Module, config: Any, *, layout: Layout) -> None:
-    """Find what vLLM derived from the placed tensors: plan and prove how it is made again, and refuse what is not.
-
-    Called at each attach: what is hidden may have appeared, or have been replaced, since the last one.
-    """
-    fills: dict[str, set[int]] = {}
-    for row in placement.rows:
-        fills.setdefault(row.parameter, set()).add(row.tensor)
-    for tensor, parameters in placement.computed.items():
-        for parameter in parameters:
-            fills.setdefault(parameter, set()).add(tensor)
-    try:
-        stale = derived.stale_after_update(model, fills.keys())
-    except LookupError as error:
-        placement.refusals[""] = f"{error}; start vLLM with the worker extension and VLLM_PLUGINS"
-        return
-    hooks, refused = find_hooks(model, stale)
-    placement.replay = Replay(hooks, config.model_config.dtype)
-    refused += placement.replay.unproved()
-    reasons = [(found.sources, str(found)) for found in refused]
-    known = {storage_key(one.tensor) for one in stale}
-    for path, source in hidden_copies.find(model, _searched(model, fills), known=known).items():
-        reasons.append((frozenset({source}), f"{path}, a copy of {source} that appeared after loading,"))
-    latent = _latent_attention(model) if config.model_config.use_mla else ()
-    where = _on_a_cpu(next(model.parameters()))
-    for sources, found in reasons:
-        way_out = "; start vLLM with VLLM_MLA_DISABLE=1" if any(s.startswith(latent) for s in (*sources, found)) else ""
-        reason = f"an update would leave {found} as it was{where}{way_out}"
-        tensors = {tensor for source in sources for tensor in fills.get(source, ())}
-        for tensor in tensors:
-            placement.refusals[layout[tensor].name] = reason
-            placement.held[tensor] = TensorHandling.REFUSED
-        if not tensors:
-            placement.refusals[""] = reason
-
-
-def _latent_attention(model: torch.nn.Module) -> tuple[str, ...]:
-    """The prefixes of the layers of latent attention: of those that have a `kv_b_proj`."""
-    return tuple(f"{path}." for path, module in model.named_modules() if "kv_b_proj" in module._modules)
-
-
-def _searched(model: torch.nn.Module, names: Iterable[str]) -> Named:
-    """The weights that are searched for hidden copies. Not those of embeddings: a buffer of activations may hold rows
-    of them."""
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-
-    kinds, heads = (VocabParallelEmbedding, torch.nn.Embedding), ParallelLMHead
-    rows = {id(m.weight) for m in model.modules() if isinstance(m, kinds) and not isinstance(m, heads)}
-    live = named(model)
-    return {name: live[name] for name in names if id(live[name]) not in rows}
-
-
 def attach_model(model: torch.nn.Module, config: Any, layout: Layout, platform: str) -> tuple[Placement, Named]:
     """The placement of a layout in a live vLLM model, and the live tensors by name.
 
@@ -330,7 +264,7 @@ def attach_model(model: torch.nn.Module, config: Any, layout: Layout, platform: 
         return Placement(held=[TensorHandling.REFUSED] * len(layout), refusals={"": str(error)}), {}
     placement = place(recording, form, layout)
     if not placement.refusals:
-        audit(placement, model, config, layout=layout)
+        audit.audit(placement, model, config, layout=layout)
     if not placement.rows and not placement.refusals:
         placement.refusals[""] = (
             "the loader copied nothing: it was used since the model was loaded (a reload?); restart vLLM"

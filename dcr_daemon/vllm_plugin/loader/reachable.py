@@ -15,6 +15,14 @@ import torch
 
 REGISTERED = frozenset({"_parameters", "_buffers", "_modules"})  #: where a module keeps what is reached by its own name
 
+Named = dict[str, torch.Tensor]
+
+
+def named(model: torch.nn.Module) -> Named:
+    """Every parameter and buffer, under each of its names."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return parameters | dict(model.named_buffers(remove_duplicate=False))
+
 
 def storage_key(tensor: torch.Tensor) -> int:
     """Equal for tensors that share memory, as long as it is not freed."""

@@ -1,6 +1,6 @@
 """Makes the tensors that vLLM derived from weights again, by vLLM's own hook, after the weights have changed.
 
-Runs in the worker process. `place_model` makes a `Replay` at attach of what `derived` found; `worker.attachment` runs
+Runs in the worker process. `audit` makes a `Replay` at attach of what `derived` found; `worker.attachment` runs
 it after every write and compares with it in the scrub. An attention layer's `process_weights_after_loading` makes its
 derived tensors from live parameters: attention sinks in fp32, matrices dequantised from a projection. Nothing of it is
 re-implemented. Attach proves for each tensor that the hook makes it: the tensor is filled with other bits, twice, and

@@ -19,7 +19,7 @@ from dcr_daemon.canonical.region import box
 from dcr_daemon.codec.warm import compile_kernels
 from dcr_daemon.errors import Corrupt, EngineRefused
 from dcr_daemon.vllm_plugin.calls import FingerprintRank, HopFiles, Start, TensorHandling
-from dcr_daemon.vllm_plugin.loader import place_model
+from dcr_daemon.vllm_plugin.loader import audit, place_model
 from dcr_daemon.vllm_plugin.loader.computed import ComputedLoader, Values, read_values, write_computed
 from dcr_daemon.vllm_plugin.weights import faults
 from dcr_daemon.vllm_plugin.weights.arena import Arena, DeviceArena
@@ -204,7 +204,7 @@ def attach(
         and before.device_arena is device_arena
     ):
         if before.placement.replay is not None:
-            place_model.audit(before.placement, model, config, layout=layout)
+            audit.audit(before.placement, model, config, layout=layout)
         memory = None if before.placement.refusals else before.memory
         return Attachment(layout, before.placement, memory, external_writes, before.computed_loader, device_arena)
     placement, live = place_model.attach_model(model, config, layout, platform)
