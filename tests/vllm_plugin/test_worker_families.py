@@ -166,7 +166,7 @@ def test_the_way_out_is_named_for_copies_of_latent_attention_and_for_no_others(t
     layout, _ = read(path)
     model, config = inprocess.load(path, skip_tokenizer_init=True, max_model_len=128)
     attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
-    attention.packed, mlp.packed = (layer.weight.t().contiguous() for layer in (attention.kv_b_proj, mlp.down_proj))
+    attention.packed, mlp.packed = (layer.weight.flip(0) for layer in (attention.kv_b_proj, mlp.down_proj))
     refusals = Driver(Worker(model, config)).attach(layout, tmp_path).refusals
     latent, dense = (refusals[f"model.layers.0.{name}.weight"] for name in ("self_attn.kv_b_proj", "mlp.down_proj"))
     assert "self_attn.packed, a copy of" in latent

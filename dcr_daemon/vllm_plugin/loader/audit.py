@@ -1,13 +1,13 @@
 """Judges, at each attach, what vLLM derived from the weights that an update writes: made again with them, or refused.
 
 Runs in the worker process; `place_model` calls `audit` with a placement that is complete so far, `worker.attachment`
-with one that it uses again. `derived` and `hidden_copies` find, `replay` makes again; this module joins them, and
-writes its refusals into the placement.
+with one that it uses again. `derived` and `hidden_copies` find, `copies` says where a copy came from,
+`replay` makes all again; this module joins them, and writes its refusals into the placement.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -15,8 +15,9 @@ import torch
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.vllm_plugin.calls import TensorHandling
 from dcr_daemon.vllm_plugin.loader import derived, hidden_copies
+from dcr_daemon.vllm_plugin.loader.copies import WeightCopy, locate
 from dcr_daemon.vllm_plugin.loader.eligibility import on_a_cpu
-from dcr_daemon.vllm_plugin.loader.reachable import Named, named, storage_key
+from dcr_daemon.vllm_plugin.loader.reachable import Named, named, shaped, storage_key
 from dcr_daemon.vllm_plugin.loader.replay import Replay, find_hooks
 from dcr_daemon.vllm_plugin.weights.placement import Placement
 
@@ -37,13 +38,31 @@ def audit(placement: Placement, model: torch.nn.Module, config: Any, *, layout: 
     except LookupError as error:
         placement.refusals[""] = f"{error}; start vLLM with the worker extension and VLLM_PLUGINS"
         return
-    hooks, refused = find_hooks(model, stale)
-    placement.replay = Replay(hooks, config.model_config.dtype)
-    refused += placement.replay.unproved()
-    reasons = [(found.sources, str(found)) for found in refused]
+    hooks, others = find_hooks(model, stale)
+    dtype = config.model_config.dtype
+    # A hook that is no way may have replaced what it made, so nothing of it is written as a copy either.
+    reasons = [(one.sources, str(one)) for one in Replay(hooks, dtype).unproved()]
     known = {storage_key(one.tensor) for one in stale}
-    for path, source in hidden_copies.find(model, _searched(model, fills), known=known).items():
-        reasons.append((frozenset({source}), f"{path}, a copy of {source} that appeared after loading,"))
+    kept = _still_copies(placement.replay, known)
+    copies = list(kept.values())
+    live, searched = named(model), _searched(model, fills)
+    for one in others:
+        if one.path in kept:
+            continue
+        by_name = sorted(one.sources & live.keys(), key=lambda name: (name not in fills, name))
+        copy = locate(one.path, one.tensor, {name: live[name] for name in by_name}) if one.moved_or_cast else None
+        if copy is not None:
+            copies.append(copy)
+        else:
+            reasons.append((one.sources, str(one)))
+    known |= {storage_key(copy.pieces[0].target) for copy in copies}
+    for hidden in hidden_copies.find(model, searched, known=known):
+        copy = locate(hidden.path, shaped(hidden.tensor), searched)
+        if copy is not None:
+            copies.append(copy)
+        else:
+            reasons.append((frozenset({hidden.source}), str(hidden)))
+    placement.replay = Replay(hooks, dtype, copies)
     latent = _latent_attention(model) if config.model_config.use_mla else ()
     where = on_a_cpu(next(model.parameters()))
     for sources, found in reasons:
@@ -60,6 +79,20 @@ def audit(placement: Placement, model: torch.nn.Module, config: Any, *, layout: 
 def _latent_attention(model: torch.nn.Module) -> tuple[str, ...]:
     """The prefixes of the layers of latent attention: of those that have a `kv_b_proj`."""
     return tuple(f"{path}." for path, module in model.named_modules() if "kv_b_proj" in module._modules)
+
+
+def _still_copies(replay: Replay | None, derived_storages: Collection[int]) -> dict[str, WeightCopy]:
+    """The copies of an earlier attach, by path. What vLLM made at loading remains a copy, and is written again if it
+    was damaged; what appeared later counts as one only as long as it holds the weights' bits: a kernel may use its
+    memory for other things."""
+    kept = {}
+    for copy in replay.copies if replay is not None else ():
+        made_at_loading = storage_key(copy.pieces[0].target) in derived_storages
+        if made_at_loading:
+            copy.write()
+        if made_at_loading or copy.holds():
+            kept[copy.path] = copy
+    return kept
 
 
 def _searched(model: torch.nn.Module, names: Iterable[str]) -> Named:

@@ -28,13 +28,15 @@ from torch.utils._pytree import tree_leaves
 
 from dcr_daemon.vllm_plugin import compat
 from dcr_daemon.vllm_plugin.loader import hidden_copies
-from dcr_daemon.vllm_plugin.loader.reachable import reachable, storage_key, whole
+from dcr_daemon.vllm_plugin.loader.reachable import reachable, shaped, storage_key
 
 HOOK = "process_weights_after_loading"
 LOADERS = "vllm.model_executor.model_loader"
 UNKNOWN = ""  #: the source of memory that was written by something other than an operation of torch
 Result = TypeVar("Result")
 _ALLOCATIONS = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"})
+#: Operations that keep values, or only cast them.
+MOVES = _ALLOCATIONS | {"clone", "copy_", "_to_copy", "cat", "stack"}
 
 _found: weakref.WeakKeyDictionary[torch.nn.Module, list[Derived]] = weakref.WeakKeyDictionary()
 
@@ -44,8 +46,8 @@ class Derived:
     """A live tensor with values that came from weights of other storage.
 
     `path`: where the model keeps it, from the model's root. `sources`: the parameters and buffers that it came from,
-    or `UNKNOWN`. `operations`: what made it, by torch's names. `tensor`: itself, flat over its whole memory. `names`:
-    if it is a parameter or buffer, all that it has; a layer may be reached under several.
+    or `UNKNOWN`. `operations`: what made it, by torch's names. `tensor`: itself, over its whole memory (`shaped`).
+    `names`: if it is a parameter or buffer, all that it has; a layer may be reached under several.
     """
 
     path: str
@@ -53,6 +55,11 @@ class Derived:
     operations: frozenset[str]
     tensor: torch.Tensor
     names: frozenset[str] = frozenset()
+
+    @property
+    def moved_or_cast(self) -> bool:
+        """Whether nothing computed with the weights on the way, so that the tensor is a copy of them, maybe cast."""
+        return UNKNOWN not in self.sources and self.operations <= MOVES
 
     def __str__(self) -> str:
         made = ", ".join(sorted(self.operations)) or "an unknown kernel"
@@ -100,7 +107,7 @@ def follow(model: torch.nn.Module, process: Callable[[], Result]) -> Result:
         if history is not None and history.sources - names.get(key, set()):
             registered, operations = own.get(key, ()), frozenset(history.operations)
             path = next(iter(registered), path)
-            derived.append(Derived(path, history.sources, operations, whole(tensor), frozenset(registered)))
+            derived.append(Derived(path, history.sources, operations, shaped(tensor), frozenset(registered)))
     references.clear()
     _found[model] = derived
     hidden_copies.remember(model)

@@ -14,68 +14,94 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from dcr_daemon.vllm_plugin.loader.reachable import reachable, storage_key, whole
+from dcr_daemon.vllm_plugin.loader.line_search import BITS, LINE, Search, search, tells
+from dcr_daemon.vllm_plugin.loader.reachable import reachable, storage_key
 
-LINE = 8  #: elements of one line
-DISTINCT = 5  #: a line with fewer distinct values, as of ones or zeros, says nothing
 PLACES = 4  #: lines per axis of a tensor
-SPURIOUS = 1 << 12  #: places of one slice that are looked at more closely
-SLICE = 1 << 21  #: elements of a weight that are compared at a time
-BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 
 Lines = list[torch.Tensor]  #: per axis of a tensor, [lines, LINE] on the host
 
 
-class Loaded:
-    """The tensors that a model could reach when its loading ended: their lines by storage."""
+@dataclass(frozen=True, slots=True)
+class HiddenCopy:
+    """A tensor that appeared after loading, where the model keeps it, and a weight that holds most of its lines."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._seen: dict[int, tuple[StorageWeakRef, Lines]] = {
-            key: (StorageWeakRef(tensor.untyped_storage()), lines_of(tensor))
-            for key, (_, tensor) in reachable(model).items()
-        }
+    path: str
+    source: str
+    tensor: torch.Tensor
 
-    def has(self, key: int, lines: Lines) -> bool:
-        """Whether the storage existed then and held these lines."""
-        if key not in self._seen:
+    def __str__(self) -> str:
+        return f"{self.path}, a copy of {self.source} that appeared after loading,"
+
+
+class Innocent:
+    """The tensors of a model that are no copies: those that it could reach when its loading ended, which `derived`
+    judges, and those that a search found in no weight. Their lines by storage."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[StorageWeakRef, Lines]] = {}
+
+    def add(self, tensor: torch.Tensor, lines: Lines) -> None:
+        self._seen[storage_key(tensor)] = StorageWeakRef(tensor.untyped_storage()), lines
+
+    def has(self, tensor: torch.Tensor, lines: Lines) -> bool:
+        """Whether the storage was added and held these lines then."""
+        if (key := storage_key(tensor)) not in self._seen:
             return False
         reference, before = self._seen[key]
         return not reference.expired() and len(before) == len(lines) and all(map(torch.equal, before, lines))
 
 
-_loaded: weakref.WeakKeyDictionary[torch.nn.Module, Loaded] = weakref.WeakKeyDictionary()
+_innocent: weakref.WeakKeyDictionary[torch.nn.Module, Innocent] = weakref.WeakKeyDictionary()
 
 
 def remember(model: torch.nn.Module) -> None:
     """Note what the model can reach now, at the end of loading."""
-    _loaded[model] = Loaded(model)
+    _innocent[model] = Innocent()
+    for _, tensor in reachable(model).values():
+        _innocent[model].add(tensor, lines_of(tensor))
 
 
-def find(model: torch.nn.Module, weights: Mapping[str, torch.Tensor], *, known: Collection[int]) -> dict[str, str]:
-    """The path of each hidden copy, and the weight that holds all its lines.
+def find(model: torch.nn.Module, weights: Mapping[str, torch.Tensor], *, known: Collection[int]) -> list[HiddenCopy]:
+    """The hidden copies. Searches the weights once, and only if the model can reach a tensor that was not judged.
 
     Args:
         weights: the parameters that an update writes, by name.
         known: storages whose tensors are accounted for, besides those of `weights`.
     """
-    loaded = _loaded.get(model)
+    innocent = _innocent.setdefault(model, Innocent())
     skipped = {storage_key(tensor) for tensor in weights.values()} | set(known)
-    wanted: dict[torch.dtype, dict[str, Lines]] = {}
+    wanted: dict[torch.dtype, list[tuple[str, torch.Tensor, Lines]]] = {}
     for key, (path, tensor) in reachable(model).items():
         if key in skipped or "kv_cache" in path.split("."):
             continue
         lines = lines_of(tensor)
-        if any(map(len, lines)) and not (loaded is not None and loaded.has(key, lines)):
-            wanted.setdefault(tensor.dtype, {})[path] = lines
-    copies: dict[str, str] = {}
-    for dtype, by_path in wanted.items():
-        copies |= _look(weights, by_path, dtype)
+        if any(map(len, lines)) and not innocent.has(tensor, lines):
+            wanted.setdefault(tensor.dtype, []).append((path, tensor, lines))
+    searches = [Search(torch.cat([line for _, _, own in entries for line in own])) for entries in wanted.values()]
+    search(weights, searches)
+    copies = []
+    for one, entries in zip(searches, wanted.values(), strict=True):
+        first = 0
+        for path, tensor, lines in entries:
+            sources = [_source(one, first := first + len(axis), len(axis)) for axis in lines]
+            if source := next(filter(None, sources), None):
+                copies.append(HiddenCopy(path, source, tensor))
+            else:
+                innocent.add(tensor, lines)
     return copies
+
+
+def _source(found: Search, end: int, count: int) -> str | None:
+    """A weight that holds one of the `count` lines before number `end`, if weights hold more than half of them."""
+    hits = [found.found[number][0][0] for number in range(end - count, end) if number in found.found]
+    return hits[0] if len(hits) * 2 > count else None
 
 
 def lines_of(tensor: torch.Tensor) -> Lines:
@@ -97,40 +123,7 @@ def _along(tensor: torch.Tensor) -> torch.Tensor:
         start = (length - LINE) * (1 if rows > 1 else place) // (PLACES - 1)
         found.append(tensor[(*at, slice(start, start + LINE))])
     lines = torch.stack(found).cpu()
-    kept = lines[[bool(line.isfinite().all()) and line.unique().numel() >= DISTINCT for line in lines]]
+    kept = lines[[tells(line) for line in lines]]
     if len(kept.unique(dim=0)) < min(2, rows):
         return none  # rows that are all alike are no matrix of weights
     return kept
-
-
-def _look(weights: Mapping[str, torch.Tensor], by_path: Mapping[str, Lines], dtype: torch.dtype) -> dict[str, str]:
-    lines = torch.cat([line for own in by_path.values() for line in own]).view(BITS[dtype])
-    owners = [(path, axis) for path, own in by_path.items() for axis, line in enumerate(own) for _ in line]
-    hits: dict[tuple[str, int], dict[int, str]] = {}
-    for name, weight in weights.items():
-        if weight.dtype in BITS:
-            for number in _matches(weight, lines, dtype):
-                hits.setdefault(owners[number], {}).setdefault(number, name)
-    return {
-        owner[0]: next(iter(found.values())) for owner, found in hits.items() if len(found) * 2 > owners.count(owner)
-    }
-
-
-def _matches(weight: torch.Tensor, lines: torch.Tensor, dtype: torch.dtype) -> Iterator[int]:
-    """The numbers of the lines that a weight holds in consecutive elements, as `dtype`."""
-    flat, lines = whole(weight), lines.to(weight.device)
-    keys = _keys(lines.reshape(-1))[::LINE].sort().values
-    for start in range(0, flat.numel() - LINE + 1, SLICE):
-        bits = flat[start : start + SLICE + LINE - 1].to(dtype).view(BITS[dtype])
-        here = _keys(bits)
-        places = torch.searchsorted(keys, here).clamp_(max=len(keys) - 1)
-        for place in (keys[places] == here).nonzero().reshape(-1)[:SPURIOUS].tolist():
-            same = (lines == bits[place : place + LINE]).all(dim=1)
-            yield from same.nonzero().reshape(-1).tolist()
-
-
-def _keys(bits: torch.Tensor) -> torch.Tensor:
-    """A number for each run of four bit patterns; of two runs it differs almost always."""
-    wide = bits.to(torch.int64)
-    count = len(wide) - LINE + 1
-    return wide[:count] + 65599 * wide[1 : count + 1] + 4303228801 * wide[2 : count + 2] + 99991 * wide[3 : count + 3]

@@ -37,6 +37,14 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
+def shaped(tensor: torch.Tensor) -> torch.Tensor:
+    """All memory of a tensor's storage: with the tensor's axes, in the order of memory, if they cover it, else flat."""
+    axes = sorted(range(tensor.dim()), key=lambda axis: -tensor.stride(axis))
+    ordered = tensor.detach().permute(axes)
+    full = ordered.dim() > 0 and ordered.is_contiguous() and ordered.nbytes == tensor.untyped_storage().nbytes()
+    return ordered if full else whole(tensor)
+
+
 def reachable(model: torch.nn.Module) -> dict[int, tuple[str, torch.Tensor]]:
     """Every tensor that can be reached from the model, with memory: its path and itself by storage.
 

@@ -1,13 +1,15 @@
-"""Makes the tensors that vLLM derived from weights again, by vLLM's own hook, after the weights have changed.
+"""Makes the tensors that vLLM derived from weights again, by its own hook or as copies, after the weights have changed.
 
-Runs in the worker process. `audit` makes a `Replay` at attach of what `derived` found; `worker.attachment` runs
-it after every write and compares with it in the scrub. An attention layer's `process_weights_after_loading` makes its
-derived tensors from live parameters: attention sinks in fp32, matrices dequantised from a projection. Nothing of it is
-re-implemented. Attach proves for each tensor that the hook makes it: the tensor is filled with other bits, twice, and
-each time the hook must leave the same bits, in the same memory. What a refit leaves is then what a fresh load makes.
+Runs in the worker process. `audit` makes a `Replay` at attach of what `derived` and `hidden_copies` found;
+`worker.attachment` runs it after every write and compares with it in the scrub. An attention layer's
+`process_weights_after_loading` makes its derived tensors from live parameters: attention sinks in fp32, matrices
+dequantised from a projection. Nothing of it is re-implemented. Attach proves for each tensor that the hook makes it:
+the tensor is filled with other bits, twice, and each time the hook must leave the same bits, in the same memory. What a
+refit leaves is then what a fresh load makes. Copies of weights that no hook makes are written from the weights, piece
+by piece (`copies`).
 
-Not replayed: what the hooks of quantisation methods made (they repack parameters, and would do so twice), and what
-needs the other ranks.
+Not replayed: what the hooks of quantisation methods made by computing (they repack parameters, and would do so twice),
+and what needs the other ranks.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import torch
 
 from dcr_daemon.errors import DcrError
 from dcr_daemon.vllm_plugin.loader.computed import default_dtype, same_bits
+from dcr_daemon.vllm_plugin.loader.copies import WeightCopy
 from dcr_daemon.vllm_plugin.loader.derived import HOOK, Derived
 
 PATTERNS = (0x55, 0x2A)  #: bytes that no hook would leave by chance
@@ -38,10 +41,12 @@ class Hook:
 
 
 class Replay:
-    """The hooks that make a model's derived tensors again. `dtype`: the model's, which vLLM passes to each hook."""
+    """The hooks that make a model's derived tensors again, and the copies of its weights that are written again.
+    `dtype`: the model's, which vLLM passes to each hook."""
 
-    def __init__(self, hooks: Iterable[Hook], dtype: torch.dtype) -> None:
+    def __init__(self, hooks: Iterable[Hook], dtype: torch.dtype, copies: Iterable[WeightCopy] = ()) -> None:
         self.hooks = list(hooks)
+        self.copies = list(copies)
         self._dtype = dtype
 
     def run(self) -> None:
@@ -57,14 +62,18 @@ class Replay:
             except Exception as error:  # a hook may raise anything
                 names = ", ".join(one.path for one in hook.made)
                 raise DcrError(f"vLLM's hook failed to make {names} again: {type(error).__name__}: {error}") from error
+        for copy in self.copies:
+            copy.write()
 
     def unproved(self) -> list[Derived]:
         """Those that their hook does not make as they must be; each of them is left as it was, the others made anew."""
         return [one for hook in self.hooks for one in _unproved(hook, self._dtype)]
 
-    def differing(self, sources: Collection[str]) -> list[Derived]:
-        """Those of the given sources whose bits are not what their hook makes; they are left as they are."""
-        wrong = []
+    def differing(self, sources: Collection[str]) -> list[Derived | WeightCopy]:
+        """Those of the given sources whose bits are not what is made again of them; they are left as they are."""
+        wrong: list[Derived | WeightCopy] = [
+            copy for copy in self.copies if copy.sources & set(sources) and not copy.holds()
+        ]
         for hook in self.hooks:
             if not any(one.sources & set(sources) for one in hook.made):
                 continue

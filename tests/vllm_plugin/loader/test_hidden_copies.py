@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import pytest
 import torch
 
-from dcr_daemon.vllm_plugin.loader import hidden_copies
+from dcr_daemon.vllm_plugin.loader import hidden_copies, line_search
 
 
 class Model(torch.nn.Module):
@@ -18,11 +19,12 @@ class Model(torch.nn.Module):
         self.up = torch.nn.Parameter(torch.randn(24, 32).to(dtype), requires_grad=False)
         self.sinks = torch.nn.Parameter(torch.randn(8).to(dtype), requires_grad=False)
         self.rotary = torch.outer(torch.arange(64.0), torch.rand(16)).cos()
-        self.kept: torch.Tensor | None = None
+        self.kept: Any = None
 
 
 def found(model: Model, known: set[int] | None = None) -> dict[str, str]:
-    return hidden_copies.find(model, dict(model.named_parameters()), known=known or set())
+    copies = hidden_copies.find(model, dict(model.named_parameters()), known=known or set())
+    return {one.path: one.source for one in copies}
 
 
 COPIES = {
@@ -64,7 +66,7 @@ def test_a_narrower_copy_of_wide_weights_is_found() -> None:
 
 
 def test_a_weight_of_several_slices_is_searched_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hidden_copies, "SLICE", 50)
+    monkeypatch.setattr(line_search, "SLICE", 50)
     model = Model()
     hidden_copies.remember(model)
     model.kept = model.up[20:].clone()
@@ -97,3 +99,27 @@ def test_what_is_accounted_for_or_unchanged_since_loading_is_not_looked_for() ->
     assert found(model, {model.kept.untyped_storage()._cdata}) == {}
     hidden_copies.remember(model)
     assert found(model) == {}
+
+
+def test_one_pass_over_the_weights_serves_all_dtypes_and_what_it_judged_is_not_searched_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    passes = []
+    memories = line_search._memories
+
+    def counted(weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        passes.append(list(weights))
+        return memories(weights)
+
+    monkeypatch.setattr(line_search, "_memories", counted)
+    model = Model()
+    hidden_copies.remember(model)
+    assert (found(model), len(passes)) == ({}, 0), "nothing new"
+    model.kept = [torch.randn(24, 32), torch.randn(24, 32).bfloat16(), torch.randn(24, 32).half()]
+    assert (found(model), len(passes)) == ({}, 1), "three dtypes"
+    assert (found(model), len(passes)) == ({}, 1), "all are known"
+    model.kept[0].add_(1)
+    assert (found(model), len(passes)) == ({}, 2), "one has changed"
+    model.kept.append(model.up.t().float().contiguous())
+    assert (found(model), len(passes)) == ({"kept.3": "up"}, 3)
+    assert (found(model), len(passes)) == ({"kept.3": "up"}, 4), "a copy is never taken as judged"
