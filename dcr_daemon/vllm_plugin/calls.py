@@ -280,11 +280,13 @@ class PreparedRank(msgspec.Struct, frozen=True, kw_only=True):
 
 class FingerprintRank(msgspec.Struct, frozen=True, kw_only=True):
     """`sums[i]` is the sum over box i of this rank; after a scrub it is 0 for boxes of tensors that were not asked
-    for. `stale`: after a scrub, the tensors from which vLLM derived others that are no longer what it would derive."""
+    for. `stale`: after a scrub, the tensors from which vLLM derived others that are no longer what it would derive.
+    `changed`: after a scrub, names of parameters that the stream does not have, and that were changed."""
 
     id: str
     sums: bytes
     stale: list[int] = []
+    changed: list[str] = []
 
 
 class ComparedRank(msgspec.Struct, frozen=True, kw_only=True):

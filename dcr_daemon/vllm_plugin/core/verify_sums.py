@@ -333,7 +333,7 @@ def find_damage(
     placement: JointPlacement, live: LiveSums, *, ranks: Sequence[FingerprintRank], tensors: range
 ) -> list[Difference]:
     """Which of `tensors` do not sum to what was accepted, or have stale derived tensors, and on which ranks; in layout
-    order."""
+    order. Then the parameters that the stream does not have, and that were changed."""
     wrong, right = dict[int, set[tuple[int, int]]](), set[int]()
     for number, (local, sums) in enumerate(_box_sums(placement, ranks)):
         tensor = placement.tensor[local]
@@ -345,6 +345,10 @@ def find_damage(
     for number, rank in enumerate(ranks):
         for stale in rank.stale:
             wrong.setdefault(stale, set()).add((number, NO_BOX))
+    others: dict[str, list[int]] = {}
+    for number, rank in enumerate(ranks):
+        for name in rank.changed:
+            others.setdefault(name, []).append(number)
     return [
         Difference(
             tensor=placement.layout[tensor].name,
@@ -352,7 +356,7 @@ def find_damage(
             replica=any(box in right for _, box in where),
         )
         for tensor, where in sorted(wrong.items())
-    ]
+    ] + [Difference(tensor=name, ranks=where) for name, where in sorted(others.items())]
 
 
 def differing(placement: JointPlacement, one: Vector, other: Vector) -> list[str]:

@@ -33,7 +33,8 @@ class LoadFormat:
 
     `live`: the model's tensors by name; `loading`: the same in load format (meta). `repacks`, `refusals`: by parameter
     name. `saved`: names that a checkpoint of the model would hold. `alone`: what the loader does when it is given only
-    the tensors that it computes with.
+    the tensors that it computes with. `beside`: names of what does not belong to the language model of a class that
+    serves other media as well; empty for others.
     """
 
     live: Named
@@ -42,6 +43,7 @@ class LoadFormat:
     refusals: dict[str, str]
     saved: frozenset[str]
     alone: Recording | None = None
+    beside: frozenset[str] = frozenset()
 
 
 @contextmanager
@@ -101,7 +103,19 @@ def record_model(model: torch.nn.Module, layout: Layout, *, platform: str) -> tu
         if recording.rejected and "" not in recording.rejected:
             cap = computed_cap(Settings.read().computed_cap, layout.nbytes)
             alone = record_alone(model.load_weights, parameters, layout=layout, recording=recording, cap=cap)
-    return recording, LoadFormat(live, loading, repacks, refusals, saved, alone)
+    return recording, LoadFormat(live, loading, repacks, refusals, saved, alone, beside_language_model(model))
+
+
+def beside_language_model(model: torch.nn.Module) -> frozenset[str]:
+    """Names of the parameters and buffers that vLLM does not count to a multimodal model's language model."""
+    if not getattr(model, "supports_multimodal", False):
+        return frozenset()
+    try:
+        language_model = model.get_language_model()
+    except NotImplementedError:
+        return frozenset()
+    inside = {id(tensor) for tensor in named(language_model).values()}
+    return frozenset(name for name, tensor in named(model).items() if id(tensor) not in inside)
 
 
 def _shape_refusal(name: str, form: LoadFormat) -> str | None:
@@ -155,6 +169,8 @@ def place(recording: Recording, form: LoadFormat, layout: Layout) -> Placement:
     skipped = {spec.name for spec, held in zip(layout, placement.held, strict=True) if held is TensorHandling.SKIPPED}
     filled = [*placement.load_formats, *recording.zeroed, *(copy.parameter for copy in recording.copies)]
     unfilled = _unfilled(form, filled, skipped=skipped)
+    if form.beside.issuperset(unfilled) and form.beside.isdisjoint(filled):
+        placement.unnamed, unfilled = unfilled, []
     if unfilled and not placement.refusals:  # a refused tensor explains its own gap
         placement.refusals[""] = (
             f"no tensor of this layout fills {shorten(unfilled)}{_why_unfilled(form, filled, skipped=skipped)}"
@@ -270,4 +286,4 @@ def attach_model(model: torch.nn.Module, config: Any, layout: Layout, platform: 
             "the loader copied nothing: it was used since the model was loaded (a reload?); restart vLLM"
         )
     used = {row.parameter for row in placement.rows} | placement.load_formats.keys()
-    return placement, {name: form.live[name] for name in used}
+    return placement, {name: form.live[name] for name in (*used, *placement.unnamed)}

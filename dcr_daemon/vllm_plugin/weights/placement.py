@@ -211,7 +211,8 @@ class Placement:
     `aliases`: pairs of rows that are the same memory, so that their tensors must stay equal. `computed`: the
     loader-computed tensors, each with the parameters that the loader fills from it; `load_formats`: those parameters in
     load format, to run the loader on. `replay`: makes again what vLLM derived from placed tensors
-    (`loader.replay.Replay`), or None.
+    (`loader.replay.Replay`), or None. `unnamed`: parameters that no tensor of the layout fills, and that may stay as
+    they are.
     """
 
     held: list[TensorHandling]
@@ -223,6 +224,7 @@ class Placement:
     computed: dict[int, tuple[str, ...]] = field(default_factory=dict)
     load_formats: dict[str, Any] = field(default_factory=dict)
     replay: Any = None
+    unnamed: list[str] = field(default_factory=list)
     _ends: dict[int, tuple[Ints, Ints, Ints]] = field(default_factory=dict)
 
     def rows_meeting(self, tensor: int, segment: Box) -> list[int]:

@@ -8,7 +8,7 @@ thread would hold the interpreter, and so generation, for seconds.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from dcr_daemon.errors import Corrupt, EngineRefused
 from dcr_daemon.vllm_plugin.calls import FingerprintRank, HopFiles, Start, TensorHandling
 from dcr_daemon.vllm_plugin.loader import audit, place_model
 from dcr_daemon.vllm_plugin.loader.computed import ComputedLoader, Values, read_values, write_computed
+from dcr_daemon.vllm_plugin.loader.reachable import Named
 from dcr_daemon.vllm_plugin.weights import faults
 from dcr_daemon.vllm_plugin.weights.arena import Arena, DeviceArena
 from dcr_daemon.vllm_plugin.weights.dense import DenseFiles
@@ -29,6 +30,7 @@ from dcr_daemon.vllm_plugin.weights.placement import Placement
 from dcr_daemon.vllm_plugin.worker.jobs import Job
 from dcr_daemon.vllm_plugin.worker.prepare import Preparation
 from dcr_daemon.vllm_plugin.worker.transaction import Transaction
+from dcr_daemon.vllm_plugin.worker.unnamed import UnnamedParameters
 from dcr_daemon.wording import shorten
 
 
@@ -42,6 +44,7 @@ class Attachment:
     external_writes: int
     computed_loader: ComputedLoader | None = None
     device_arena: DeviceArena | None = None
+    unnamed: UnnamedParameters | None = None
 
     @property
     def live(self) -> WeightMemory:
@@ -113,10 +116,14 @@ class Attachment:
         return FingerprintRank(id=job.id, sums=self.live.box_sums(job.check_cancelled).tobytes())
 
     def scrub(self, job: Job, arg: Start) -> FingerprintRank:
-        """Sum the boxes of some tensors at a limited rate; reads only."""
+        """Sum the boxes of some tensors at a limited rate, and a share of what the stream does not name; reads only."""
         faults.point("job")
-        sums = self.live.box_sums(job.rate_limited(arg.rate), range(*arg.tensors))
-        return FingerprintRank(id=job.id, sums=sums.tobytes())
+        after_slice, tensors = job.rate_limited(arg.rate), range(*arg.tensors)
+        sums = self.live.box_sums(after_slice, tensors)
+        changed = []
+        if self.unnamed is not None:
+            changed = self.unnamed.changed(after_slice, self.unnamed.share(tensors, len(self.layout)))
+        return FingerprintRank(id=job.id, sums=sums.tobytes(), changed=changed)
 
     def check_load(self, arg: Start) -> None:
         """Check that a load's files are complete and fit this engine, before anything is paused for them.
@@ -205,8 +212,9 @@ def attach(
     ):
         if before.placement.replay is not None:
             audit.audit(before.placement, model, config, layout=layout)
+        _refuse_changed(before.placement, before.unnamed)
         memory = None if before.placement.refusals else before.memory
-        return Attachment(layout, before.placement, memory, external_writes, before.computed_loader, device_arena)
+        return replace(before, memory=memory, external_writes=external_writes)
     placement, live = place_model.attach_model(model, config, layout, platform)
     if placement.refusals:
         return Attachment(layout, placement, None, external_writes)
@@ -216,6 +224,10 @@ def attach(
         refused = Placement(held=[TensorHandling.REFUSED] * len(layout), refusals={"": str(error)})
         return Attachment(layout, refused, None, external_writes)
     compile_kernels(spec.width for spec in layout)
+    unnamed = _watch_unnamed(model, placement, live, device_arena)
+    _refuse_changed(placement, unnamed)
+    if placement.refusals:
+        return Attachment(layout, placement, None, external_writes)
     dtype = config.model_config.dtype if config is not None else None
     return Attachment(
         layout,
@@ -224,7 +236,30 @@ def attach(
         external_writes,
         ComputedLoader(model, placement, live=live, layout=layout, dtype=dtype),
         device_arena,
+        unnamed,
     )
+
+
+def _watch_unnamed(
+    model: torch.nn.Module, placement: Placement, live: Named, arena: DeviceArena | None
+) -> UnnamedParameters | None:
+    if not placement.unnamed:
+        return None
+    named = {name: live[name] for name in placement.unnamed}
+
+    def opened(whole: Placement, layout: Layout) -> WeightMemory:
+        return open_memory(whole, LiveTensors(named, holders_of(model)), layout=layout, arena=arena)
+
+    return UnnamedParameters(model, named, opened)
+
+
+def _refuse_changed(placement: Placement, unnamed: UnnamedParameters | None) -> None:
+    """The first attach sums what the stream does not name; a later one refuses if it has changed since."""
+    if unnamed is not None and (changed := unnamed.changed()):
+        placement.refusals[""] = (
+            f"{shorten(changed)} changed since the first attach, and the stream does not have them to repair them; "
+            "start vLLM again"
+        )
 
 
 def open_memory(placement: Placement, homes: LiveTensors, *, layout: Layout, arena: DeviceArena | None) -> WeightMemory:
