@@ -5,8 +5,6 @@ The rules come from measured sizes on real and synthetic updates (docs/FORMAT.md
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
@@ -40,7 +38,8 @@ def _rate(where: npt.NDArray[np.uint32], elements: int) -> float:
         return where.size / elements
     stride = -(-where.size // SAMPLE)
     gaps = where[1::stride] - where[:-1:stride]
-    return float(np.log(2) / np.median(gaps))
+    middle = (gaps.size - 1) // 2, gaps.size // 2
+    return float(np.log(2) / np.partition(gaps, middle)[list(middle)].mean())
 
 
 def choose_operation(codec: Codec, old: Bits, *, now: Bits) -> Operation:
@@ -53,28 +52,6 @@ def choose_operation(codec: Codec, old: Bits, *, now: Bits) -> Operation:
         return Operation.ULP
     from dcr_daemon.codec import kernels
 
-    stride = -(-now.size // SAMPLE)
-    a, b = np.ascontiguousarray(old[::stride]), np.ascontiguousarray(now[::stride])
-    codes, escapes = np.zeros((a.size + 3) // 4, dtype="u1"), np.empty(a.size + 1, dtype=b.dtype)
-    count = kernels.emit_steps(a, b, codes, escapes)
-    ulp = _planes(codes) + _planes(escapes[:count])
-    costs = {Operation.ULP: MARGIN * ulp, Operation.XOR: _planes(a ^ b), Operation.OVERWRITE: _planes(b)}
+    ulp, xor, overwrite = kernels.estimate_bits(old, now, -(-now.size // SAMPLE))
+    costs = {Operation.ULP: MARGIN * ulp, Operation.XOR: xor, Operation.OVERWRITE: overwrite}
     return min(costs, key=lambda operation: costs[operation])
-
-
-def _planes(bits: Bits) -> float:
-    """Bits that the byte planes of these elements take, each entropy-coded by itself."""
-    from dcr_daemon.codec import kernels
-
-    counts = np.zeros((bits.itemsize, 256), dtype=np.int64)
-    kernels.histogram(bits, counts)
-    return sum(_entropy(plane) for plane in counts)
-
-
-def _entropy(counts: npt.NDArray[Any]) -> float:
-    """Bits to code all symbols of a histogram, with the Miller-Madow correction for small samples."""
-    seen = counts[counts > 0]
-    n = float(seen.sum())
-    if not n:
-        return 0.0
-    return float(n * np.log2(n) - (seen * np.log2(seen)).sum() + (seen.size - 1) / (2 * np.log(2)))

@@ -18,7 +18,7 @@ import zstandard
 
 from dcr_daemon.canonical.box import MAX_RANK, Box
 from dcr_daemon.canonical.dtypes import bits_dtype
-from dcr_daemon.canonical.fingerprint import Bits, units_per
+from dcr_daemon.canonical.fingerprint import Bits
 from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.codec import format as fmt
 from dcr_daemon.codec.choose import choose_operation, choose_positions
@@ -27,6 +27,7 @@ from dcr_daemon.codec.format import Stream
 
 FIRST_BYTES = 128 << 10  #: of an encoder's first chunks; later ones grow
 GROWTH = 3  #: an open chunk has at most this part of what its encoder has closed, so little is left for the end
+_UNUSED = np.ones(MAX_RANK, dtype=np.int64)  #: axes of a contiguous box, at which no kernel looks
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,19 +100,15 @@ class ChunkEncoder:
         Raises:
             ValueError: the arguments do not describe a box of this tensor, or the chunk is far beyond full.
         """
-        from dcr_daemon.codec import kernels
+        from dcr_daemon.codec.vector_kernels import select_detect
 
         width = self.layout[tensor].width
         self._check(tensor, box, base, new)
         where, old, now = self._buffers(base.size, width)
-        shape = np.array((1,) * (MAX_RANK - len(box.shape)) + box.shape, dtype=np.int64)
-        strides = np.array((0,) * (MAX_RANK - len(box.shape)) + box.strides, dtype=np.int64)
-        key = self.layout.keys[tensor]
-        whole = base.nbytes // 8 * 8 // width
-        k, before, after = kernels.detect(
-            base, new, base[:whole].view("<u8"), new[:whole].view("<u8"), where, old, now,
-            box.dst, shape, strides, box.contiguous, key, units_per(width),
-        )  # fmt: skip
+        shape, strides = (_UNUSED, _UNUSED) if box.contiguous else _axes(box)
+        k, before, after = select_detect(width)(
+            base, new, where, old, now, box.dst, shape, strides, box.contiguous, self.layout.keys[tensor]
+        )
         if k == 0:
             return None
         row = self._emit(box, where[:k], old[:k], now[:k], self._codec if codec is None else codec)
@@ -209,6 +206,12 @@ class ChunkEncoder:
             self._put_planes(Stream.VALUE, now)
             self._undo.append(old.tobytes())
         return row
+
+
+def _axes(box: Box) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Shape and strides with `MAX_RANK` axes each."""
+    absent = MAX_RANK - len(box.shape)
+    return np.array((1,) * absent + box.shape, np.int64), np.array((0,) * absent + box.strides, np.int64)
 
 
 class _Row:

@@ -7,6 +7,7 @@ if all is well. The tests compare them with implementations in numpy.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -32,34 +33,45 @@ def locate(ordinal: Any, dst: Any, shape: Any, strides: Any) -> Any:
 
 
 @kernel
+def sum_changes(old: Any, now: Any, where: Any, dst: Any, shape: Any, strides: Any, flat: Any, key: Any) -> Any:
+    """Sums of the old and of the new bits at ascending ordinals of a box; `flat`: it is contiguous."""
+    per = max(int64(1), int64(old.itemsize // 2))
+    if flat:
+        return sum_at(old, where, dst, key, per), sum_at(now, where, dst, key, per)
+    before = uint64(0)
+    after = uint64(0)
+    row = end = at = int64(0)  # of the run along the innermost axis: most neighbours are in one
+    for i in range(where.size):
+        ordinal = int64(where[i])
+        if ordinal >= end:
+            row = ordinal // shape[3] * shape[3]
+            end = row + shape[3]
+            at = locate(row, dst, shape, strides)
+        element = at + (ordinal - row) * strides[3]
+        before += summand(old[i], element, key, per)
+        after += summand(now[i], element, key, per)
+    return before, after
+
+
+@kernel
 def detect(
-    base: Any,
-    new: Any,
-    base_words: Any,
-    new_words: Any,
-    where: Any,
-    old: Any,
-    now: Any,
-    dst: Any,
-    shape: Any,
-    strides: Any,
-    flat: Any,
-    key: Any,
-    per: Any,
+    base: Any, new: Any, where: Any, old: Any, now: Any, dst: Any, shape: Any, strides: Any, flat: Any, key: Any
 ) -> Any:
     """One pass over a box: positions, old and new bits of what differs, sums before and after; `base` becomes `new`.
 
-    `base_words` and `new_words` are the same memory as whole 64-bit words, as far as they go; what is left over is
-    taken element by element. Lists are appended branch-free, because a mispredicted branch costs more than four
-    elements: every candidate is written and only a changed one moves the cursor, so the outputs need one slot more than
-    there are elements. Returns (changed, before, after).
+    Memory is compared in 64-bit words; what is left over is taken element by element. Lists are appended branch-free,
+    because a mispredicted branch costs more than four elements: every candidate is written and only a changed one moves
+    the cursor, so the outputs need one slot more than there are elements. Returns (changed, before, after).
+    `vector_kernels.detect` finds the same.
     """
     k = int64(0)
     before = uint64(0)
     after = uint64(0)
-    per_word = 8 // base.itemsize
+    per_word = int64(8 // base.itemsize)
+    words = base.size // per_word
+    base_words = base[: words * per_word].view(np.uint64)
+    new_words = new[: words * per_word].view(np.uint64)
     hits = np.empty(BLOCK + 1, dtype=np.uint32)
-    words = base_words.size
     for start in range(0, words + 1, BLOCK):
         stop = min(start + BLOCK, words)
         first = k
@@ -86,20 +98,9 @@ def detect(
                 now[k] = v
                 k += int64(o != v)
                 base[i] = v
-        if flat:
-            before += sum_at(old[first:k], where[first:k], dst, key, per)
-            after += sum_at(now[first:k], where[first:k], dst, key, per)
-        else:
-            row = end = at = int64(0)  # of the run along the innermost axis: most neighbours are in one
-            for i in range(first, k):
-                ordinal = int64(where[i])
-                if ordinal >= end:
-                    row = ordinal // shape[3] * shape[3]
-                    end = row + shape[3]
-                    at = locate(row, dst, shape, strides)
-                element = at + (ordinal - row) * strides[3]
-                before += summand(old[i], element, key, per)
-                after += summand(now[i], element, key, per)
+        b, a = sum_changes(old[first:k], now[first:k], where[first:k], dst, shape, strides, flat, key)
+        before += b
+        after += a
     return k, before, after
 
 
@@ -244,3 +245,38 @@ def histogram(bits: Any, counts: Any) -> None:
     for i in range(bits.size):
         for plane in range(counts.shape[0]):
             counts[plane, np.uint64(bits[i]) >> np.uint64(8 * plane) & np.uint64(255)] += 1
+
+
+@kernel
+def _coded_bits(bits: Any) -> Any:
+    """Bits that the byte planes of these elements take, each entropy-coded by itself, with the Miller-Madow correction
+    for small samples."""
+    counts = np.zeros((bits.itemsize, 256), dtype=np.int64)
+    histogram(bits, counts)
+    total = 0.0
+    if bits.size:
+        for plane in range(bits.itemsize):
+            seen = 0
+            total += bits.size * math.log2(bits.size)
+            for byte in range(256):
+                if counts[plane, byte]:
+                    seen += 1
+                    total -= counts[plane, byte] * math.log2(counts[plane, byte])
+            total += (seen - 1) / (2 * math.log(2))
+    return total
+
+
+@kernel
+def estimate_bits(old: Any, now: Any, stride: Any) -> Any:
+    """What every `stride`-th change would take as a step, as a mask of flipped bits, and as its new bits."""
+    size = (old.size + stride - 1) // stride
+    a = np.empty(size, dtype=old.dtype)
+    b = np.empty(size, dtype=old.dtype)
+    flips = np.empty(size, dtype=old.dtype)
+    for i in range(size):
+        a[i] = old[i * stride]
+        b[i] = now[i * stride]
+        flips[i] = a[i] ^ b[i]
+    codes, escapes = np.zeros((size + 3) // 4, dtype=np.uint8), np.empty(size + 1, dtype=old.dtype)
+    count = emit_steps(a, b, codes, escapes)
+    return _coded_bits(codes) + _coded_bits(escapes[:count]), _coded_bits(flips), _coded_bits(b)

@@ -178,14 +178,15 @@ def test_after_compiling_ahead_nothing_is_compiled() -> None:
 import numpy as np
 from dcr_daemon.canonical.box import Box
 from dcr_daemon.canonical.layout import Layout, TensorSpec
-from dcr_daemon.codec import kernels
+from dcr_daemon.codec import kernels, vector_kernels
 from dcr_daemon.codec.chunk import ChunkId, Codec
 from dcr_daemon.codec.decode import open_chunk
 from dcr_daemon.codec.encode import ChunkEncoder
 from dcr_daemon.codec.warm import compile_kernels
 
 def compiled():
-    return [len(k.signatures) for k in vars(kernels).values() if hasattr(k, "signatures")]
+    found = [*vars(kernels).values(), *vars(vector_kernels).values()]
+    return [len(k.signatures) for k in found if hasattr(k, "signatures")]
 
 compile_kernels((2,))
 before = compiled()

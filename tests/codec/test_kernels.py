@@ -35,15 +35,12 @@ def unit_sum(bits: Any, elements: Any) -> int:
 @pytest.mark.parametrize("rate", [0.0, 0.01, 1.0])
 def test_detect(lane: str, size: int, rate: float) -> None:
     old, new = changed_pair(lane, size, rate)
-    base, whole = old.copy(), old.nbytes // 8 * 8 // old.itemsize
+    base = old.copy()
     where, was, now = np.empty(size + 1, "<u4"), np.empty(size + 1, lane), np.empty(size + 1, lane)
     shapes = np.array([1, 1, 1, size]), np.array([0, 0, 0, 1])
-    words = base[:whole].view("<u8"), new[:whole].view("<u8")
     for flat in (True, False):
         base[:] = old
-        k, before, after = kernels.detect(
-            base, new, *words, where, was, now, 17, *shapes, flat, KEY, max(1, old.itemsize // 2)
-        )
+        k, before, after = kernels.detect(base, new, where, was, now, 17, *shapes, flat, KEY)
         expected = np.flatnonzero(old != new)
         assert np.array_equal(where[:k], expected)
         assert np.array_equal(was[:k], old[expected])
@@ -122,3 +119,25 @@ def test_histogram(lane: str) -> None:
     kernels.histogram(lanes, counts)
     planes = lanes.view("u1").reshape(-1, lanes.itemsize)
     assert all(np.array_equal(counts[b], np.bincount(planes[:, b], minlength=256)) for b in range(lanes.itemsize))
+
+
+@pytest.mark.parametrize("lane", LANES[:3])
+@pytest.mark.parametrize("stride", [1, 3])
+def test_estimates_are_the_entropies_of_the_byte_planes(lane: str, stride: int) -> None:
+    old, new = changed_pair(lane, 3000, 1.0)
+    old[::7], new[::7] = 5, 6
+    keep = old != new
+    old, new = old[keep], new[keep]
+
+    def entropy(bits: Any) -> float:
+        total = 0.0
+        for plane in bits.view("u1").reshape(-1, bits.itemsize).T:
+            seen = np.unique(plane, return_counts=True)[1] / plane.size
+            total += plane.size * -(seen * np.log2(seen)).sum() + (seen.size - 1) / (2 * np.log(2))
+        return total
+
+    a, b = old[::stride].copy(), new[::stride].copy()
+    codes, escapes = np.zeros((a.size + 3) // 4, "u1"), np.empty(a.size + 1, lane)
+    count = kernels.emit_steps(a, b, codes, escapes)
+    expected = entropy(codes) + entropy(escapes[:count]), entropy(a ^ b), entropy(b)
+    assert kernels.estimate_bits(old, new, stride) == pytest.approx(expected)

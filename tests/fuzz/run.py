@@ -21,7 +21,12 @@ RSS_LIMIT = 3072  #: MiB
 SLOWEST = 20  #: seconds for one input
 LONGEST = 4096  #: bytes of an input
 #: numba reads bytecode, so its kernels must stay as they are
-COMPILED = ["dcr_daemon.codec.kernels", "dcr_daemon.canonical.kernels", "dcr_daemon.canonical.jit"]
+COMPILED = [
+    "dcr_daemon.codec.kernels",
+    "dcr_daemon.codec.vector_kernels",
+    "dcr_daemon.canonical.kernels",
+    "dcr_daemon.canonical.jit",
+]
 
 
 @dataclass
