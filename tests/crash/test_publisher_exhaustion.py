@@ -38,7 +38,7 @@ DOORS = {
     "disk.published.write": "done without",
     "disk.published.rename": "done without",
 }
-ONCE = ("disk.baseline.write", "disk.name", "disk.published", "disk.chain")
+ONCE = ("disk.baseline.write", "disk.hint", "disk.name", "disk.published", "disk.chain")
 
 
 @pytest.fixture

@@ -1,9 +1,9 @@
-"""The canonical values of the last sealed version that one rank is the source of, in one file-backed map.
+"""The canonical values of the last sealed version that one rank is the source of, in memory.
 
-It holds one block after the other, each in its own row-major order. The file outlives the process, but is not trusted:
-at start it is used only if its fingerprint is that of a sealed version (must P3). While an attempt is being diffed, the
-bytes run ahead of the version; only `commit` moves the version, only undo restores the bytes. The JSON beside it is a
-hint, written when the bytes are those of a version.
+It holds one block after the other, each in its own row-major order. While an attempt is being diffed, the bytes run
+ahead of the version; only `commit` moves the version, only undo restores the bytes. A copy in a file (`cache`) outlives
+the process. It follows between updates, and only when the chunks since the last copy outweigh a share of it: a start
+from a file that is versions behind takes the chain from there.
 
 One sum per block is kept beside the vector, so that any block can be checked by itself while no attempt is under way
 (must P4). An *unverified base*: the bytes do not equal the version, and the version can no longer be built. Their own
@@ -12,18 +12,13 @@ fingerprint is known, so the next version can still be diffed from them, and bri
 
 from __future__ import annotations
 
-import contextlib
-import mmap
-import os
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from dcr_daemon import runtime
 from dcr_daemon.canonical.box import Box
 from dcr_daemon.canonical.dtypes import bits_dtype
 from dcr_daemon.canonical.fingerprint import MASK, Bits, Vector, advance
@@ -33,31 +28,21 @@ from dcr_daemon.checkpoint.directory import Checkpoint
 from dcr_daemon.checkpoint.reader import CheckpointReader
 from dcr_daemon.codec.chunk import Segment
 from dcr_daemon.codec.decode import Chunk
-from dcr_daemon.disk import disk_error, reserve, write_atomically
 from dcr_daemon.errors import Corrupt, Incompatible
+from dcr_daemon.publish.baseline.cache import BaselineCache, Hint
 from dcr_daemon.runtime import Workers
 from dcr_daemon.task_limiter import TaskLimiter
-from dcr_daemon.untrusted import decode_json
 from dcr_daemon.wording import shorten
 
 ALIGNMENT = 64  #: bytes; every block begins on a cache line of its own
 
 
-class _Clean(msgspec.Struct, frozen=True, kw_only=True):
-    """The hint: the version that the bytes were last known to be."""
-
-    stream: str
-    layout: str
-    share: str  #: digest of the blocks
-    version: int
-    vector: str
-
-
-_hints = msgspec.json.Decoder(_Clean)
+#: the file follows when the chunks since the last copy are this share of it: at most twice their bytes are written
+SAVE_SHARE = 0.5
 
 
 class Baseline:
-    """Bytes of one version, in memory that is shared with a file.
+    """Bytes of one version.
 
     Args:
         directory: of the state; `baseline.bin` and `baseline.json` lie in it.
@@ -74,19 +59,22 @@ class Baseline:
         self.version: int | None = None
         self.unverified_base = False
         self.stream, self._workers = stream, workers
-        self._hint = directory / "baseline.json"
         self._sums = [0] * len(blocks)
         self._vector = np.zeros(len(self.layout), dtype=np.uint64)
         offsets, size = _offsets(blocks)
-        #: the file is new, so it has nothing to be verified
-        self.new, self._map = _map_file(directory / "baseline.bin", max(size, mmap.PAGESIZE))
+        self._cache = BaselineCache(directory, size)
+        self.new = self._cache.new  #: there is no file to begin from
+        self._unsaved = self._cache.size  #: bytes of chunks since the file was last written, or was about to be
+        self._saving: tuple[int, int] | None = None  #: the version that is being copied, and where the next span begins
         self._bits = [
-            np.frombuffer(self._map, dtype=bits_dtype(self.layout[b.tensor].width), count=b.box.elements, offset=offset)
+            np.frombuffer(
+                self._cache.memory, dtype=bits_dtype(self.layout[b.tensor].width), count=b.box.elements, offset=offset
+            )
             for b, offset in zip(blocks, offsets, strict=True)
         ]
 
     def __getitem__(self, number: int) -> Bits:
-        """The bits of a block, by its number, as unsigned integers [elements]; writable, shared with the file."""
+        """The bits of a block, by its number, as unsigned integers [elements]; writable."""
         return self._bits[number]
 
     def name(self, number: int) -> str:
@@ -123,30 +111,32 @@ class Baseline:
         return self._vector.copy()
 
     def hint(self) -> tuple[int, Vector] | None:
-        """The version and vector that the hint names, if there is one. To be verified by `prove`."""
+        """The version of the file, and its vector, if that is known. To be verified by `prove`."""
+        hint = self._cache.hint()
+        if hint is None:
+            return None
         try:
-            clean = decode_json(_hints, self._hint.read_bytes())
-            vector = np.frombuffer(bytes.fromhex(clean.vector), dtype="<u8")
-        except (OSError, ValueError):
+            vector = np.frombuffer(bytes.fromhex(hint.vector), dtype="<u8")
+        except ValueError:
             return None
         known = self.stream, self.layout.digest, self.blocks.digest, len(self.layout)
-        if (clean.stream, clean.layout, clean.share, vector.size) != known:
+        if (hint.stream, hint.layout, hint.share, vector.size) != known:
             return None
-        return clean.version, vector
+        return hint.version, vector
 
     def begin(self) -> None:
-        """The bytes are about to run ahead of their version: remove the hint."""
-        self._hint.unlink(missing_ok=True)
+        """The bytes are about to run ahead of their version: a copy that was begun is void."""
+        self._saving = None
 
-    def commit(self, version: int, segments: Iterable[Segment]) -> None:
-        """Move to `version`, which was sealed with exactly these segments of the blocks."""
+    def commit(self, version: int, segments: Iterable[Segment], *, size: int = 0) -> None:
+        """Move to `version`, which was sealed with exactly these segments of the blocks, in chunks of `size` bytes."""
         segments = list(segments)
         for segment in segments:
             number = self.blocks.number[Block(segment.tensor, segment.box)]
             self._sums[number] = (self._sums[number] + segment.after - segment.before) & MASK
         self.version, self.unverified_base = version, False
         self._vector = advance(self._vector, segments)
-        self._write_hint()
+        self._unsaved += size
 
     async def prove(self, *candidates: tuple[int, Vector]) -> Vector:
         """Sum the bytes as they are, and adopt the first candidate whose vector that is. Returns the vector found."""
@@ -155,7 +145,7 @@ class Baseline:
         for version, vector in candidates:
             if np.array_equal(found, vector):
                 self.version, self._vector, self._sums, self.unverified_base = version, found, sums, False
-                self._write_hint()
+                self._unsaved = 0 if self._saved else self._cache.size
                 break
         return found
 
@@ -168,35 +158,69 @@ class Baseline:
         self.begin()
         sums = await self._measure()
         self.version, self.unverified_base = version, unverified_base
-        self._vector, self._sums = self.blocks.vector(sums), sums
-        if not unverified_base:
-            self._write_hint()
+        self._vector, self._sums, self._unsaved = self.blocks.vector(sums), sums, self._cache.size
 
     async def restored(self) -> bool:
         """After an undo: whether the bytes, by their full fingerprint, are those of `version` again."""
-        if self.version is None or await self._measure() != self._sums:
-            return False
-        if not self.unverified_base:
-            self._write_hint()
-        return True
+        return self.version is not None and await self._measure() == self._sums
 
     async def intact(self, number: int) -> bool:
         """Whether a block has the sum it should have. No attempt may be under way."""
         return await self._workers.run(self._sum, number) == self._sums[number]
 
-    def _write_hint(self) -> None:
+    @property
+    def _saved(self) -> bool:
+        """Whether the file holds the version."""
+        hint = self.hint()
+        return hint is not None and hint[0] == self.version and np.array_equal(hint[1], self._vector)
+
+    @property
+    def save_due(self) -> bool:
+        """Whether the file is to follow now. No attempt may be under way."""
+        if self.version is None or self.unverified_base:
+            return False
+        return self._saving is not None or self._unsaved >= SAVE_SHARE * self._cache.size
+
+    async def save_step(self) -> None:
+        """Copy one span into the file; with the last one it holds the version. No attempt may be under way."""
         assert self.version is not None
+        if self._saving is None or self._saving[0] != self.version:
+            self._unsaved = 0
+            self._cache.forget()
+            self._saving = self.version, 0
+        version, start = self._saving
+        try:
+            end = await self._workers.run_uncancellable(self._cache.write, start)
+        except OSError:  # as without the hint
+            self._saving = None
+            return
+        self._saving = (version, end) if end < self._cache.size else None
+        if self._saving is None:
+            self._cache.keep(self._hint_of(version))
+
+    async def save(self) -> None:
+        """Bring the file to the version, if it is behind. No attempt may be under way."""
+        if self.version is None or self.unverified_base or self._saved:
+            return
+        await self.save_step()
+        while self._saving is not None:
+            await self.save_step()
+
+    def _hint_of(self, version: int) -> Hint:
         body = self._vector.astype("<u8").tobytes().hex()
-        clean = _Clean(
-            stream=self.stream, layout=self.layout.digest, share=self.blocks.digest, version=self.version, vector=body
-        )  # fmt: skip
-        with contextlib.suppress(OSError):  # without the hint the next start rebuilds: slower, never wrong
-            write_atomically(self._hint, msgspec.json.encode(clean), site="hint", durable=False)
+        return Hint(
+            stream=self.stream, layout=self.layout.digest, share=self.blocks.digest, version=version, vector=body
+        )
 
     def invalidate(self) -> None:
         """Forget what the bytes are; they have to be loaded again."""
         self.version, self.unverified_base = None, False
         self.begin()
+
+    def distrust(self) -> None:
+        """As `invalidate`; nor is the file to be begun from."""
+        self.invalidate()
+        self._cache.forget()
 
     async def fingerprint(self) -> Vector:
         """The vector of the bytes as they are now: a full pass, on the workers."""
@@ -260,10 +284,9 @@ class Baseline:
                     bits[where] = changes.only(inside).resolve(bits[where])
 
     def close(self) -> None:
-        """Unmap. The kernel writes the pages back; after a crash of the host the fingerprint shows whether it did."""
+        """Give the memory back. The file stays as it was saved."""
         self._bits = []
-        with contextlib.suppress(BufferError):  # a view is still alive; the map goes with it
-            self._map.close()
+        self._cache.close()
 
 
 def _offsets(blocks: BlockSet) -> tuple[list[int], int]:
@@ -272,26 +295,6 @@ def _offsets(blocks: BlockSet) -> tuple[list[int], int]:
         offsets.append(place)
         place += -(-blocks.nbytes(number) // ALIGNMENT) * ALIGNMENT
     return offsets, place
-
-
-def _map_file(path: Path, size: int) -> tuple[bool, mmap.mmap]:
-    """Whether the file is new, and a map of exactly `size` bytes of it. Its disk space is reserved: a full disk must
-    show here, not as SIGBUS."""
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise disk_error(error, path) from error
-    try:
-        runtime.failpoint("disk.baseline.write")
-        new = os.fstat(descriptor).st_size != size
-        if new:
-            os.ftruncate(descriptor, 0)
-        reserve(descriptor, size)
-        return new, mmap.mmap(descriptor, size)
-    except OSError as error:
-        raise disk_error(error, path) from error
-    finally:
-        os.close(descriptor)
 
 
 def check_vector(want: Vector, have: Vector, *, layout: Layout, what: str, hint: str) -> None:

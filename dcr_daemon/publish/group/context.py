@@ -140,7 +140,7 @@ class RankContext:
         assert attempt is not None
         self.committed = True
         self.owes_anchor |= self.baseline.unverified_base
-        self.baseline.commit(attempt.version, attempt.segments)
+        self.baseline.commit(attempt.version, attempt.segments, size=attempt.size)
         self.restorer.mismatches = 0
         runtime.failpoint("publish.baseline.committed")
         attempt.forget()
@@ -174,14 +174,14 @@ class RankContext:
 
     def mark_suspect(self) -> None:
         """What the ranks hold does not add up: the baseline is built anew, from the bucket and not from its cache."""
-        self.baseline.invalidate()
+        self.baseline.distrust()
         self.restorer.mismatches += 1
 
     def damaged(self, where: str) -> None:
         """The baseline is not what it should be: rebuilt before anything is diffed from it, and anchored (must P4)."""
         version = self.ledger.state.seal.version
         self.emit(Alarm(must="P4", what=f"the baseline of version {version} is damaged {where}; rebuilding"))
-        self.baseline.invalidate()
+        self.baseline.distrust()
         self.owes_anchor = True
 
     async def prove(self) -> None:
@@ -213,7 +213,8 @@ class RankContext:
         return not tensor
 
     async def run_idle_checks(self, look: Callable[[], Awaitable[None]], check: Callable[[], None]) -> None:
-        """Between updates, until cancelled: `look` at the ledger now and then, then `check` what was seen, and scrub.
+        """Between updates, until cancelled: `look` at the ledger now and then, then `check` what was seen; scrub, and
+        let the baseline's file follow.
 
         Returns once the baseline was found damaged.
         """
@@ -225,7 +226,14 @@ class RankContext:
             scrub_at = self._scrub_due
             if runtime.monotonic() >= scrub_at and not await self._scrub_one():
                 return
-            await runtime.sleep(max(0.0, min(self._look_at, scrub_at) - runtime.monotonic()))
+            if self._save_due:
+                await self.baseline.save_step()
+            else:
+                await runtime.sleep(max(0.0, min(self._look_at, scrub_at) - runtime.monotonic()))
+
+    @property
+    def _save_due(self) -> bool:
+        return self._baseline is not None and not self.attempt and self._baseline.save_due
 
     async def close(self) -> None:
         """Give everything back. An attempt that is still undecided leaves no baseline."""
@@ -233,6 +241,8 @@ class RankContext:
             if self.attempt:
                 await self.attempt.cancel()
                 self.baseline.invalidate()
+            elif self._baseline:
+                await self._baseline.save()
         finally:
             if self._baseline:
                 self._baseline.close()

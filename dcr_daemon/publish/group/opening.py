@@ -235,6 +235,8 @@ class _StartAlone:
         options, context = self._resources.options, leader.context
         context.hold(self._opening.baseline or self._all_of(leader.layout))
         await context.restore()
+        if context.baseline.save_due:
+            await context.baseline.save()
         runtime.failpoint("publish.restored")
         # An anchor is due as well if an earlier process died while it wrote one, or owed one (must P4).
         await leader.anchor_if_due(at_once=options.create and options.upload_base and leader.head == 0)

@@ -80,8 +80,6 @@ class Contribution:
 class Attempt:
     """The attempt that `record` opened. One at a time; owned by one `RankContext`.
 
-    Making it removes the baseline's hint.
-
     Attributes:
         id: the seq of its `open` record.
         fate: what becomes of it; `RankContext`, `Leader` and `Member` write it, and `Update` if the background work
@@ -114,6 +112,11 @@ class Attempt:
         self.changed = 0
         baseline.begin()
         runtime.failpoint("publish.baseline.begun")
+
+    @property
+    def size(self) -> int:
+        """Bytes of its chunks so far."""
+        return sum(ref.size for ref in self._refs.values())
 
     async def diff(self, inputs: Iterable[tuple[int, Source]], codec: Codec | None = None) -> None:
         """Take up whole tensors, `(layout index, source)` each; returns when none of the sources is needed any more.
@@ -237,7 +240,7 @@ class Attempt:
         part = Part(
             stream=r.stream, group=r.group, call=r.call, attempt=r.seq, base=r.base, version=r.version,
             rank=self._rank.number, nonce=self._rank.nonce, chunks=chunks, sums=sums.ref, changed=self.changed,
-            bytes=sum(c.size for c in chunks), stray=self._baseline.unverified_base, anchor=anchor,
+            bytes=self.size, stray=self._baseline.unverified_base, anchor=anchor,
             contents=await self._contents(),
         )  # fmt: skip
         upload = Upload.of(names.part(*address), records.encode(part))

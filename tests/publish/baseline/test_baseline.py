@@ -39,6 +39,8 @@ def test_what_was_loaded_survives_the_process_with_its_hint(
         vector = await baseline.fingerprint()
         await baseline.prove((3, vector + np.uint64(1)), (7, vector))
         assert baseline.version == 7
+        assert baseline.hint() is None  # the file has not followed yet
+        await baseline.save()
         baseline.close()
         return vector
 
@@ -50,6 +52,8 @@ def test_what_was_loaded_survives_the_process_with_its_hint(
     assert hint[0] == 7
     assert np.array_equal(hint[1], asyncio.run(again.fingerprint()))
     again.begin()
+    assert again.hint() is not None  # what an attempt changes stays in memory
+    again.distrust()
     assert again.hint() is None
     again.close()
 
@@ -59,6 +63,8 @@ def test_a_hint_of_another_stream_or_layout_counts_for_nothing(
 ) -> None:
     baseline = Baseline(tmp_path, BlockSet.whole(world.layout), "s", workers)
     baseline.commit(1, [])
+    asyncio.run(baseline.save())
+    assert baseline.hint() is not None
     assert Baseline(tmp_path, BlockSet.whole(world.layout), "other", workers).hint() is None
     assert Baseline(tmp_path, BlockSet.whole(Layout(world.layout.specs[1:])), "s", workers).hint() is None
     (tmp_path / "baseline.json").write_text("{")

@@ -92,6 +92,7 @@ class Rig:
                 fetched=path / "fetched",
             )  # fmt: skip
             await restorer.restore()
+            await baseline.save()
         finally:
             workers.close()
         return baseline
@@ -422,14 +423,14 @@ def test_a_cache_of_an_older_version_takes_the_chain_alone(write: Any, world: Pu
 
 
 def torn(state: Path) -> None:
-    """The host went down: some pages of the map are older than what the hint says."""
+    """The host went down: some pages of the file are older than what the hint says."""
     body = bytearray((state / "baseline.bin").read_bytes())
     body[:32] = bytes(32)
     (state / "baseline.bin").write_bytes(body)
 
 
 def halfway(state: Path) -> None:
-    """The process died while an attempt was diffed: the map has run ahead, and there is no hint."""
+    """The process died while the file was written: it is of two versions, and there is no hint."""
     torn(state)
     (state / "baseline.json").unlink()
 

@@ -19,7 +19,7 @@ disk.name.sync disk.name.rename disk.name.synced ledger.epoch.put ledger.epoch.a
 """
 #: what every rank passes in an update
 _UPDATE = """
-publish.declared:2 disk.baseline.write publish.restore.base disk.hint.write:2 disk.hint.rename:2
+publish.declared:2 disk.baseline.write publish.restore.base
 publish.baseline.begun:3 publish.chunk.begun:3 publish.diffed:3 publish.chunk.put:3 publish.chunks.put:3
 publish.sums.put:3 publish.part.put:3 publish.uploaded:3 publish.baseline.committed:3
 publish.anchor.file:2 publish.anchor.shared:2
@@ -32,6 +32,10 @@ ledger.anchor.known:2
 """
 _ANSWERING = """
 publish.member.open:3 publish.member.fate:3
+"""
+#: between two updates, or at the end: the baseline's file follows
+_BETWEEN = """
+disk.hint.write disk.hint.rename
 """
 _MARK = """
 disk.mark.write:2 disk.mark.sync:2 disk.mark.rename:2 disk.mark.synced:2
@@ -51,10 +55,10 @@ _FAILING = """
 publish.failed
 """
 
-LEADER = _counted(_OPENING, _UPDATE, _LEADING, _MARK, _CLOSING)
-MEMBER = _counted(_UPDATE, _ANSWERING, _MARK)
+LEADER = _counted(_OPENING, _UPDATE, _LEADING, _BETWEEN, _MARK, _CLOSING)
+MEMBER = _counted(_UPDATE, _ANSWERING, _BETWEEN, _MARK)
 #: of rank 0, of the rank that fails, and of others
 IN_FAILURE = _counted(_GIVEN_UP, _ABORTING), _counted(_FAILING), _counted(_GIVEN_UP)
 
 #: of a sleeper at these instants nothing can be said but that it is in no seal
-OUTSIDE = set(_counted(_OPENING, _MARK, _CLOSING))
+OUTSIDE = set(_counted(_OPENING, _BETWEEN, _MARK, _CLOSING))
