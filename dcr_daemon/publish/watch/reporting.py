@@ -40,10 +40,15 @@ class WatchReporter:
             for key in gone[: max(0, len(gone) - REMEMBERED)]:
                 del self._told[key]
 
+    def _was_said(self, kind: Cause | Literal["not_read"], name: str, text: str) -> bool:
+        """Whether this is the last that was said of it."""
+        return self._told.get((kind, name)) == hash(text)
+
     def _is_news(self, kind: Cause | Literal["not_read"], name: str, text: str) -> bool:
-        """Whether this was not the last that was said of it."""
-        before, self._told[kind, name] = self._told.get((kind, name)), hash(text)
-        return before != hash(text)
+        """Whether this was not the last that was said of it; from now on it is."""
+        news = not self._was_said(kind, name, text)
+        self._told[kind, name] = hash(text)
+        return news
 
     def misfit(self, error: CheckpointMisfit) -> NotPublished:
         """A checkpoint does not fit the stream's layout."""
@@ -113,7 +118,7 @@ class WatchReporter:
             if not self._paths.is_policy(name):
                 continue
             if candidate.refusal:
-                if self._told.get(("misfit", name)) != hash(candidate.refusal):
+                if not self._was_said("misfit", name, candidate.refusal):
                     notices[name] = Degraded(what=f"{name} is refused: {candidate.refusal}")
             elif why := candidate.why_incomplete(self._layout):
                 notices[name] = Waiting(what=f"{name} is incomplete: {why}")
