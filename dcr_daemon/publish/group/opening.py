@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from typing import Protocol, Self
 
@@ -12,7 +11,6 @@ from dcr_daemon.canonical.layout import Layout, describe_difference
 from dcr_daemon.checkpoint.blocks import BlockSet, block_bytes
 from dcr_daemon.checkpoint.directory import Checkpoint, read_side_files
 from dcr_daemon.checkpoint.reader import CheckpointReader
-from dcr_daemon.codec.warm import compile_kernels
 from dcr_daemon.errors import DcrError, Fenced, Incompatible, NotFound, UsageError
 from dcr_daemon.events import Alarm, Degraded, Emit, Waiting
 from dcr_daemon.ledger.objects import Objects
@@ -114,7 +112,6 @@ class _Opening:
     def __init__(self, options: PublishOptions, store: Store, *, emit: Emit, rank: Rank) -> None:
         self.resources = RankResources.take(options, store, emit=emit, rank=rank)
         self.baseline: Baseline | None = None
-        self._compiling: asyncio.Task[None] | None = None
 
     async def context(self) -> RankContext:
         """For a ledger that was read."""
@@ -124,9 +121,6 @@ class _Opening:
             workers=resources.workers,
         )  # fmt: skip
         layout = await objects.read_layout(ledger.stream)
-        # Beside what else a start does: the first update finds them compiled.
-        widths = {spec.width for spec in layout}
-        self._compiling = asyncio.create_task(resources.workers.run(compile_kernels, widths))
         _check_base(resources.options, layout, resources.store.url, emit=resources.emit)
         return RankContext(resources, objects, layout)
 
@@ -135,11 +129,7 @@ class _Opening:
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, at: object) -> None:
         if error is None:
-            if self._compiling:
-                await self._compiling
             return
-        if self._compiling:
-            self._compiling.cancel()
         resources, ledger = self.resources, self.resources.ledger
         try:
             if ledger.epoch is not None:
