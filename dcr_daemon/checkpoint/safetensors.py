@@ -256,17 +256,23 @@ class SafetensorsFile:
         """
         for first in range(0, positions.size, _ELEMENTS):
             part = slice(first, first + _ELEMENTS)
-            self._write_runs(name, positions[part], values=values[part])
+            self._write_runs(name, _frozen(positions[part]), values=_frozen(values[part]))
+
+    def holds_elements(self, name: str, positions: Ints, *, values: Bits) -> bool:
+        """Whether the elements of a tensor at `positions` int64 [k], ascending, are `values` [k]. Through the map."""
+        from dcr_daemon.checkpoint import kernels
+
+        return bool(kernels.holds(_frozen(self.bits(name)), _frozen(positions), _frozen(values)))
 
     def _write_runs(self, name: str, positions: Ints, *, values: Bits) -> None:
+        from dcr_daemon.checkpoint import kernels
+
         begin, width = self.header.spans[name][0], values.itemsize
         for first, end in _runs(positions, width):
             start = int(positions[first])
             part = self.read(name, start, int(positions[end - 1]) + 1 - start)
-            inside, wanted = positions[first:end] - start, values[first:end]
-            if np.array_equal(part[inside], wanted):
+            if not kernels.patch(part, positions[first:end], values[first:end], start):
                 continue  # a full disk does not prevent a rollback of what was not written
-            part[inside] = wanted
             _write_at(self._fd, part, place=begin + start * width)
 
     def sync(self) -> None:
@@ -298,6 +304,13 @@ def _runs(positions: Ints, width: int) -> list[tuple[int, int]]:
     cuts = (np.diff(place) > _GAP) | (np.diff(place // _BLOCK) > 0)
     edges = [0, *(np.flatnonzero(cuts) + 1).tolist(), positions.size]
     return list(pairwise(edges))
+
+
+def _frozen(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """A read-only view, so that kernels see one type of array and compile once."""
+    view = np.ascontiguousarray(array).view()
+    view.flags.writeable = False
+    return view
 
 
 def _write_at(descriptor: int, data: Bits, *, place: int) -> None:

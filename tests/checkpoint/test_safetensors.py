@@ -105,6 +105,12 @@ def test_positions_that_are_near_or_far_from_each_other_are_all_written_and_noth
         file.write_elements("x", positions, values=after[positions])
         file.write_elements("x", positions[:0], values=after[:0])
         assert np.array_equal(file.bits("x"), after)
+        assert file.holds_elements("x", positions, values=after[positions])
+        assert file.holds_elements("x", positions[:0], values=after[:0])
+        for wrong in (0, positions.size // 2, positions.size - 1):
+            other = after[positions]
+            other[wrong] ^= 1
+            assert not file.holds_elements("x", positions, values=other)
 
 
 def test_an_unaligned_file_still_gives_aligned_lanes(raw_file: Raw) -> None:

@@ -66,6 +66,30 @@ async def test_several_hops_become_one_change_with_every_sum_checked(make_versio
     await engine.close()
 
 
+async def test_nothing_compiles_once_attached(make_versions, here):
+    """A compile takes seconds, in which an update waits, or no loader may open the directory."""
+    from dcr_daemon.canonical import kernels as sums
+    from dcr_daemon.checkpoint import kernels as of_files
+    from dcr_daemon.codec import kernels as codec
+    from dcr_daemon.codec.warm import _compile
+    from dcr_daemon.engine import kernels
+
+    versions = make_versions(3, rate=0.3)
+    txn = versions.transaction(1, 2, 3)
+    used = [of_files.patch, of_files.holds, kernels.match, codec.unpack_gaps, codec.unpack_bitmask, codec.unpack_steps,
+            sums.sum_at]  # fmt: skip
+    for kernel in used:
+        kernel._reset_overloads()  # what other tests have compiled
+    _compile.cache_clear()
+    engine = await proved(versions, here)
+    compiled = [len(kernel.signatures) for kernel in used]
+    assert all(compiled)
+    await engine.prepare(txn)
+    assert (await engine.swap("to-3")).version == 3
+    assert [len(kernel.signatures) for kernel in used] == compiled
+    await engine.close()
+
+
 async def test_a_dense_change_and_one_of_nothing_are_versions_too(make_versions, here):
     versions = make_versions(1, rate=1.0)
     versions.put(versions.values[1])

@@ -26,6 +26,7 @@ COMPILED = [
     "dcr_daemon.codec.vector_kernels",
     "dcr_daemon.canonical.kernels",
     "dcr_daemon.canonical.jit",
+    "dcr_daemon.checkpoint.kernels",
 ]
 
 

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-import numpy as np
 
 from dcr_daemon import runtime
 from dcr_daemon.canonical.layout import Layout, describe_difference
@@ -238,7 +237,7 @@ class Checkout:
             shards.sync()
             for entry in journal.entries(layout):
                 name, wanted = layout[entry.tensor].name, entry.old if back else entry.new
-                if not np.array_equal(shards.home(name).bits(name)[entry.positions], wanted):
+                if not shards.home(name).holds_elements(name, entry.positions, values=wanted):
                     raise Corrupt(f"{self.path}: {name} does not read back as written", hint="check this disk")
 
     def _move(self, head: Install) -> None:

@@ -11,6 +11,7 @@ import mmap
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -147,9 +148,10 @@ def _add_segment(
 
 def _repeats(touched: Sequence[Ints]) -> bool:
     """Whether an element is in two of these arrays, each of which is ascending."""
-    if len(touched) < 2:
-        return False
-    elements = np.sort(np.concatenate(touched), kind="stable")
+    filled = [elements for elements in touched if elements.size]
+    if all(one[-1] < other[0] for one, other in pairwise(filled)):
+        return False  # pieces of a tensor one behind the other, as publishers cut large ones
+    elements = np.sort(np.concatenate(filled), kind="stable")
     return bool((elements[1:] == elements[:-1]).any())
 
 

@@ -23,13 +23,14 @@ from pathlib import Path
 import numpy as np
 
 from dcr_daemon import runtime
+from dcr_daemon.canonical.layout import Layout
 from dcr_daemon.checkpoint.directory import Checkpoint
 from dcr_daemon.disk import disk_error, disk_full, out_of_handles
 from dcr_daemon.engine.directory.checkout import Marker, open_checkpoint
 from dcr_daemon.engine.directory.install import build_fresh, install_fresh
 from dcr_daemon.engine.directory.scrub import scrub
 from dcr_daemon.engine.directory.state import DirectoryState, vector_digest
-from dcr_daemon.engine.directory.transactions import apply_changes, draft_changes, hops_within
+from dcr_daemon.engine.directory.transactions import apply_changes, compile_ahead, draft_changes, hops_within
 from dcr_daemon.engine.port import (
     Attached,
     EngineStatus,
@@ -73,7 +74,7 @@ class DirectoryEngine:
             state.forget()
             try:
                 with state.fenced_first():
-                    state.layout = await state.run(read_layout, facts.layout, facts.layout_digest)
+                    state.layout = await state.run(self._read_layout, facts)
                     self.path.mkdir(parents=True, exist_ok=True)
                     async with state.locked():
                         marker = await state.run(self._repair_and_claim, facts)
@@ -103,6 +104,11 @@ class DirectoryEngine:
                 classes=[TensorClass.EXACT] * len(state.layout),
                 unverified=state.unverified,
             )
+
+    def _read_layout(self, facts: StreamFacts) -> Layout:
+        layout = read_layout(facts.layout, facts.layout_digest)
+        compile_ahead(layout)
+        return layout
 
     def _repair_and_claim(self, facts: StreamFacts) -> Marker | None:
         """Finish what a kill interrupted, open the checkpoint, become the owner; a directory that does not fit is left

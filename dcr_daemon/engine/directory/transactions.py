@@ -8,7 +8,11 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+import numpy as np
+
 from dcr_daemon import runtime
+from dcr_daemon.canonical.layout import Layout
+from dcr_daemon.codec.warm import compile_kernels
 from dcr_daemon.disk import disk_error, disk_full
 from dcr_daemon.engine.deltas import check_chain
 from dcr_daemon.engine.directory.checkout import Checkout
@@ -19,6 +23,19 @@ from dcr_daemon.engine.port import Transaction, VersionDelta
 from dcr_daemon.errors import Corrupt, DcrError
 
 TRIES = 2  #: writes before a rollback
+
+
+def compile_ahead(layout: Layout) -> None:
+    """Compile every kernel that a transaction calls, so that none is compiled while no loader may open the directory.
+
+    Once per process: a second call costs nothing."""
+    from dcr_daemon.checkpoint import kernels as of_files
+    from dcr_daemon.engine import kernels
+
+    widths = {spec.width for spec in layout}
+    compile_kernels(widths)
+    of_files.warm(widths)
+    kernels.match(*np.zeros((3, 1), dtype=np.int64))
 
 
 def hops_within(hops: list[VersionDelta], budget: int) -> list[VersionDelta]:
