@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 import dcr_daemon
-from dcr_daemon.cli import Stopped, demo, gc, log, materialize, plan, publish, status, subscribe, trace, verify
+from dcr_daemon.cli import Stopped, demo, forget, gc, log, materialize, plan, publish, status, subscribe, trace, verify
 from dcr_daemon.cli.output import report_error, wants_json
 from dcr_daemon.config import Known, read_config
 from dcr_daemon.errors import DcrError, UsageError
@@ -47,7 +47,7 @@ def _help(docstring: str) -> str:
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs).replace("[", "\\[")
 
 
-for module in (publish, subscribe, log, status, verify, gc, materialize, plan, trace, demo):
+for module in (publish, subscribe, log, status, forget, verify, gc, materialize, plan, trace, demo):
     name, settings = module.__name__.rpartition(".")[2], None
     if module.command is demo.missing:
         settings = demo.ANY_ARGUMENTS

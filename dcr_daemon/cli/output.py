@@ -47,6 +47,12 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     _put(_PADDING.sub(r"\1", text.get()))
 
 
+def clear_screen(wanted: bool) -> None:
+    """Before something that is shown anew: clear a terminal; anywhere else nothing."""
+    if wanted and sys.stdout.isatty():
+        _put("\x1b[H\x1b[2J\x1b[3J")
+
+
 def print_fields(fields: dict[str, Any]) -> None:
     """Name and value per line on stdout."""
     width = max(len(name) for name in fields)

@@ -8,6 +8,7 @@ DATA = "data/"  #: what attempts upload
 ROUNDS = 2  #: number of rounds in which ranks agree on what each holds
 READY = b"ready"  #: all that ranks declare in the round after those, and all that rank 0 answers
 ANCHORS = "anchors/"  #: complete versions
+REPLICAS = "replicas/"  #: status objects
 PROBES = "probe/"  #: objects of a start-up probe that was not allowed to delete them
 
 
@@ -92,4 +93,4 @@ def anchor_sums(version: int, attempt_: int, *, group: str, rank: int, nonce: st
 
 
 def replica(replica_id: str) -> str:
-    return f"replicas/{replica_id}.json"
+    return f"{REPLICAS}{replica_id}.json"

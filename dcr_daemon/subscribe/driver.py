@@ -212,7 +212,7 @@ class Driver:
     async def _attach(self) -> None:
         began, context = runtime.monotonic(), self._context
         self._detach()
-        self._status.report("attaching")
+        self._status.attaching()
         attached = await self._take_over(await context.stage.stream_facts())
         if attached.incarnation != self._incarnation:
             self._backoff.note_new_engine()

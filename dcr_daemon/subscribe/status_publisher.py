@@ -36,6 +36,11 @@ class StatusPublisher:
             detail = f"in doubt about record {doubt.seq}: {doubt.reason}" + (f"; {detail}" if detail else "")
         self._writer.set(state=state, detail=detail, serving=self.serving, head=self._ledger.head)
 
+    def attaching(self) -> None:
+        """An attach begins. While the engine is away that is no news: one is tried again and again."""
+        if not self._lost:
+            self.report("attaching")
+
     def attached(self, incarnation: str, version: int | None) -> None:
         self._lost = ""
         self._writer.set(engine=incarnation, version=version)

@@ -12,7 +12,7 @@ import pytest
 from dcr_daemon.cli.app import app, run
 from dcr_daemon.errors import ResourceExhausted, UpdateAborted, UsageError
 
-COMMANDS = ("publish", "subscribe", "log", "status", "verify", "materialize", "trace", "demo")
+COMMANDS = ("publish", "subscribe", "log", "status", "forget", "verify", "materialize", "trace", "demo")
 HEAVY = ("torch", "numba", "vllm", "transformers", "boto3", "aioboto3", "botocore", "prometheus_client")
 
 

@@ -9,6 +9,7 @@ from dcr_daemon.events import Alarm, Degraded
 from dcr_daemon.ledger import names
 from dcr_daemon.store import open_store
 from dcr_daemon.subscribe.status import StatusWriter
+from dcr_daemon.subscribe.status_publisher import StatusPublisher
 
 KEY = names.replica("r")
 
@@ -113,3 +114,29 @@ async def test_a_store_that_does_not_take_it_is_said_once_and_no_reason_to_stop(
         (place / "replicas").unlink()
         assert await read_until(store, id="r")
     assert len([event for event in events if isinstance(event, Degraded)]) == 1
+
+
+async def test_a_report_says_when_the_next_one_comes(tmp_path):
+    store, events = await open_store(f"file://{tmp_path}/s"), []
+    async with reporter_of(store, events, refresh=0.5).running():
+        assert (await read_until(store, id="r"))["refresh"] == 0.5
+
+
+async def test_tries_to_reach_an_engine_that_is_away_are_no_news(make_stream):
+    class Writer:
+        def __init__(self):
+            self.told = []
+
+        def set(self, **fields):
+            self.told.append(fields)
+
+    stream, writer = await make_stream(1), Writer()
+    publisher = StatusPublisher(stream.ledger, writer, emit=lambda event: None)
+    publisher.attaching()
+    publisher.lost("no socket")
+    once = writer.told[-1]
+    for _ in range(5):
+        publisher.attaching()
+        publisher.lost("no socket")
+    assert [told["state"] for told in writer.told[:2]] == ["attaching", "waiting for the engine"]
+    assert all(told == once for told in writer.told[1:]), "StatusWriter.set writes nothing if nothing changes"
