@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from dcr_daemon.errors import UsageError
@@ -14,16 +15,17 @@ _COUNTS = _PREFIX | {"b": 1e9}
 
 
 def link_rate(text: str) -> float:
-    """Bytes per second of `10Gbps`, `200Mbit/s`, `1.25GB/s`.
+    """Bytes per second of `10Gbps`, `200Mbit/s`, `1.25GB/s`; more than 0.
 
     Raises:
         UsageError: it is none of these.
     """
     number, unit = _parse(text, "10Gbps, 200Mbit/s or 1.25GB/s")
     match = _RATE.fullmatch(unit)
-    if not match:
+    rate = number * _PREFIX[match[1].lower()] / (1 if match[2] == "B/s" else 8) if match else 0.0
+    if not 0 < rate < math.inf:
         raise UsageError(f"{text!r} is no rate of a link", hint="e.g. 10Gbps, 200Mbit/s or 1.25GB/s")
-    return number * _PREFIX[match[1].lower()] / (1 if match[2] == "B/s" else 8)
+    return rate
 
 
 def duration(text: str) -> float:
@@ -44,15 +46,16 @@ def fraction(text: str) -> float:
 
 
 def count(text: str) -> float:
-    """A number of `1T`, `7B`, `380M`, `1000000`."""
+    """A number above 0 of `1T`, `7B`, `380M`, `1000000`."""
     number, unit = _parse(text, "1T, 7B or 380M")
-    if unit.lower() not in _COUNTS:
+    value = number * _COUNTS.get(unit.lower(), 0.0)
+    if not 0 < value < math.inf:
         raise UsageError(f"{text!r} is no number", hint="e.g. 1T, 7B or 380M")
-    return number * _COUNTS[unit.lower()]
+    return value
 
 
 def _parse(text: str, example: str) -> tuple[float, str]:
     match = _NUMBER.fullmatch(text)
-    if not match:
+    if not match or float(match[1]) == math.inf:
         raise UsageError(f"{text!r} is not understood", hint=f"e.g. {example}")
     return float(match[1]), match[2]

@@ -142,6 +142,20 @@ def test_errors(more: list[str], code: int) -> None:
     assert run(["plan", "1T", "--link", "10Gbps", *more]) == code
 
 
-def test_a_file_that_holds_no_constants(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"machine": None}, {"machine": {"load": [1]}}, {"machine": {"cores": 0}}, {"machine": {"cores": 2, "load": 1}},
+        {"scan": []}, {"scan": [["a", 1]]}, {"scan": [[0, 1], [0.5, 2]]}, {"wire": "x"}, {"wire": float("nan")},
+        {"prepare": {"dir": {"fixed": "x", "per_unit": 1}}}, {"pause": {}},
+    ],
+)  # fmt: skip
+def test_a_file_that_holds_no_constants(wrong: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "c.json").write_text(json.dumps(shipped().as_json() | wrong))
+    assert run(["plan", "1T", "--link", "10Gbps", "--constants", str(tmp_path / "c.json")]) == 2
     (tmp_path / "c.json").write_text("{}")
     assert run(["plan", "1T", "--link", "10Gbps", "--constants", str(tmp_path / "c.json")]) == 2
+
+
+def test_nothing_to_move_and_no_round_trip(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "× its" not in said(capsys, "7B", "--link", "1Gbps", "--rtt", "0", "--changed", "0")

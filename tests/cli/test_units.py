@@ -22,13 +22,19 @@ def test_times_shares_and_counts() -> None:
     assert (count("1T"), count("7.5B"), count("380M"), count("12")) == (1e12, 7.5e9, 380e6, 12)
 
 
-@pytest.mark.parametrize("text", ["", "fast", "10", "10G", "-1Gbps", "10XB/s"])
+@pytest.mark.parametrize(
+    "text", ["", "fast", "10", "10G", "-1Gbps", "10XB/s", "0bps", "0.0Gbps", "1e400Gbps", "1e308GB/s"]
+)
 def test_what_is_no_rate_is_refused(text: str) -> None:
     with pytest.raises(UsageError):
         link_rate(text)
 
 
-@pytest.mark.parametrize(("parse", "text"), [(duration, "5m"), (fraction, "120%"), (fraction, "2"), (count, "7X")])
+@pytest.mark.parametrize(
+    ("parse", "text"),
+    [(duration, "5m"), (duration, "1e400"), (fraction, "120%"), (fraction, "2"), (count, "7X"), (count, "0"),
+     (count, "1e400"), (count, "1e300T")],
+)  # fmt: skip
 def test_other_units_are_refused(parse: object, text: str) -> None:
     with pytest.raises(UsageError):
         parse(text)  # type: ignore[operator]

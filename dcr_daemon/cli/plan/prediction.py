@@ -24,6 +24,8 @@ from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from typing import Any, Self
 
+import msgspec
+
 THREADS = 16  #: of a publisher, at most (`runtime.Workers`)
 PHASES = ("open", "construct", "wire", "protocol", "prepare", "pause")
 
@@ -80,9 +82,21 @@ class Constants:
     pause: dict[str, Line]
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Self:
-        lines = {name: {kind: Line(**line) for kind, line in value[name].items()} for name in ("prepare", "pause")}
-        return cls(**{**value, **lines})
+    def from_json(cls, value: Any) -> Self:
+        """Raises `ValueError` if these are no constants that something can be predicted from."""
+        try:
+            found = msgspec.convert(value, cls)
+        except msgspec.ValidationError as error:
+            raise ValueError(str(error)) from error
+        cores = found.machine.get("cores")
+        if not isinstance(cores, int) or cores < 1 or not isinstance(found.machine.get("load", [0]), list):
+            raise ValueError("the machine has no number of cores")
+        for points in (found.bytes_per_change, found.scan):
+            if not points or min(share for share, _ in points) <= 0:
+                raise ValueError("a share of changes was not measured, or is 0")
+        if found.prepare.keys() != found.pause.keys():
+            raise ValueError("an engine was measured in part")
+        return found
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

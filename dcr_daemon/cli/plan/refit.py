@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as _json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from dcr_daemon.cli.output import print_fields, print_json, print_table, share, 
 from dcr_daemon.cli.plan.prediction import Case, Constants, Prediction, predict, shipped
 from dcr_daemon.cli.units import count, duration, fraction, link_rate
 from dcr_daemon.errors import NotFound, UsageError
+from dcr_daemon.untrusted import load_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +71,13 @@ def _constants(path: Path | None) -> Constants:
     if path is None:
         return shipped()
     try:
-        return Constants.from_json(_json.loads(path.read_text()))
+        return Constants.from_json(load_json(path.read_bytes()))
     except OSError as error:
         raise NotFound(f"{path} cannot be read: {error.strerror or error}", hint="check --constants") from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UsageError(f"{path} holds no constants", hint="write it with benchmarks/rig/constants.py") from error
+    except ValueError as error:
+        raise UsageError(
+            f"{path} holds no constants: {error}", hint="write it with benchmarks/rig/constants.py"
+        ) from error
 
 
 def _document(config: str, options: RefitOptions, found: Prediction, known: Constants) -> dict[str, Any]:
@@ -98,16 +100,18 @@ def _document(config: str, options: RefitOptions, found: Prediction, known: Cons
 
 def _print(document: dict[str, Any], found: Prediction) -> None:
     machine, total, case = document["measured_on"], found.seconds, found.case
+    bound = found.lower_bound  # 0 for no bytes and no round trip
+    against = f", {total / bound:.2f} × its lower bound of {bound:,.2f} s" if bound else ""
     print_fields(
         {
             "model": f"{document['model']}: {case.parameters / 1e9:,.3f} B parameters, {size(case.dense_bytes)}",
             "version": f"{share(case.changed, 1)} changed, {size(found.bytes)}",
-            "refit": f"{total:,.2f} s, {total / found.lower_bound:.2f} × its lower bound of {found.lower_bound:,.2f} s",
+            "refit": f"{total:,.2f} s" + against,
             "dense": f"{found.dense_seconds:,.1f} s for the whole model over the link once, "
             f"{found.dense_seconds / total:,.1f} × as long",
             "fleet": f"{size(document['fleet_bytes'])} downloaded by {document['replicas']} replicas",
             "measured": f"{document['benchmark']} on {machine.get('cores')} cores of {machine.get('processor')}, "
-            f"load {machine.get('load', ['?'])[0]}, {machine.get('at')}",
+            f"load {(machine.get('load') or ['?'])[0]}, {machine.get('at')}",
         }
     )
     rows = ((name, f"{seconds:,.3f} s", share(seconds, total)) for name, seconds in found.phases.items())
