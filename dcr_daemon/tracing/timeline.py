@@ -1,18 +1,23 @@
 """Reads trace files of any number of processes into one timeline, and writes it as one trace again.
 
-A file may be cut off, still be written, or be `FILE.1` of another: what is not a whole line is left out.
+A file may be cut off, still be written, or be `FILE.1` of another: what is not a whole line of a trace is left out.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from dcr_daemon.errors import Incompatible, NotFound
+from dcr_daemon.untrusted import decode_json
 from dcr_daemon.wording import json_line
+
+Microseconds = Annotated[float, msgspec.Meta(ge=0, le=1e17)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,29 @@ class Slice:
         return int(self.args["version"])
 
 
+class _Event(msgspec.Struct, frozen=True):
+    """A line of a trace, as Chrome's format has it: times in microseconds since 1970."""
+
+    pid: int
+    ph: str
+    name: str = ""
+    cat: str = ""
+    ts: Microseconds = 0.0
+    dur: Microseconds = 0.0
+    tid: int = 0
+    args: dict[str, Any] = {}
+
+
+class _Args(msgspec.Struct, frozen=True):
+    """What is read of a slice's args."""
+
+    version: int
+    bytes: int | None = None
+
+
+_events = msgspec.json.Decoder(_Event)
+
+
 def read_traces(paths: Iterable[Path]) -> list[Slice]:
     """All slices of these files by their beginning; what is in two of them counts once.
 
@@ -44,37 +72,36 @@ def read_traces(paths: Iterable[Path]) -> list[Slice]:
     found: dict[str, Slice] = {}
     for path in paths:
         before = len(found)
-        lines = list(_lines(path))
-        names = {line["pid"]: line.get("args", {}) for line in lines if line.get("ph") == "M"}
-        for line in lines:
-            if line.get("cat") == "dcr" and isinstance(line.get("args", {}).get("version"), int):
-                one = _slice(line, names.get(line["pid"]) or {"name": f"{path.stem} {line['pid']}"})
+        events = list(_events_of(path))
+        names = {event.pid: event.args for event in events if event.ph == "M"}
+        for event in events:
+            if event.cat == "dcr":
+                one = _slice(event, names.get(event.pid) or {"name": f"{path.stem} {event.pid}"})
                 found[repr(one)] = one
         if len(found) == before and not names:
             raise Incompatible(f"{path} is not a trace of dcr", hint="give files that --trace or DCR_TRACE named")
     return sorted(found.values(), key=lambda one: (one.begin, one.end))
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
+def _events_of(path: Path) -> Iterator[_Event]:
     try:
-        text = path.read_text(errors="replace")
+        body = path.read_bytes()
     except OSError as error:
         raise NotFound(f"{path} cannot be read: {error.strerror or error}", hint="check the FILES") from error
-    for line in text.splitlines():
-        try:
-            value = json.loads(line.strip().rstrip(","))
-        except ValueError:  # a bracket, or a line that was cut off
-            continue
-        if isinstance(value, dict) and "pid" in value:
-            yield value
+    for line in body.splitlines():
+        with contextlib.suppress(ValueError, msgspec.ValidationError):  # a bracket, or a line that was cut off
+            event = decode_json(_events, line.strip().rstrip(b","))
+            if event.cat == "dcr":
+                msgspec.convert(event.args, _Args)
+            yield event
 
 
-def _slice(line: dict[str, Any], process: dict[str, Any]) -> Slice:
-    begin = line["ts"] / 1e6
+def _slice(event: _Event, process: dict[str, Any]) -> Slice:
+    begin = event.ts / 1e6
     return Slice(
         process=str(process.get("name")), role=str(process.get("role", "")), stream=str(process.get("stream", "")),
-        name=str(line["name"]), begin=begin, end=begin + line.get("dur", 0) / 1e6, lane=int(line.get("tid", 0)),
-        args=line["args"], instant=line.get("ph") == "i",
+        name=event.name, begin=begin, end=begin + event.dur / 1e6, lane=event.tid, args=event.args,
+        instant=event.ph == "i",
     )  # fmt: skip
 
 

@@ -41,6 +41,24 @@ def test_a_file_that_was_cut_off_anywhere_is_read_up_to_there(tmp_path: Path) ->
         assert len(read) >= whole[:size].count(b",\n") - 1
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"args": None}, {"args": [1]}, {"args": {"version": "1"}}, {"args": {"version": 1, "bytes": "many"}},
+        {"pid": [1]}, {"ts": "now"}, {"ts": float("nan")}, {"ts": float("inf")}, {"ts": 10**400}, {"ts": 1e300},
+        {"dur": -5}, {"dur": 1e300}, {"tid": "a"}, {"ph": None}, {"name": ["upload"]},
+    ],
+)  # fmt: skip
+def test_a_line_that_is_none_of_ours_is_left_out(wrong: dict[str, object], tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    file = TraceFile(path, PROCESS)
+    file.write(row(1))
+    line = json.dumps(row(2) | {"pid": 1} | wrong).encode()
+    path.write_bytes(path.read_bytes() + line + b",\n" + b"[" * 100_000 + b"\n")
+    file.write(row(3))
+    assert [one.version for one in read_traces([path])] == [1, 3]
+
+
 def test_the_next_process_goes_on_behind_the_last_whole_line(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     TraceFile(path, PROCESS).write(row(1))
