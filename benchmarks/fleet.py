@@ -8,8 +8,8 @@ multiplied by the number of replicas. Nothing is timed, so the figures are the s
 small one: a version of it has some dozen chunks, and a larger version has more GETs, one for every chunk of up to 4 MiB
 or so. Bytes cost nothing within a region.
 
-Prices: Amazon S3 Standard, us-east-1, as listed at https://aws.amazon.com/s3/pricing/ in 2025: 0.005 $ for 1,000 PUT or
-LIST requests, 0.0004 $ for 1,000 GET requests.
+The prices (`PRICES`) are assumptions, typed in by hand: Amazon S3 Standard, us-east-1, in 2025, 0.005 $ for 1,000 PUT
+or LIST requests, 0.0004 $ for 1,000 GET requests. See https://aws.amazon.com/s3/pricing/ for today's.
 """
 
 from __future__ import annotations
