@@ -163,8 +163,8 @@ def traced(emit: e.Emit, *, rank: int, world: int, stream: str) -> e.Emit:
         if recorder:
             try:
                 recorder(event)
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 recorder = None
-                emit(e.Degraded(what=f"the trace {path} ends here: {error.strerror or error}"))
+                emit(e.Degraded(what=f"the trace {path} ends here: {error}"))
 
     return both

@@ -14,6 +14,7 @@ from typing import Any
 from dcr_daemon.errors import UsageError
 from dcr_daemon.wording import json_line
 
+_HEAD = b'[\n{"name":"process_name"'
 LIMIT = 64 << 20  #: bytes of a trace, `FILE` and `FILE.1` together
 
 
@@ -23,7 +24,7 @@ class TraceFile:
     The file is opened for each line, so there is nothing to close, and a file that was moved away is begun anew.
 
     Raises:
-        UsageError: the file cannot be opened for writing.
+        UsageError: the file cannot be opened for writing, or is something else than a trace.
     """
 
     def __init__(self, path: Path, process: dict[str, Any], *, limit: int = LIMIT) -> None:
@@ -63,6 +64,8 @@ class TraceFile:
         if not self._path.exists():
             return
         with self._path.open("r+b") as file:
+            if not _HEAD.startswith(file.read(len(_HEAD))):
+                raise UsageError(f"{self._path} is not a trace, and is left as it is", hint="name a new file")
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - (1 << 16)))
             tail = file.read()

@@ -83,3 +83,12 @@ def test_a_trace_has_a_bound_and_keeps_the_newest(tmp_path: Path) -> None:
 def test_a_trace_that_cannot_be_is_said_at_start(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="trace"):
         TraceFile(tmp_path, PROCESS)
+
+
+@pytest.mark.parametrize("body", [b"{}", bytes(8) + b"{}" * 50_000, b"stream: s3://b/run\ncreate: true", b"[\n {}\n]"])
+def test_a_file_that_is_no_trace_is_left_as_it_is(body: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(body)
+    with pytest.raises(UsageError, match="not a trace"):
+        TraceFile(path, PROCESS)
+    assert path.read_bytes() == body
