@@ -22,7 +22,7 @@ from dcr_daemon.ledger.follow import Polling, jittered
 from dcr_daemon.ledger.records import OpenRef
 from dcr_daemon.store.partial import PartialFile
 from dcr_daemon.store.port import Entry, Store
-from dcr_daemon.subscribe.fetch.stage import Stage
+from dcr_daemon.subscribe.fetch.stage import CONCURRENCY, Stage
 from dcr_daemon.task_limiter import TaskLimiter
 
 STOP_SECONDS = 5.0  #: a request that takes longer is continued by whoever stages the version
@@ -61,7 +61,8 @@ class Prefetch:
         await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
-        fetches = TaskLimiter(None)  # `Stage.downloads` bounds them
+        # More would stand in line at `Stage.downloads`, before the chunks of a sealed version.
+        fetches = TaskLimiter(CONCURRENCY)
         try:
             await runtime.run_until_first(self._look(fetches), self._stopped.wait())
             await self._stopped.wait()

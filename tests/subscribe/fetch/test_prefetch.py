@@ -13,6 +13,7 @@ from support.stores.wrapped import WrappedStore
 
 from dcr_daemon.errors import StoreUnavailable
 from dcr_daemon.events import ChunkFetched, Degraded, Retrying
+from dcr_daemon.ledger import names
 from dcr_daemon.ledger.follow import Polling
 from dcr_daemon.ledger.objects import Objects
 from dcr_daemon.ledger.records import OpenRef
@@ -51,20 +52,21 @@ class SlowStore(WrappedStore):
 
 
 class Scene:
-    """An open attempt at version 1 of a stream whose chunks are put one after another, and one prefetch of it."""
+    """An open attempt at a version of a stream whose chunks are put one after another, and one prefetch of it."""
 
     def __init__(self, stream, stage: Stage, store: SlowStore, events: RecordedEvents) -> None:
         self.stream, self.stage, self.store, self.events = stream, stage, store, events
         self.refs = []
         self.prefetch: Prefetch
 
-    async def open(self) -> None:
-        ref = OpenRef(await self.stream.open(1), 1, 0, "g", 1)
+    async def open(self, version: int = 1) -> None:
+        self.version = version
+        ref = OpenRef(await self.stream.open(version), version, version - 1, "g", version)
         self.prefetch = Prefetch(self.store, self.stage, opened=ref, polling=Polling(first=0.02), emit=self.events)
 
     async def put(self, count: int) -> None:
-        for chunk in self.stream.chunks(1)[len(self.refs) :][:count]:
-            self.refs.append(await self.stream.put(1, chunk))
+        for chunk in self.stream.chunks(self.version)[len(self.refs) :][:count]:
+            self.refs.append(await self.stream.put(self.version, chunk))
 
     @property
     def fetched(self) -> list[str]:
@@ -80,7 +82,7 @@ class Scene:
 def opened(make_stream, tmp_path):
     @contextlib.asynccontextmanager
     async def make():
-        stream, events = await make_stream(1, rate=0.5), RecordedEvents()
+        stream, events = await make_stream(2, rate=0.5), RecordedEvents()
         store = SlowStore(stream.store)
         stage = Stage(
             tmp_path / "staging",
@@ -195,3 +197,29 @@ async def test_a_full_stage_ends_it_once_and_keeps_what_came(opened):
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(scene.prefetch.stop(), 10)
         assert all(map(scene.stage.has, scene.stage.path.glob("1-*/*.dcr")))
+
+
+async def test_a_sealed_version_does_not_wait_for_all_chunks_of_the_next_one(opened):
+    """A replica that lags fetches both in turn, however many chunks of the open version are there."""
+    async with opened() as scene:
+        await scene.put(len(scene.stream.chunks(1)))
+        seal = await scene.stream.seal(1, scene.refs)
+        await scene.prefetch.cancel()
+        scene.stage.forget_attempt(seal.attempt)
+        scene.refs, scene.store.waiting, scene.store.gets = [], {}, Counter()
+        await scene.open(2)
+        await scene.put(CONCURRENCY + 3)
+        assert len(scene.refs) > CONCURRENCY
+        await scene.until(lambda: len(scene.store.waiting) == CONCURRENCY)
+        await asyncio.sleep(0.3)  # for all that it begins before one has come
+        stream = scene.stream.ledger.stream
+        staging = asyncio.create_task(scene.stage.stage_deltas([seal], stream))
+        await scene.until(lambda: scene.store.gets[seal.fingerprint.key])
+        await asyncio.sleep(0.3)  # the part was read too, and its chunks are asked for
+        begun = {*scene.store.gets}
+        scene.store.release(next(iter(scene.store.waiting)))
+        await scene.until(lambda: {*scene.store.gets} - begun)
+        (key,) = {*scene.store.gets} - begun
+        assert key.startswith(names.attempt(1, seal.attempt))
+        staging.cancel()
+        await asyncio.gather(staging, return_exceptions=True)
