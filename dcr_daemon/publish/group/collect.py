@@ -84,7 +84,8 @@ class ObjectCollector:
             nonlocal moved
             try:
                 async for entry in self._store.list(prefix):
-                    moved |= await self._take(entry.key, missing, suffix, found)
+                    if await self._take(entry.key, missing, suffix, found):
+                        moved = True  # not `|=`, which would read it before the `await`
             except StoreUnavailable as error:
                 self._emit(Retrying(what=f"the store of {self._store.url}: {error.message}"))
 
