@@ -118,7 +118,10 @@ async def test_whether_an_anchor_is_due_reads_each_seal_once(tmp_path: Path) -> 
     assert not store.requests
 
 
-@pytest.mark.parametrize("damage", ["gone", "no JSON", "another stream", "a version that is not sealed", "older"])
+@pytest.mark.parametrize(
+    "damage",
+    ["gone", "no JSON", "another stream", "a version that is not sealed", "older", "below its anchor", "negative"],
+)
 async def test_what_is_kept_of_the_chain_is_a_shortcut(tmp_path: Path, damage: str) -> None:
     writer = HistoryWriter(MemoryStore())
     writer.claim()
@@ -140,6 +143,10 @@ async def test_what_is_kept_of_the_chain_is_a_shortcut(tmp_path: Path, damage: s
             kept.write_text(json.dumps(written | {"version": 26, "bytes": 1 << 40}))
         case "older":
             kept.write_text(json.dumps(written | {"anchor": 10, "version": 19, "bytes": 1 << 40}))
+        case "below its anchor":
+            kept.write_text(json.dumps(written | {"version": 19, "bytes": 0}))
+        case "negative":
+            kept.write_text(json.dumps(written | {"bytes": -(1 << 40)}))
     assert not await since_anchor(ledger, kept, versions=6).due()
     assert await since_anchor(ledger, kept, versions=5).due()
     assert json.loads(kept.read_bytes()) == written

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -45,7 +46,7 @@ class _Chain(msgspec.Struct, frozen=True, kw_only=True):
     stream: str
     anchor: int
     version: int
-    bytes: int = 0
+    bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     after: str
     broken: bool = False
 
@@ -88,7 +89,7 @@ class SinceAnchor:
         ledger, state = self._ledger, self._ledger.state
         stream, anchor = ledger.stream.stream, state.anchor.version if state.anchor else 0
         known = self._chain or self._load()
-        if known and (known.stream, known.anchor) == (stream, anchor) and known.version <= state.seal.version:
+        if known and (known.stream, known.anchor) == (stream, anchor) and anchor <= known.version <= state.seal.version:
             chain = known
         else:
             after = total_of(await ledger.version_record(anchor))
