@@ -17,7 +17,7 @@ from dcr_daemon.vllm_plugin.calls import TensorHandling
 from dcr_daemon.vllm_plugin.loader import derived, hidden_copies
 from dcr_daemon.vllm_plugin.loader.copies import WeightCopy, locate
 from dcr_daemon.vllm_plugin.loader.eligibility import on_a_cpu
-from dcr_daemon.vllm_plugin.loader.reachable import Named, named, shaped, storage_key
+from dcr_daemon.vllm_plugin.loader.reachable import Named, named, reachable, shaped, storage_key
 from dcr_daemon.vllm_plugin.loader.replay import Replay, find_hooks
 from dcr_daemon.vllm_plugin.weights.placement import Placement
 
@@ -43,19 +43,22 @@ def audit(placement: Placement, model: torch.nn.Module, config: Any, *, layout: 
     # A hook that is no way may have replaced what it made, so nothing of it is written as a copy either.
     reasons = [(one.sources, str(one)) for one in Replay(hooks, dtype).unproved()]
     known = {storage_key(one.tensor) for one in stale}
-    kept = _still_copies(placement.replay, known)
+    kept = _still_copies(placement.replay, known | reachable(model).keys())
     copies = list(kept.values())
     live, searched = named(model), _searched(model, fills)
+    written = {storage_key(live[name]) for name in fills}
     for one in others:
         if one.path in kept:
             continue
         by_name = sorted(one.sources & live.keys(), key=lambda name: (name not in fills, name))
-        copy = locate(one.path, one.tensor, {name: live[name] for name in by_name}) if one.moved_or_cast else None
+        own = one.moved_or_cast and storage_key(one.tensor) not in written
+        copy = locate(one.path, one.tensor, {name: live[name] for name in by_name}) if own else None
         if copy is not None:
             copies.append(copy)
         else:
             reasons.append((one.sources, str(one)))
-    known |= {storage_key(copy.pieces[0].target) for copy in copies}
+    # A weight that an update writes is never a copy, also if it equals another one: an untied head its embedding.
+    known |= {storage_key(copy.pieces[0].target) for copy in copies} | written
     for hidden in hidden_copies.find(model, searched, known=known):
         copy = locate(hidden.path, shaped(hidden.tensor), searched)
         if copy is not None:
@@ -81,16 +84,15 @@ def _latent_attention(model: torch.nn.Module) -> tuple[str, ...]:
     return tuple(f"{path}." for path, module in model.named_modules() if "kv_b_proj" in module._modules)
 
 
-def _still_copies(replay: Replay | None, derived_storages: Collection[int]) -> dict[str, WeightCopy]:
-    """The copies of an earlier attach, by path. What vLLM made at loading remains a copy, and is written again if it
-    was damaged; what appeared later counts as one only as long as it holds the weights' bits: a kernel may use its
-    memory for other things."""
+def _still_copies(replay: Replay | None, alive: Collection[int]) -> dict[str, WeightCopy]:
+    """The copies of an earlier attach that the model still keeps, by path; `alive`: the storages of what it keeps.
+
+    They are written again: they or their weights may be damaged, or another writer has left the old bits in them.
+    """
     kept = {}
     for copy in replay.copies if replay is not None else ():
-        made_at_loading = storage_key(copy.pieces[0].target) in derived_storages
-        if made_at_loading:
+        if storage_key(copy.pieces[0].target) in alive:
             copy.write()
-        if made_at_loading or copy.holds():
             kept[copy.path] = copy
     return kept
 

@@ -84,8 +84,31 @@ def test_a_copy_that_a_first_call_makes_follows_its_weight(tmp_path: Path) -> No
         assert torch.equal(projection.cached, projection.weight.data[8:40].t())
         assert scrubbed(case) == []
         assert case.driver.attach(case.layout, tmp_path).refusals == {}
-    projection.cached[0, 0] += 1
-    assert [name.split(".")[-2] for name in scrubbed(case)] == ["gate_proj", "up_proj"]
+    for damaged in (projection.cached, projection.weight.data[8:40]):
+        damaged[0, 0] += 1
+        assert [name.split(".")[-2] for name in scrubbed(case)] == ["gate_proj", "up_proj"]
+        assert case.driver.attach(case.layout, tmp_path).refusals == {}, "what is damaged can be repaired"
+        assert torch.equal(projection.cached, projection.weight.data[8:40].t())
+    projection.weight.data.copy_(torch.randn(projection.weight.shape))
+    assert case.driver.attach(case.layout, tmp_path).refusals == {}
+    assert torch.equal(projection.cached, projection.weight.data[8:40].t()), "another writer left the old bits there"
+    projection.cached = None
+    assert case.driver.attach(case.layout, tmp_path).refusals == {}
+    assert case.driver.worker._dcr_session._attachment.placement.replay.copies == []
+
+
+def test_a_weight_that_equals_another_one_is_no_copy_of_it(tmp_path: Path) -> None:
+    """A trainer ties its head to the embedding, and the configuration that is served does not."""
+    path = write_family(tmp_path / "v0", "llama")
+    case = Refitted.served(path, tmp_path, skip_tokenizer_init=True, max_model_len=128)
+    embedding, head = (case.layout.index(name) for name in ("model.embed_tokens.weight", "lm_head.weight"))
+    tied = step(case.states[-1], 0.2, seed=1)
+    tied[embedding] = tied[head].copy()
+    case.refit(tied)
+    assert case.driver.attach(case.layout, tmp_path).refusals == {}
+    assert case.driver.worker._dcr_session._attachment.placement.replay.copies == []
+    case.refit(step(tied, 0.2, seed=2))
+    assert case.against_a_fresh_load() == []
 
 
 def scrubbed(case: Refitted) -> list[str]:
