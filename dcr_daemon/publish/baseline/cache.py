@@ -11,8 +11,10 @@ beside it names the version. It is removed before the first byte of a copy is wr
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
+import weakref
 from pathlib import Path
 
 import msgspec
@@ -79,6 +81,7 @@ class BaselineCache:
             memory = mmap.mmap(self._file, self.size, access=mmap.ACCESS_COPY)
         # A forked process (a trainer's data loader) has no use for it: each page that changes would be copied.
         _advise(memory, mmap.MADV_DONTFORK)
+        _not_forked.add(memory)
         return new, memory
 
     def hint(self) -> Hint | None:
@@ -116,6 +119,18 @@ class BaselineCache:
             self._file = -1
         with contextlib.suppress(BufferError):  # a view is still alive; the map goes with it
             self.memory.close()
+
+
+_not_forked: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+
+
+def _keep_forever() -> None:
+    """In a fork. The addresses are free there, and soon those of other memory: an object that goes would unmap that."""
+    for memory in _not_forked:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
+
+
+os.register_at_fork(after_in_child=_keep_forever)
 
 
 def _advise(memory: mmap.mmap, advice: int) -> None:

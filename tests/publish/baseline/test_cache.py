@@ -101,6 +101,17 @@ def test_a_fork_does_not_share_the_memory(workers: Workers, tmp_path: Path, new:
     baseline.close()
 
 
+def test_a_fork_that_drops_it_loses_no_memory_of_its_own(tmp_path: Path) -> None:
+    """The addresses are free in the fork, and given to whatever it allocates next."""
+    cache = BaselineCache(tmp_path, 3 * SPAN)
+    if (child := os.fork()) == 0:
+        own = [np.ones(SPAN // 4, dtype=np.uint8) for _ in range(100)]
+        del cache
+        os._exit(sum(int(some.sum()) for some in own) != 100 * (SPAN // 4))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    cache.close()
+
+
 async def test_a_copy_that_an_update_interrupts_is_known_as_torn(workers: Workers, tmp_path: Path) -> None:
     baseline = Baseline(tmp_path, BlockSet.whole(LARGE), "s", workers)
     baseline.commit(1, [])
