@@ -34,16 +34,19 @@ class UnnamedParameters:
     """
 
     def __init__(self, model: torch.nn.Module, live: Mapping[str, torch.Tensor], open_memory: Open) -> None:
-        self.names = sorted(live)
+        self.names = sorted(name for name, tensor in live.items() if tensor.numel())
         layout = Layout([TensorSpec(name, _NAMES[live[name].dtype], tuple(live[name].shape)) for name in self.names])
         self._placement = _place_whole(layout, live)
         self._memory = open_memory(self._placement, layout) if self.names else None
         self._wanted = _first_sums.setdefault(model, {})
 
     def changed(self, after_slice: SliceCallback = lambda size: None, part: range | None = None) -> list[str]:
-        """Those of the tensors number `part` (default: all) that do not have the bits that were seen first."""
+        """Those of the tensors number `part` (default: all) that do not have the bits that were seen first; nothing is
+        summed if a tensor is no longer where it was."""
         if self._memory is None:
             return []
+        if (moved := self._memory.moved_parameter()) is not None:
+            return [moved]
         numbers = part if part is not None else range(len(self.names))
         totals = np.zeros(len(self.names), dtype=np.uint64)
         boxes = [box.tensor for box in self._placement.boxes]

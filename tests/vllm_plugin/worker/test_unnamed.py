@@ -15,7 +15,7 @@ from dcr_daemon.vllm_plugin.worker.unnamed import UnnamedParameters
 
 
 class Tower(torch.nn.Module):
-    """Parameters of several forms: three axes, a view, transposed, a number."""
+    """Parameters of several forms: three axes, a view, transposed, a number, removed after loading."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,6 +24,7 @@ class Tower(torch.nn.Module):
             "b": torch.randn(6, 7)[:, 1:5],
             "c": torch.randn(4, 6).t(),
             "d": torch.tensor(1.0),
+            "e": torch.empty(0),
         }
         for name, tensor in forms.items():
             self.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
@@ -49,6 +50,20 @@ def test_a_change_is_noticed_by_name_and_still_by_the_next_attach() -> None:
         assert watched.changed(part=range(number, number + 1)) == [name]
     assert watch(model).changed() == list("abcd")
     assert watch(Tower()).changed() == [], "another model's are its own"
+
+
+@pytest.mark.parametrize("how", ["the parameter", "its memory"])
+def test_one_that_was_replaced_is_noticed_and_not_read(how: str) -> None:
+    model = Tower()
+    watched = watch(model)
+    assert watched.changed() == []
+    new = torch.nn.Parameter(model.a.detach().clone(), requires_grad=False)
+    if how == "the parameter":
+        model.a = new
+    else:
+        model.a.data = new.data
+    assert watched.changed() == watched.changed(part=range(1)) == ["a"]
+    assert watch(model).changed() == [], "it has the same bits elsewhere"
 
 
 def test_the_batches_of_a_scrub_have_all_of_them_in_turn() -> None:
