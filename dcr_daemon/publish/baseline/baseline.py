@@ -184,12 +184,12 @@ class Baseline:
     async def save_step(self) -> None:
         """Copy one span into the file; with the last one it holds the version. No attempt may be under way."""
         assert self.version is not None
-        if self._saving is None or self._saving[0] != self.version:
-            self._unsaved = 0
-            self._cache.forget()
-            self._saving = self.version, 0
-        version, start = self._saving
         try:
+            if self._saving is None or self._saving[0] != self.version:
+                self._unsaved = 0
+                self._cache.forget()
+                self._saving = self.version, 0
+            version, start = self._saving
             end = await self._workers.run_uncancellable(self._cache.write, start)
         except OSError:  # as without the hint
             self._saving = None

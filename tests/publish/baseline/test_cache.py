@@ -132,6 +132,24 @@ async def test_a_copy_that_an_update_interrupts_is_known_as_torn(workers: Worker
     baseline.close()
 
 
+async def test_a_state_directory_that_cannot_be_written_ends_nothing(
+    workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    baseline = Baseline(tmp_path, BlockSet.whole(LARGE), "s", workers)
+    await baseline.adopt_unverified(1)
+
+    def read_only(cache: BaselineCache) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(BaselineCache, "forget", read_only)
+    assert baseline.save_due
+    await baseline.save_step()
+    assert not baseline.save_due
+    await baseline.save()
+    assert not any((tmp_path / "baseline.bin").read_bytes())
+    baseline.close()
+
+
 async def test_a_restart_begins_from_the_file_and_leaves_it(workers: Workers, tmp_path: Path) -> None:
     first = Baseline(tmp_path, BlockSet.whole(LARGE), "s", workers)
     first[0][:100] = 5
