@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -37,6 +37,7 @@ Result = TypeVar("Result")
 _ALLOCATIONS = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"})
 #: Operations that keep values, or only cast them.
 MOVES = _ALLOCATIONS | {"clone", "copy_", "_to_copy", "cat", "stack"}
+WIDE = (torch.float32, torch.float64)  #: dtypes that hold every number of the dtypes of weights
 
 _found: weakref.WeakKeyDictionary[torch.nn.Module, list[Derived]] = weakref.WeakKeyDictionary()
 
@@ -46,8 +47,9 @@ class Derived:
     """A live tensor with values that came from weights of other storage.
 
     `path`: where the model keeps it, from the model's root. `sources`: the parameters and buffers that it came from,
-    or `UNKNOWN`. `operations`: what made it, by torch's names. `tensor`: itself, over its whole memory (`shaped`).
-    `names`: if it is a parameter or buffer, all that it has; a layer may be reached under several.
+    or `UNKNOWN`. `operations`: what made it, by torch's names, and the dtypes of casts that may have lost bits.
+    `tensor`: itself, over its whole memory (`shaped`). `names`: if it is a parameter or buffer, all that it has; a
+    layer may be reached under several.
     """
 
     path: str
@@ -58,8 +60,9 @@ class Derived:
 
     @property
     def moved_or_cast(self) -> bool:
-        """Whether nothing computed with the weights on the way, so that the tensor is a copy of them, maybe cast."""
-        return UNKNOWN not in self.sources and self.operations <= MOVES
+        """Whether nothing computed with the weights on the way, so that the tensor is a copy of them, maybe cast, but
+        over no other dtype that may lose bits."""
+        return UNKNOWN not in self.sources and self.operations <= MOVES | {str(self.tensor.dtype)}
 
     def __str__(self) -> str:
         made = ", ".join(sorted(self.operations)) or "an unknown kernel"
@@ -164,12 +167,18 @@ class _Follow(TorchDispatchMode):  # type: ignore[misc]  # torch does not say wh
                 sources |= before.sources
                 operations |= before.operations
         for key, tensor in targets.items():
+            casts = {str(tensor.dtype)} if _may_lose_bits(taken, tensor.dtype) else set()
             if (before := self.history.get(key)) is not None:  # it is known now what wrote there
                 before.sources = before.sources - {UNKNOWN} | sources
-                before.operations |= operations
+                before.operations |= operations | casts
             elif sources:
-                self.history[key] = _History(tensor, sources, set(operations))
+                self.history[key] = _History(tensor, sources, operations | casts)
         return result
+
+
+def _may_lose_bits(taken: Iterable[torch.Tensor], dtype: torch.dtype) -> bool:
+    """Whether an operation on these tensors casts floating-point numbers to one of the narrower dtypes."""
+    return dtype not in WIDE and any(one.dtype.is_floating_point and one.dtype != dtype for one in taken)
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:

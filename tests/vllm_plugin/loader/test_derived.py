@@ -98,6 +98,25 @@ def test_what_follows_the_weight_or_does_not_depend_on_it_is_no_reason(make: Cal
     assert stale(keep(make)) == {}
 
 
+@pytest.mark.parametrize(
+    ("make", "is_copy"),
+    [
+        pytest.param(lambda w: w.float(), True, id="cast"),
+        pytest.param(lambda w: w.half(), True, id="cast to a narrower dtype"),
+        pytest.param(lambda w: torch.zeros(4, 6).copy_(w), True, id="cast into memory"),
+        pytest.param(lambda w: w.float().bfloat16(), True, id="cast to a wider dtype and back"),
+        pytest.param(lambda w: w.half().float(), False, id="over a narrower dtype"),
+        pytest.param(lambda w: torch.zeros(4, 6).copy_(w.half()), False, id="over a narrower dtype, into memory"),
+        pytest.param(lambda w: w.to(torch.float8_e4m3fn).bfloat16(), False, id="over eight bits"),
+        pytest.param(lambda w: w.float() * 1, False, id="computed"),
+    ],
+)
+def test_a_copy_was_moved_or_cast_without_losing_bits_on_the_way(
+    make: Callable[[torch.Tensor], Any], is_copy: bool
+) -> None:
+    assert stale(keep(make))["layer.weight"].moved_or_cast is is_copy
+
+
 def test_a_registered_tensor_is_found_unless_the_layout_fills_it() -> None:
     def hook(model: Model) -> None:
         model.layer.weight = torch.nn.Parameter(model.layer.weight.data.flip(0), requires_grad=False)
