@@ -7,6 +7,7 @@ writer was killed, is read up to its last whole line. The file is bounded: when 
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ LIMIT = 64 << 20  #: bytes of a trace, `FILE` and `FILE.1` together
 
 
 class TraceFile:
-    """Appends trace events to `path` for one process, named `process` in the timeline.
+    """Appends trace events to `path` for one process, named `process` in the timeline. Several may share a file.
 
     The file is opened for each line, so there is nothing to close, and a file that was moved away is begun anew.
 
@@ -29,6 +30,7 @@ class TraceFile:
 
     def __init__(self, path: Path, process: dict[str, Any], *, limit: int = LIMIT) -> None:
         self._path, self._limit = path, limit
+        self._end = 0  #: where the file ended when this process last wrote
         self._process = {"name": "process_name", "ph": "M", "pid": os.getpid(), "args": process}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -46,18 +48,22 @@ class TraceFile:
             OSError: it cannot be written.
         """
         if self._append(event | {"pid": os.getpid()}) > self._limit // 2:
-            self._path.replace(self._path.with_name(f"{self._path.name}.1"))
+            with contextlib.suppress(FileNotFoundError):  # another process that writes to it was faster
+                self._path.replace(self._path.with_name(f"{self._path.name}.1"))
+            self._end = 0
             self._append(self._process)
 
     def _append(self, event: dict[str, Any]) -> int:
         """Bytes that the file has then."""
         line = json_line(event).encode() + b",\n"
         with self._path.open("ab", buffering=0) as file:
+            if file.tell() < self._end:  # begun anew, by whoever moved it away
+                line = json_line(self._process).encode() + b",\n" + line
             if not file.tell():
-                first = b"" if event is self._process else json_line(self._process).encode() + b",\n"
-                line = b"[\n" + first + line
+                line = b"[\n" + line
             file.write(line)
-            return file.tell()
+            self._end = file.tell()
+            return self._end
 
     def _cut_to_whole_lines(self) -> None:
         """What a killed process left of a line would join the next one."""

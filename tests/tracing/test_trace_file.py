@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,19 @@ def test_a_trace_has_a_bound_and_keeps_the_newest(tmp_path: Path) -> None:
     read = read_traces(files)
     assert [one.version for one in read] == list(range(read[0].version, 200))
     assert {one.process for one in read} == {"publisher"}
+
+
+def test_processes_that_share_a_file_keep_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, files = tmp_path / "trace.json", dict[int, TraceFile]()
+    for pid in (1, 2):
+        monkeypatch.setattr(os, "getpid", lambda pid=pid: pid)
+        files[pid] = TraceFile(path, PROCESS | {"name": f"r{pid}"}, limit=4000)
+    for version in range(1, 200):
+        for pid, file in files.items():
+            monkeypatch.setattr(os, "getpid", lambda pid=pid: pid)
+            file.write(row(version))
+        assert {one.process for one in read_traces([path])} <= {"r1", "r2"}
+    assert {one.process for one in read_traces([tmp_path / "trace.json.1"])} == {"r1", "r2"}
 
 
 def test_a_trace_that_cannot_be_is_said_at_start(tmp_path: Path) -> None:
