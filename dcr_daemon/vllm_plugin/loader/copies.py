@@ -100,15 +100,17 @@ def _along(part: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> Piece | N
         return None
     piece = Piece(part[tuple(map(slice, shape))], flat.as_strided(shape, strides, start), name)
     last = piece.target[(*(size - 1 for size in shape[:-1]), slice(-LINE, None))]
-    sole = _find([last], weights)[0] if piece.target.numel() > LINE else first
-    return piece if len(sole) <= 1 and _equal(piece.target, piece.source) else None
+    sole = not tells(last) or len(_find([last], weights)[0]) == 1
+    return piece if sole and _equal(piece.target, piece.source) else None
 
 
 def _find(lines: Sequence[torch.Tensor], weights: Mapping[str, torch.Tensor]) -> list[list[tuple[str, int]]]:
-    """The places of each line in all weights; none of a line that cannot be told from others."""
+    """The places of each line in all weights; none of a line that cannot be told from others, or if some were not
+    looked at."""
     wanted = Search(torch.stack(list(lines)))
     search(weights, [wanted])
-    return [wanted.found.get(number, []) if tells(line) else [] for number, line in enumerate(lines)]
+    places = wanted.found if not wanted.partial else {}
+    return [places.get(number, []) if tells(line) else [] for number, line in enumerate(lines)]
 
 
 def _steps(lines: torch.Tensor, flat: torch.Tensor, *, start: int, stride: int) -> int:

@@ -24,6 +24,7 @@ BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: 
 @dataclass(slots=True)
 class Search:
     """Lines of one dtype, and where they were found: the weight's name and the place in its storage, by line.
+    `partial`: there may be more, because too many places begin like one of the lines.
 
     Args:
         lines: [lines, LINE], any floating dtype of `BITS`.
@@ -31,13 +32,16 @@ class Search:
 
     lines: torch.Tensor
     found: dict[int, list[tuple[str, int]]] = field(init=False, default_factory=dict)
+    partial: bool = field(init=False, default=False)
 
     def look(self, name: str, part: torch.Tensor, start: int) -> None:
         """Look for the lines in consecutive elements of a weight that begin at place `start` of its storage."""
         bits, lines = part.to(self.lines.dtype).view(BITS[self.lines.dtype]), self._on(part.device)
         keys, here = _keys(lines.reshape(-1))[::LINE].sort().values, _keys(bits)
         numbers = torch.searchsorted(keys, here).clamp_(max=len(keys) - 1)
-        for place in (keys[numbers] == here).nonzero().reshape(-1)[:SPURIOUS].tolist():
+        alike = (keys[numbers] == here).nonzero().reshape(-1)
+        self.partial |= len(alike) > SPURIOUS
+        for place in alike[:SPURIOUS].tolist():
             same = (lines == bits[place : place + LINE]).all(dim=1)
             for number in same.nonzero().reshape(-1).tolist():
                 self.found.setdefault(number, []).append((name, start + place))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from dcr_daemon.vllm_plugin.loader import line_search
 from dcr_daemon.vllm_plugin.loader.copies import WeightCopy, locate
 from dcr_daemon.vllm_plugin.loader.reachable import shaped
 
@@ -91,6 +92,18 @@ def test_a_source_that_another_weight_equals_is_not_guessed(alike: str) -> None:
     rows = {"all of it": slice(None), "its first row": slice(0, 1), "its last row": slice(23, 24)}[alike]
     live["gate"][rows] = live["up"][rows]
     assert locate("kept", live["up"].clone(), live) is None
+
+
+def test_a_source_is_not_guessed_where_too_many_places_look_like_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line that begins with zeros in a weight that is mostly zeros; another place of it may lie behind them."""
+    row = torch.cat([torch.zeros(4), torch.randn(60), torch.zeros(8)]).bfloat16()
+    weight = torch.zeros(6, 72).bfloat16()
+    weight[0] = row
+    assert locate("kept", row.clone(), {"weight": weight}) is not None
+    weight[5] = row
+    for looked_at in (line_search.SPURIOUS, 9):
+        monkeypatch.setattr(line_search, "SPURIOUS", looked_at)
+        assert locate("kept", row.clone(), {"weight": weight}) is None
 
 
 def test_weights_that_share_memory_are_one() -> None:
