@@ -58,6 +58,13 @@ def command(
         raise NotFound("these files hold no whole refit", hint="give the files of the publisher and of replicas")
     if out:
         _write(out, slices, refits if version else refits[-_DRAWN:], rate, delay)
+    for refit in refits:
+        if refit.skew:
+            typer.echo(
+                f"dcr: version {refit.version} was committed {refit.skew:.3f} s before its seal: the clocks of these "
+                "hosts do not agree, and its times are wrong",
+                err=True,
+            )
     if json:
         print_json({"refits": [_document(refit, rate, delay) for refit in refits]})
         return

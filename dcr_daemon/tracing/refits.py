@@ -47,6 +47,7 @@ class Refit:
     commits: dict[str, float]
     phases: dict[str, Phase]
     waiting: float
+    skew: float = 0.0  #: seconds by which a replica committed before the seal: its clock is wrong by more than that
 
     @property
     def seconds(self) -> float:
@@ -76,8 +77,10 @@ def _refit(version: int, slices: list[Slice]) -> Refit | None:
     phases = [one for one in of_attempt if one.name in PHASES and not one.instant]
     if not phases:
         return None
+    skew = 0.0
     if seals:
         sealed = min(one.begin for one in seals)
+        skew = max(0.0, sealed - min(commits.values(), default=sealed))
         phases += [_seen(one, sealed) for one in of_attempt if one.name == "seal seen" and one.begin > sealed]
     begin = min(one.begin for one in phases)
     end = max(commits.values(), default=max(one.end for one in phases))
@@ -96,6 +99,7 @@ def _refit(version: int, slices: list[Slice]) -> Refit | None:
         commits=commits,
         phases={name: Phase(sum(b - a for a, b in some), alone[name]) for name, some in spans.items()},
         waiting=waiting,
+        skew=skew,
     )
 
 

@@ -128,6 +128,18 @@ def test_errors(files: list[Path], tmp_path: Path, arguments: list[str], code: i
     assert run(["trace", str(tmp_path / name), *more]) == code
 
 
+def test_clocks_that_do_not_agree_are_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    late = [(at - 5, event) for at, event in SUBSCRIBED]
+    names = [
+        str(record(tmp_path / "p.json", "publisher", PUBLISHED, monkeypatch)),
+        str(record(tmp_path / "r.json", "subscriber", late, monkeypatch)),
+    ]
+    assert run(["trace", *names, "--json"]) == 0
+    assert "committed 4.200 s before its seal" in capsys.readouterr().err
+
+
 def test_a_library_publisher_writes_the_file_of_its_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[e.Event] = []
     assert traced(heard.append, rank=0, world=1, stream=STREAM) == heard.append
