@@ -2,6 +2,7 @@
 
 A file is stable when its writer was seen closing it (or it was moved in), or when `STABLE_SCANS` timed scans in a row
 found it unchanged and nobody was seen writing to it; and when the kernel says that nobody has it open for writing.
+One that came in a directory that was moved in from elsewhere needs no scans, only the kernel's word.
 Where the kernel cannot tell, one that nobody was seen closing must be unchanged for `STABLE_SCANS_UNCLOSED` scans.
 Events come from any thread; everything else is for the scanner's.
 """
@@ -45,6 +46,11 @@ class FileStability:
         """A writer closed the file, or it was moved in. From any thread."""
         self._events.append((path, "closed"))
 
+    def moved_in(self, path: Path) -> None:
+        """The file is in a directory that was moved in from elsewhere: it had its name before, so its writer may go on,
+        and only the kernel can tell. From any thread."""
+        self._events.append((path, "moved in"))
+
     def created(self, path: Path) -> None:
         """There is a new file; it may have been closed before anybody watched its directory. From any thread."""
         self._events.append((path, "created"))
@@ -65,6 +71,8 @@ class FileStability:
                 table.pop(path, None)
             if event == "closed" and identity:
                 self._closed[path] = identity
+            elif event == "moved in" and identity:
+                self._unchanged[path] = identity, STABLE_SCANS
             elif event == "written":
                 self._unclosed[path] = None
 

@@ -52,7 +52,7 @@ class InotifyWatcher:
             case FileMovedEvent() if event.dest_path:
                 self._files.closed(Path(os.fsdecode(event.dest_path)))
             case FileCreatedEvent(is_synthetic=True):  # it is in a directory that was moved in from elsewhere
-                self._files.closed(Path(os.fsdecode(event.src_path)))
+                self._files.moved_in(Path(os.fsdecode(event.src_path)))
             case FileCreatedEvent():
                 self._files.created(Path(os.fsdecode(event.src_path)))
             case FileModifiedEvent():

@@ -124,6 +124,25 @@ def test_a_file_whose_middle_was_never_written_waits_until_it_is(
     assert not scanner.scan(layout, True)["step_1"].why_incomplete(layout)
 
 
+@pytest.mark.parametrize("said", Writers)
+def test_a_file_in_a_directory_that_is_moved_in_is_complete_when_the_kernel_says_so(
+    world: PublishWorld, tmp_path: Path, said: Writers
+) -> None:
+    """The rename says nothing of the files: one of them may still be written."""
+
+    class Kernel(WriteState):
+        def writers(self, path: Path) -> Writers:
+            return said
+
+    path = tmp_path / "w/step_1/model.safetensors"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(whole(world))
+    scanner, layout = CheckpointScanner(tmp_path / "w", [], marker=None, kernel=Kernel("ext4")), world.layout
+    scanner.files.moved_in(path)
+    waits = [bool(scanner.scan(layout, timed)["step_1"].why_incomplete(layout)) for timed in (False, True, True)]
+    assert waits == [said is not Writers.NONE] * 3
+
+
 @pytest.mark.parametrize("file_system", ["nfs4", "ext4"])
 def test_where_the_kernel_cannot_tell_a_file_that_nobody_was_seen_closing_waits_longer(
     world: PublishWorld, tmp_path: Path, file_system: str
