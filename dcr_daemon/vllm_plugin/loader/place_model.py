@@ -20,7 +20,7 @@ from dcr_daemon.vllm_plugin.calls import TensorHandling
 from dcr_daemon.vllm_plugin.loader import audit, eligibility
 from dcr_daemon.vllm_plugin.loader.computed import plan_computed, record_alone
 from dcr_daemon.vllm_plugin.loader.permutation import expert_repacks, require_kept
-from dcr_daemon.vllm_plugin.loader.reachable import Named, named
+from dcr_daemon.vllm_plugin.loader.reachable import Named, named, storage_key
 from dcr_daemon.vllm_plugin.loader.recorder import Recording, record
 from dcr_daemon.vllm_plugin.settings import Settings, computed_cap
 from dcr_daemon.vllm_plugin.weights.placement import Copy, Placement, Repack, Unplaceable, same_places
@@ -107,15 +107,16 @@ def record_model(model: torch.nn.Module, layout: Layout, *, platform: str) -> tu
 
 
 def beside_language_model(model: torch.nn.Module) -> frozenset[str]:
-    """Names of the parameters and buffers that vLLM does not count to a multimodal model's language model."""
+    """Names of the parameters and buffers that share no memory with what vLLM counts as a multimodal model's language
+    model."""
     if not getattr(model, "supports_multimodal", False):
         return frozenset()
     try:
         language_model = model.get_language_model()
     except NotImplementedError:
         return frozenset()
-    inside = {id(tensor) for tensor in named(language_model).values()}
-    return frozenset(name for name, tensor in named(model).items() if id(tensor) not in inside)
+    inside = {storage_key(tensor) for tensor in named(language_model).values()}
+    return frozenset(name for name, tensor in named(model).items() if storage_key(tensor) not in inside)
 
 
 def _shape_refusal(name: str, form: LoadFormat) -> str | None:

@@ -116,6 +116,14 @@ class Plain(Multimodal):
     supports_multimodal = False
 
 
+class Shared(Multimodal):
+    """The tower computes with memory of the text: an update would change what is watched."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__(device)
+        self.tower.norm.data = self.text.norm.data
+
+
 @pytest.mark.parametrize(
     ("names", "model", "unfilled"),
     [
@@ -123,6 +131,7 @@ class Plain(Multimodal):
         pytest.param(["text.norm", "text.head", "tower.norm"], Multimodal, "tower.head", id="part of the tower"),
         pytest.param(["tower.norm", "tower.head"], Multimodal, "text.norm", id="only the tower"),
         pytest.param(["text.norm", "text.head"], Plain, "tower.norm", id="no multimodal class"),
+        pytest.param(["text.norm", "text.head"], Shared, "tower.norm", id="memory that both have"),
     ],
 )
 def test_every_other_gap_is_refused(names: list[str], model: type[Multimodal], unfilled: str) -> None:
