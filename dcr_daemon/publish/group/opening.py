@@ -224,6 +224,7 @@ class _StartAlone:
     async def finish(self, leader: Leader) -> None:
         options, context = self._resources.options, leader.context
         context.hold(self._opening.baseline or self._all_of(leader.layout))
+        self._opening.baseline = context.baseline  # closed if the opening fails
         await context.restore()
         if context.baseline.save_due:
             await context.baseline.save()
