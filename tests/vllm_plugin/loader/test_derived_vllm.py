@@ -97,6 +97,30 @@ def test_a_copy_that_a_first_call_makes_follows_its_weight(tmp_path: Path) -> No
     assert case.driver.worker._dcr_session._attachment.placement.replay.copies == []
 
 
+def test_a_copy_that_a_layers_method_keeps_follows_its_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an attention backend keeps its sinks in fp32; and a copy in which each element lies twice."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    process = UnquantizedLinearMethod.process_weights_after_loading
+
+    def keeping(method: Any, layer: Any) -> None:
+        process(method, layer)
+        if "o_proj" in getattr(layer, "prefix", ""):
+            method.wide = layer.weight.float()
+
+    monkeypatch.setattr(UnquantizedLinearMethod, "process_weights_after_loading", keeping)
+    case = Refitted(write_family(tmp_path / "v0", "llama"), tmp_path, skip_tokenizer_init=True, max_model_len=128)
+    down = next(layer for name, layer in case.model.named_modules() if name.endswith("down_proj"))
+    down.twice = torch.cat([down.weight.t(), down.weight.t()])
+    case.attach()
+    assert case.attached.refusals == {}
+    case.refit(step(case.states[-1], 0.2, seed=1))
+    assert torch.equal(down.twice, torch.cat([down.weight.t(), down.weight.t()]))
+    outputs = [layer for name, layer in case.model.named_modules() if name.endswith("o_proj")]
+    assert outputs
+    assert all(torch.equal(layer.quant_method.wide, layer.weight.float()) for layer in outputs)
+
+
 def test_a_weight_that_equals_another_one_is_no_copy_of_it(tmp_path: Path) -> None:
     """A trainer ties its head to the embedding, and the configuration that is served does not."""
     path = write_family(tmp_path / "v0", "llama")
