@@ -137,9 +137,10 @@ def peak(role: str, root: Path) -> int:
 
 @pytest.mark.slow
 def test_memory_is_bounded_by_the_budgets_and_not_by_the_version(tmp_path):
-    """What a process has for itself (mapped files are the kernel's to take back), against a tiny model: budgets; for a
-    subscriber the decoded changes and one tensor's positions. Every element of 48 MiB changes, to random bits: the
-    chunks of this version, and what undoes them, are twice that."""
+    """What a process has for itself (mapped files are the kernel's to take back), against a tiny model: for a publisher
+    the baseline, as large as the version here, and budgets; for a subscriber the decoded changes and one tensor's
+    positions. Every element of 48 MiB changes, to random bits: the chunks of this version, and what undoes them, are
+    twice that."""
     peaks: list[dict[str, int]] = []
     for rows in (8, 3 << 10):
         root, rng = tmp_path / str(rows), np.random.default_rng(0)
@@ -152,5 +153,5 @@ def test_memory_is_bounded_by_the_budgets_and_not_by_the_version(tmp_path):
     growth = {role: peaks[1][role] - peaks[0][role] for role in peaks[0]}
     print({role: value >> 20 for role, value in growth.items()})
     version, tensor = layout.nbytes, (3 << 10) * 1024
-    assert growth["publish"] < version
+    assert growth["publish"] < version + version
     assert growth["subscribe"] < 3 * version + 64 * tensor

@@ -135,5 +135,8 @@ async def test_every_instant_that_a_rank_passes_is_tried(
     await group.through(group.start(MESH, STEPS, spoilt={FAILING: FAILED} if failing else {}, passed=True))
     for rank, listed in enumerate((LEADER, MEMBER, MEMBER)):
         passed = (tmp_path / f"passed-0-{rank}").read_text().split()
-        assert set(passed) == set(listed) | set(IN_FAILURE[rank] if failing else {}), f"rank {rank}"
+        besides = set(IN_FAILURE[rank] if failing else {})
+        assert set(listed) <= set(passed) <= set(listed) | besides, f"rank {rank}"
+        # A rank that reads the abort before it has begun to diff has nothing to undo.
+        assert rank > FAILING or besides <= set(passed), f"rank {rank}"
         assert {name: passed.count(name) >= n for name, n in listed.items()} == dict.fromkeys(listed, True)

@@ -37,6 +37,10 @@ publish.member.open:3 publish.member.fate:3
 _BETWEEN = """
 disk.hint.write disk.hint.rename
 """
+#: the weight of the chain since the newest anchor is remembered
+_CHAIN = """
+disk.chain.write disk.chain.rename
+"""
 _MARK = """
 disk.mark.write:2 disk.mark.sync:2 disk.mark.rename:2 disk.mark.synced:2
 """
@@ -55,10 +59,10 @@ _FAILING = """
 publish.failed
 """
 
-LEADER = _counted(_OPENING, _UPDATE, _LEADING, _BETWEEN, _MARK, _CLOSING)
+LEADER = _counted(_OPENING, _UPDATE, _LEADING, _BETWEEN, _CHAIN, _MARK, _CLOSING)
 MEMBER = _counted(_UPDATE, _ANSWERING, _BETWEEN, _MARK)
 #: of rank 0, of the rank that fails, and of others
 IN_FAILURE = _counted(_GIVEN_UP, _ABORTING), _counted(_FAILING), _counted(_GIVEN_UP)
 
 #: of a sleeper at these instants nothing can be said but that it is in no seal
-OUTSIDE = set(_counted(_OPENING, _BETWEEN, _MARK, _CLOSING))
+OUTSIDE = set(_counted(_OPENING, _BETWEEN, _CHAIN, _MARK, _CLOSING))
